@@ -54,7 +54,7 @@ def table_lines(
 ) -> list[str]:
     """Return the lines of a table with column names; the columns in `right` are right-aligned, as numbers are.
 
-    With `width` what is in other columns goes on in the next lines where the table would be wider, the widest first.
+    With `width` the other columns are wrapped, the widest first, until the table fits.
     """
     cells = [list(columns), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

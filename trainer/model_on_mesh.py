@@ -44,7 +44,7 @@ class ModelOnMesh(ABC):
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time.
 
-        `ema`: with averaged weights, before and after the end of `fit`.
+        `ema` writes averaged weights, before and after the end of `fit`.
 
         Raises:
             ConfigError: for `ema` in a run without `ema.decay`.
@@ -60,10 +60,10 @@ class ModelOnMesh(ABC):
             raise StorageError(failure)
 
     def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` of whole parameters, one bucket in memory at a time; all ranks iterate over it to its end.
+        """Yield `(name, tensor)` of whole parameters, with one bucket in memory at a time; all ranks iterate to the end.
 
         Values are master weights. A tensor may change with the next step: copy it to keep it. `dict(trainer.state_dict())`
-        holds the whole model on every rank. `ema`: averaged weights instead.
+        holds the whole model on every rank. `ema` yields averaged weights instead.
 
         Raises:
             ConfigError: for `ema` in a run without `ema.decay`.
@@ -78,7 +78,7 @@ class ModelOnMesh(ABC):
             yield from placed.state(ema).parameters()
 
     def check_weights(self) -> None:
-        """Compare the weights of all ranks that hold the same ones, by digests, between steps.
+        """Compare the digests of replicated weights between ranks, between steps.
 
         Raises:
             WeightsDifferError: with the tensors and the ranks that differ.
@@ -91,11 +91,11 @@ class ModelOnMesh(ABC):
             require_same_weights(engine)
 
     def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` of weights in the compute dtype, as `save_pretrained` would write them; all ranks iterate to its end.
+        """Yield `(name, tensor)` of weights in the compute dtype, as `save_pretrained` would write them; all ranks iterate to the end.
 
-        Names and shapes are those of files on the Hub, and adapters are merged. Beside its part a rank has one bucket in memory at
-        a time, and where weights are converted or merged, those that belong together. `part_of(name)` is `(dim, index, parts)`
-        where a rank wants a part of a tensor. A tensor may change with the next step: copy it to keep it.
+        Names and shapes are those of files on the Hub, and adapters are merged. A rank has its shards in memory and
+        one more bucket at a time, or the inputs of one conversion or merge. `part_of(name)` returns `(dim, index, parts)`
+        to get a part of a tensor only. A tensor may change with the next step: copy it to keep it.
 
         Raises:
             ConfigError: for a part that a tensor does not have, and for adapters that cannot be merged.
@@ -111,14 +111,14 @@ class ModelOnMesh(ABC):
             yield from parts_of_weights(placed.hub_form.of(weights, compute), part_of)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
-        """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns how many tensors.
+        """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns the number of tensors.
 
-        No rank has more of the model than its own part and what `stream_weights` keeps.
+        Each rank has only its shards and the buffers of `stream_weights` in memory.
 
         Args:
             addresses: paths of Unix sockets, or `HOST:PORT`.
-            token: the one that receivers were given.
-            timeout_seconds: how long a receiver may be silent.
+            token: the token of the receivers.
+            timeout_seconds: the longest silence of a receiver.
 
         Raises:
             TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
@@ -130,11 +130,11 @@ class ModelOnMesh(ABC):
     def gathered(self, names: Iterable[str]) -> Iterator[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
 
-        They are copies, so an exception that is caught outside the block ends nothing.
+        The parameters are copies, so an exception in the block leaves the model usable.
 
         Raises:
-            StorageError: when they would not fit in memory.
-            PhaseError: at the end of the block, where one was written inside it: no weight of the run has changed.
+            StorageError: when the copies would not fit in memory.
+            PhaseError: at the end of the block, if a copy was written; the weights of the run are unchanged.
         """
         placed, names = self.placed, list(names)
         if placed.engine is None:

@@ -1,4 +1,4 @@
-"""`shard`: the engine under a loop of one's own, in plain PyTorch.
+"""`shard`: the engine under a plain PyTorch training loop.
 
 model, optimizer = zeromesh.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=3)
 for batch in loader:
@@ -83,7 +83,7 @@ def shard(
     accumulation: int = 1,
     **options: Any,
 ) -> tuple[_Model, ShardedOptimizer | None]:
-    """Partition a model and its optimizer over the ranks of the launch, for a loop of one's own.
+    """Partition a model and its optimizer over the ranks of the launch, for the user's own training loop.
 
     The loop calls the model as before, and `loss.backward()` sums gradients over the data-parallel ranks. Several calls may come
     before a backward, several backwards before a step, and evaluation under `torch.no_grad()` anywhere. All ranks run the same
@@ -91,25 +91,25 @@ def shard(
     there are none, this process is the only rank.
 
     Args:
-        model: a built model, whose values it starts from; rank 0's, where ranks have built different ones. It computes in the
+        model: a built model with its initial values; rank 0's are used if they differ. The compute dtype is the
             dtype of its parameters, unless `precision` names another. Built under `torch.device("meta")`, it is never whole on
             any rank: each draws its part, as `reset_parameters` or transformers' `_init_weights` do, by `config`'s `run.seed`.
-        optimizer: a torch optimizer over parameters of the model, with any groups; a class or function that makes one of
-            `model.parameters()`; several, each over parameters of its own, which become one; None for a model that is not trained,
-            whose parameters are frozen.
+        optimizer: a torch optimizer over parameters of the model, with any groups; a class or function that creates one from
+            `model.parameters()`; several with disjoint parameters, which become one; None for evaluation, which freezes the
+            parameters.
         config: a path of a YAML or JSON file, or a dict. Its sections `zero`, `parallel`, `precision`, `offload` and `ema` are
-            used; a warning names what else it has.
+            used; a warning names the others.
         reduce: `mean` averages gradients over the data-parallel ranks, as DDP does; `sum` adds them.
-        accumulation: how many backwards each step has. Above 1, stages 0 and 1 add gradients up on each rank, and reduce them in
-            the last backward alone. 1 allows any number of backwards, and reduces in each.
+        accumulation: the number of backwards of each step. Above 1, stages 0 and 1 accumulate gradients on each rank, and reduce
+            them in the last backward only. 1 allows any number of backwards, and reduces in each.
         options: keys of the section `zero` (`stage=3`, `prefetch=2`), and other sections by name (`parallel={"tensor": 2}`,
             `offload={"optimizer": "host"}`). They replace those of `config`.
 
     Returns:
-        The same model, and the optimizer to call from now on; None without one. It is a torch optimizer: schedulers take it.
+        The same model, and the sharded optimizer, a `torch.optim.Optimizer`, or None without one.
 
     Raises:
-        ConfigError: for options that are wrong, all of them at once, and for an optimizer that cannot be used.
+        ConfigError: with all invalid options at once, and for an unsupported optimizer.
         LayoutError: for a model that cannot be partitioned in this way.
     """
     if reduce not in ("mean", "sum"):
@@ -289,7 +289,7 @@ def averaged(model: nn.Module) -> AbstractContextManager[None]:
 def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `(name, tensor)` of all parameters and buffers of a partitioned model, each whole, in the dtype of master weights.
 
-    One tensor is gathered at a time. All ranks call it, and go on to its end.
+    One tensor is gathered at a time. All ranks iterate to the end.
     """
     engine = engine_of(model)
     engine.require_same_parameters()
@@ -299,7 +299,7 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def unshard(model: nn.Module) -> None:
     """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it.
 
-    Its `ShardedOptimizer` cannot be used afterwards. What `shard` has frozen is trained again.
+    Its `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again.
     """
     sharding = _sharding_of(model)
     sharding.engine.settle()
@@ -327,19 +327,19 @@ def save(
     weights. Gradients of a step that is not complete are not saved.
 
     Args:
-        directory: where checkpoints lie, each in a directory of its own, such as `step-00000100`.
+        directory: the parent of checkpoint directories such as `step-00000100`.
         model: the model that `shard` has returned.
         optimizer: the optimizer that `shard` has returned, whose `param_groups` are saved. Moments always are.
-        step: the number of the checkpoint; None: that of the updates so far.
+        step: the number of the checkpoint; None: the number of updates so far.
         alone: remove the other checkpoints of `directory` once this one is complete.
         without: names of parameters and buffers whose values are left out; `load` leaves them as they are.
-        state: values of your own that JSON can hold, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`, for `load`.
+        state: JSON values of the user, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`, for `load`.
 
     Returns:
-        The directory of the checkpoint, which is complete.
+        The directory of the complete checkpoint.
 
     Raises:
-        StorageError: when it cannot be written. Then nothing of it is left.
+        StorageError: when it cannot be written; incomplete files are removed.
     """
     engine = engine_of(model)
     engine.require_same_parameters()
@@ -386,11 +386,11 @@ def load(
 ) -> dict[str, Any] | None:
     """Load a checkpoint into a partitioned model: the newest complete one in `directory`, or `directory` itself if it is one.
 
-    All ranks call it. Their number and the layout may be others than when it was saved. With an optimizer, its moments are loaded,
-    and learning rates and the other values of its `param_groups` become those that were saved; without it, weights alone are.
+    All ranks call it. The number of ranks and the layout may differ from those of `save`. With an optimizer, its moments and the
+    values of its `param_groups` are loaded too; without one, only weights are.
 
     Returns:
-        The `state` that was given to `save`; None if there is no checkpoint, and nothing was loaded.
+        The `state` passed to `save`; None if there is no checkpoint, and nothing was loaded.
 
     Raises:
         CheckpointError: if there are checkpoints, and none of them can be read, or a model in transformers' form instead.

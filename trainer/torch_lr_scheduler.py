@@ -20,7 +20,7 @@ class TorchSchedule:
     scheduler acts on a dummy optimizer of one parameter, with the class and settings of the run's.
 
     Raises:
-        ConfigError: for what makes no scheduler, one that waits for a metric, or one that changes a momentum that there is not.
+        ConfigError: for a factory of other objects, of a scheduler that needs a metric, or of one that changes a missing momentum.
     """
 
     def __init__(self, make: MakeScheduler, settings: OptimizerSection) -> None:

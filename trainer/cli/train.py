@@ -367,7 +367,7 @@ def _require_no_script(run: Path) -> None:
 def _evaluate(config: Any, checkpoint: Path | None) -> int:
     """Evaluate on the evaluation data of a configuration, print the values and append them to `evaluated.jsonl`.
 
-    Without `checkpoint` the newest one of the configuration's run is taken, or else the weights that a run would begin with.
+    The default of `checkpoint` is the newest one of the configuration's run, or else the initial weights of a run.
     """
     from zeromesh.checkpoint.store import CheckpointStore
     from zeromesh.trainer import Trainer

@@ -61,17 +61,17 @@ class Generator(ModelOnMesh):
         source: a Hugging Face directory, the name of a model on the Hub, a run's directory (which stands for its newest checkpoint)
             or a checkpoint of one.
         config: a path, a mapping or a `TrainerConfig`, of which `parallel`, `zero`, `offload`, `precision.compute` and `model`
-            count; None: the defaults. Without `precision.compute` the model computes in the dtype that its `config.json` names.
-        check: whether all ranks that hold the same weights are compared at the start, which reads them once; None: they are, but
-            for weights in files.
+            are used; None: the defaults. The default of `precision.compute` is the dtype in the model's `config.json`.
+        check: compare replicated weights between ranks at the start, which reads them once; None: compare all except those
+            in files.
         sections: sections on top of `config`, such as `parallel={"tensor": 2}`.
         overrides: keys on top of all, such as `zero.stage=0`, as on the command line.
 
     Raises:
-        ConfigError: for what is no model, and for a configuration that cannot be.
-        LayoutError: for a model that cannot be divided so.
+        ConfigError: for a source without a model, and for an invalid configuration.
+        LayoutError: for a model that cannot be divided in this layout.
         StorageError: where memory is short.
-        WeightsDifferError: where ranks hold other values of the same weights.
+        WeightsDifferError: where replicated weights differ between ranks.
     """
 
     def __init__(
@@ -125,25 +125,25 @@ class Generator(ModelOnMesh):
         on_results: Callable[[Mapping[int, Generated]], object] = lambda results: None,
         **fields: Any,
     ) -> list[Generated]:
-        """Continue prompts and return what came of each, in their order, on every rank; all ranks give the same prompts.
+        """Generate continuations, and return them in the order of the prompts on every rank; all ranks pass the same prompts.
 
-        Prompts join a running batch as others leave it, on the replica of the model that has the fewest tokens open. What cannot be
-        generated so (beams, models with an encoder or another cache) is, in batches of one length, or about one for an encoder.
+        Prompts join a running batch as others leave it, on the replica with the fewest open tokens. Requests that
+        cannot (beams, encoder models, other caches) are generated in static batches of one length, or similar for an encoder.
 
         Args:
-            prompts: text, token ids, messages of a conversation, which the chat template makes text of, or mappings with one of
+            prompts: text, token ids, messages of a conversation for the chat template, or mappings with one of
                 these as `text`, `input_ids` or `messages`, and fields of `GenerationConfig` or `seed` for this prompt alone.
             batch: prompts that a replica of the model continues at a time.
-            seed: the seed of what sampling draws for each prompt, whatever else is in its batch; None: one of `run.seed` and the
+            seed: the seed of sampling for each prompt, independent of its batch; None: derived from `run.seed` and the
                 number of calls so far.
-            on_results: called on every rank with results as they come, by the number of their prompt.
-            fields: of transformers' `GenerationConfig`, on top of the model's own; without any number of new tokens 128, or as many
+            on_results: called on every rank with new results, by index of their prompt.
+            fields: of transformers' `GenerationConfig`, on top of the model's own; by default with 128 new tokens, or as many
                 as the model has positions for.
 
         Raises:
             ConfigError: for fields that do not exist or that the layout does not allow.
-            DataError: for prompts that are none, are too long, or differ between ranks.
-            NonFiniteError: after all other results, for prompts whose logits are NaN or infinite; with beams nobody looks.
+            DataError: for prompts that are invalid, too long, or different between ranks.
+            NonFiniteError: after all other results, for prompts whose logits are NaN or infinite; beam search does not check.
         """
         placed = self.placed
         placed.require_sound()
@@ -196,12 +196,12 @@ class Generator(ModelOnMesh):
         """Generate for the requests in rank 0's inbox until it is stopped; all ranks call it, the others with None.
 
         Args:
-            inbox: where other threads submit requests that `check_request` has found good.
+            inbox: the inbox to which other threads submit requests that `check_request` has accepted.
             batch: requests that a replica of the model runs at a time.
             fields: of transformers' `GenerationConfig`, on top of which are those of a request.
 
         Raises:
-            ConfigError: for a model that requests cannot join while it generates.
+            ConfigError: for a model whose requests cannot join a running batch.
             CollectiveError: when a rank is gone or late.
         """
         self.require_serving(fields)
@@ -225,8 +225,8 @@ class Generator(ModelOnMesh):
         """Check that `serve` can continue these tokens with these fields of `GenerationConfig`; any thread may call it.
 
         Raises:
-            ConfigError: for fields that do not exist, that the layout does not allow, or that are for other ways of searching.
-            DataError: for tokens that the model does not know, for none, and for too many.
+            ConfigError: for fields that do not exist, that the layout does not allow, or that select another decoding method.
+            DataError: for unknown tokens, for none, and for too many.
         """
         self._require_known(tokens, "the prompt")
         why = self.placed.settings.why_unbatched(self.placed.settings.checked(fields, len(tokens)))
@@ -252,7 +252,7 @@ class Generator(ModelOnMesh):
         """Return the request and the settings of a prompt, whose own fields override `fields`.
 
         Raises:
-            ConfigError, DataError: for a prompt, called `where`, that cannot be continued so.
+            ConfigError, DataError: for an invalid prompt, which they call `where`.
         """
         name = where or "the prompt"
         text, own = split_prompt(prompt, name)

@@ -27,11 +27,11 @@ class ResultJournal:
 
     Args:
         out: the file of all results.
-        content: what is generated: a digest of the prompts, the model's name, the settings.
-        count: how many results there will be.
+        content: the identity of the generation: a digest of the prompts, the model's name, the settings.
+        count: the number of results.
 
     Raises:
-        ConfigError: where there are results of another generation, another command is writing, and where no file can be.
+        ConfigError: where there are results of another generation, where another command is writing, and for an impossible path.
         StorageError: where files cannot be read or written.
     """
 

@@ -43,7 +43,7 @@ class RequestLoop:
     Args:
         fields: of `GenerationConfig`, on top of which are those of a request.
         rows: requests that a replica runs at a time.
-        on_progress: called on every rank with what was made of requests, wherever that was.
+        on_progress: called on every rank with new tokens of any replica.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class Inbox:
 
     Args:
         limit: requests that may be open, waiting or generated, at a time; None: any number.
-        streams: whether progress is wanted after every token, which costs an exchange between the ranks each time.
+        streams: report progress after every token, which costs an exchange between the ranks each time.
     """
 
     def __init__(self, *, limit: int | None = None, streams: bool = True) -> None:

@@ -142,9 +142,9 @@ def partition_prompts(
 ) -> list[list[list[int]]]:
     """Return for each round the indices of the prompts that each rank generates together.
 
-    In a round a rank has at most `batch`, and the longest come first, in turn, so that over all rounds the sums of lengths are not
-    further apart than one prompt is long. What a rank, or with `whole_rounds` all ranks, generate together is of nearly one length,
-    or with `one_length` of exactly one.
+    In a round a rank has at most `batch`. Prompts are dealt in turn, the longest first, so that the ranks' total lengths differ by
+    at most one prompt. The prompts of a rank, or with `whole_rounds` of all ranks, in a round have similar lengths, or with
+    `one_length` equal ones.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     groups, at_once = [[[number] for number in order]], ranks * batch

@@ -34,7 +34,7 @@ _FEWEST_COLUMNS = 64
 def layers_of(config: PreTrainedConfig) -> int | None:
     """Return the number of layers with keys and values; None for a model with another kind of state between tokens.
 
-    A sliding window is a matter of the mask: its layers keep all columns.
+    Layers with a sliding window keep all columns, as the mask implements the window.
     """
     layers = DynamicCache(config=config).layers
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
@@ -108,7 +108,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 class RowCache(Cache):  # type: ignore[misc]
     """The keys and values of all rows, for one model. See the module.
 
-    `length_without_layers`: what layers of other stages of a pipeline need not keep something for.
+    `length_without_layers` makes the length known on pipeline stages whose first layer has no buffers.
     """
 
     length_without_layers = True
@@ -140,7 +140,7 @@ class RowCache(Cache):  # type: ignore[misc]
     def merge(self, other: RowCache, lengths: Sequence[int], own_lengths: Sequence[int], *, most_rows: int) -> None:
         """Add one row for each of `lengths`: the first tokens of that row of `other`, from its first column on.
 
-        `own_lengths`: tokens of the rows that are here. `most_rows`: rows that there will ever be.
+        `own_lengths` are the tokens of the existing rows, `most_rows` is the limit of rows.
         """
         extent = self._extent
         rows, width = extent.rows + len(lengths), max(extent.width, *lengths)

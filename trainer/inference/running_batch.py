@@ -81,9 +81,9 @@ class RunningBatch:
 
     Args:
         module: the model that computes the forwards.
-        rows: requests that run at a time.
-        prefill_tokens: tokens of prompts in one forward, padding included.
-        cache_tokens: places for keys and values, padding included; one request runs in any case.
+        rows: the limit of concurrent requests.
+        prefill_tokens: the limit of prompt tokens in one forward, padding included.
+        cache_tokens: the limit of cached tokens, padding included; one request always runs.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Finds the model to generate with, from what the user named, and places it on the ranks of a mesh."""
+"""Resolves the model source of a generation, and loads the model on the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def layout_of(
 ) -> TrainerConfig:
     """Return the configuration of the model in `source` for generation, in the layout of the other arguments.
 
-    `sections` and then `overrides` (`section.key=value`) go on top of `config`.
+    `sections` and then `overrides` (`section.key=value`) override `config`.
 
     Raises:
         ConfigError: with all problems at once.
@@ -123,8 +123,8 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     """Build the model that a configuration names and read its weights into this rank's part; all ranks call it.
 
     Raises:
-        ConfigError, DataError, LayoutError, StorageError: for a model or a tokenizer that is not there, cannot be divided
-            so, or does not fit.
+        ConfigError, DataError, LayoutError, StorageError: for a missing model or tokenizer, and for a model that cannot be
+            divided or does not fit.
     """
     require_same_settings(mesh, config, {})
     config = pin_sources(config, mesh, model_given=False)
@@ -183,7 +183,7 @@ def _with_models_own(config: TrainerConfig, directory: Path) -> TrainerConfig:
 def _without_training(config: TrainerConfig) -> ZeroOptions:
     """Return engine options that keep only parameters, in the compute dtype.
 
-    Parameters on files stay in the model's own, unless a directory is named for them or they are to have checksums.
+    Parameters on the file tier are read from the model's files, unless a directory or checksums are configured.
     """
     require_directories(config.offload)
     options = engine_options(config, 1)

@@ -81,13 +81,13 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Create an accelerator with accelerate's arguments and the configuration of `shard`.
 
         Args:
-            arguments, named: those of accelerate. `mixed_precision` is the dtype of forward and backward; master weights and the
+            arguments, named: the arguments of accelerate. `mixed_precision` is the dtype of forward and backward; master weights and the
                 optimizer's state are float32.
             zeromesh: a path of a YAML or JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`.
-            accumulation: backwards of a step; None: accelerate's `gradient_accumulation_steps`.
+            accumulation: the backwards of a step; None: accelerate's `gradient_accumulation_steps`.
 
         Raises:
-            ConfigError: for what would partition models otherwise, and for processes that accelerate does not see.
+            ConfigError: for another partitioning plugin, and for processes that accelerate does not see.
         """
         if accelerator_kind() is None:
             named["cpu"] = True  # Otherwise accelerate ignores the other processes of a launch.

@@ -65,11 +65,11 @@ class TrainerOverEngine:
         """Create a trainer with transformers' arguments and the configuration of `shard`.
 
         Args:
-            arguments, named: those of transformers.
+            arguments, named: the arguments of transformers.
             zeromesh: a path of a YAML or JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`.
 
         Raises:
-            ConfigError: for what would partition the model otherwise, and for a pipeline axis.
+            ConfigError: for another partitioning plugin, and for a pipeline axis.
         """
         self._zeromesh = zeromesh
         super().__init__(*arguments, **named)
@@ -106,8 +106,8 @@ class TrainerOverEngine:
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         """Return the epochs and batches that a resumed run has finished.
 
-        transformers takes the steps of a stream, whose epochs have an end that it does not know, for those of one epoch: it would
-        look for the place beyond that end, and then begin at the next epoch. `state.epoch` counts the epochs that ended.
+        transformers assumes that a stream, whose epochs have no known length, has one epoch: it would skip batches beyond the end of
+        the stream, and resume at the next epoch. `state.epoch` counts the finished epochs.
         """
         epochs, batches = self._super._init_training_state(*arguments)
         checkpoint = arguments[3]  # max_steps, updates of an epoch, epochs, checkpoint, trial.

@@ -138,8 +138,8 @@ def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
 def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -> tuple[dict[str, Any], Tensor]:
     """Return the tokens before the first label that is not ignored in each row, or the whole row without one, padded on the left.
 
-    Returns the fields of the batch, of which those with a value for each token are cut and padded like `input_ids`, with an
-    `attention_mask`, both [samples, longest]; and how long each prompt is, [samples].
+    Returns the fields of the batch, with all per-token fields cut and padded like `input_ids` and with an `attention_mask`, both
+    [samples, longest]; and the length of each prompt, [samples].
 
     Raises:
         DataError: for a row without a prompt, and for a batch that has no row of tokens for each of `samples`.

@@ -189,8 +189,8 @@ def recorded_memory(path: Path, step: int, ledger: Ledger) -> Iterator[None]:
 
         {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
 
-    An event says how many bytes of a purpose there are on a tier from that moment on. The ledger counts what is allocated on
-    purpose: states, gathered parameters, gradients, kept inputs of blocks; not what autograd keeps between.
+    An event is a time, a tier, a purpose and its bytes from then on. The ledger covers states, gathered parameters, gradients
+    and saved inputs of blocks, but no other activations.
     """
     began = time.perf_counter()
     with ledger.recording(_MOST_EVENTS) as changes:

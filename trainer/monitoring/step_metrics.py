@@ -64,8 +64,8 @@ class StepMetrics:
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends lines to a file of JSON lines, each passed to the operating system at once.
 
-    A line that a kill cut short is removed when the file is opened again. `keep_through`: lines of later
-    steps are removed as well, because a run that resumes from that step will write them anew; None keeps all.
+    An incomplete last line is removed when the file is opened. Lines of steps after `keep_through` are removed as well, since a
+    run that resumes from that step writes them anew; None keeps all.
     Raises `StorageError`, which names the file, where it cannot be opened or written.
     """
 

@@ -72,7 +72,7 @@ def plan_config(
 ) -> tuple[Plan, Plan | None]:
     """Plan a configuration; `given` are keys (`section.key` or `section.key=value`) that every layout keeps.
 
-    Returns the plan; and with `more` that of one rank more, or of one host more where ranks fill hosts.
+    Returns the plan, and with `more` also the plan for one more rank, or for one more host where ranks fill hosts.
 
     Raises:
         ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
@@ -156,7 +156,7 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     """Return the subject of a plan for a configuration, or for a trainer with its own model and data. The model may lack values.
 
     Raises:
-        ConfigError, DataError: for a model, a tokenizer or data that cannot be had, and a task whose data are no texts.
+        ConfigError, DataError: for a missing model, tokenizer or data, and for a task without text data.
     """
     inputs = inputs or UserInputs()
     named = config.data.tokenizer or (BYTES if config.model.source is None else None)

@@ -125,7 +125,7 @@ class Estimator:
         """Estimate a layout. Without `exact` a pipeline's time is a lower bound without simulation.
 
         Raises:
-            ConfigError, LayoutError: for a layout that the model does not allow, or a machine without figures of what it needs.
+            ConfigError, LayoutError: for a layout that the model does not allow, or a machine without the required figures.
         """
         subject, options = self._subject, self.options(layout)
         trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)

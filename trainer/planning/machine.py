@@ -196,8 +196,8 @@ class Machine(Section):
 
         `nbytes` is what each rank has after an all-gather, and before a reduce-scatter, an all-reduce or an all-to-all. The formula
         is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of 1/n of the bytes, twice as
-        many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is that of all networks
-        which its ranks of one host have. All-reduces may have the latency of a tree instead, as NCCL chooses.
+        many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is the sum over
+        the networks of one host's ranks. All-reduces may have the latency of a tree instead, as NCCL chooses.
 
         Raises `ConfigError` where the machine file has no such link.
         """
@@ -269,7 +269,7 @@ class Machine(Section):
         tier.
 
         An update is limited by memory: it moves 12 bytes and 8 for each moment. Where its rate is not measured, the memory of the
-        device, or its share of the host's (`ranks_on_host`, by default all of a host), says how fast that is.
+        device, or its share of the host's (`ranks_on_host`, by default all of a host), determines the rate.
         """
         per_element = self.update.device if on == "device" else self.update.host
         nbytes = _ADAMW_FIXED + _ADAMW_MOMENT * moments

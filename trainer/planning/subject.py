@@ -157,7 +157,7 @@ class Subject:
         return _on_the_line(one, other, micro)
 
     def _cut_into(self, stages: int) -> tuple[range, ...]:
-        """Raises `LayoutError` for a model that cannot be divided into so many stages."""
+        """Raise `LayoutError` for a model that cannot be divided into so many stages."""
         return tuple(range(start, end) for start, end in pairwise(accumulate(self._counts(stages), initial=0)))
 
     def _counts(self, stages: int) -> Sequence[int]:

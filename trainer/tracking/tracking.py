@@ -54,7 +54,7 @@ class Sender(threading.Thread):
     """
 
     def __init__(self, tracker: Tracker, redaction: Redaction, capacity: int) -> None:
-        """At most `capacity` rows are queued; further ones are counted and dropped."""
+        """`capacity` limits the queued rows; further ones are counted and dropped."""
         super().__init__(name=f"tracking by {tracker.name}", daemon=True)
         self.tracker = tracker
         self._redaction = redaction

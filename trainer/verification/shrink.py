@@ -52,13 +52,12 @@ class SmallRun:
 
 
 def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, *, dropout: bool = False) -> SmallRun:
-    """Make the small run of `config`, with its files in `folder`. All ranks call it, and get the same. `dropout` leaves dropout on.
+    """Make the small run of `config`, with its files in `folder`. All ranks call it, and get the same.
 
-    `dropout`: it is left on.
+    `dropout` keeps dropout on.
 
     Raises:
-        ConfigError: for a model that can neither be trained as it is nor be made small, and for one that nothing is known to be fed
-            to.
+        ConfigError: for a model that can neither be trained whole nor be made smaller, and for one with unknown inputs.
     """
     model, notes = _small_model(config, inputs, mesh)
     vary(model)

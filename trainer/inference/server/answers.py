@@ -57,8 +57,8 @@ class Answer:
 
     Args:
         tokens: the prompt.
-        most: the most new tokens, where the client does not say how many.
-        parser: tells tool calls and reasoning from text; None: all is text.
+        most: the default of `max_new_tokens`.
+        parser: separates tool calls and reasoning from text; None: all is text.
 
     Raises:
         ConfigError, DataError: for a request that the model cannot continue.

@@ -81,10 +81,10 @@ class HttpServer:
     """See the module. The constructor binds the address, so that a bad one is reported before a model is loaded.
 
     Args:
-        name: of the model, as clients give it.
+        name: the model's name in requests.
 
     Raises:
-        ConfigError: for an address that others could reach without a token, or that cannot be had.
+        ConfigError: for a public address without a token, or one that cannot be bound.
     """
 
     _served: Generator

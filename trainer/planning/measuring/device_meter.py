@@ -119,8 +119,7 @@ class DeviceMeter:
     def _product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
         """Return the operations per second of a linear layer's products, forward and for both gradients.
 
-        On a CPU matrices of weights take turns, so that caches hold none when it comes round again: in training each layer has its
-        own.
+        On a CPU several weight matrices alternate, so that none is cached at its next use, as with the layers of a model.
         """
         given, grad = self._random(rows, inner, dtype=dtype), self._random(rows, columns, dtype=dtype)
         copies = 1 if self._on_device else max(1, _COLD // (inner * columns * dtype.itemsize))

@@ -89,8 +89,8 @@ def kernels_of(device: str) -> Iterator[None]:
     """Inside the block, force fused attention wherever the device would choose it, which PyTorch cannot tell without values, and
     the device's chunk size of the loss.
 
-    The CPU's stands for those of accelerators too: it keeps as much, and works as much. What recomputes in backward may run in
-    autograd's own thread, where a mode of this one is not in force.
+    The CPU's kernel represents those of accelerators, with equal memory and work. A patch is used because recomputation may run
+    in autograd's thread, where a dispatch mode of this thread is not active.
     """
     rows = chunked_cross_entropy._ROW_ELEMENTS
     if device != "cpu":

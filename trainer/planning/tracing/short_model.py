@@ -52,7 +52,7 @@ def _main_dtype(model: nn.Module) -> torch.dtype:
 def shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
     """Remove all but two of equal blocks from module lists; returns every block in order, with its representative.
 
-    The names of blocks are those that they have until then, and those of their stands are what they have afterwards.
+    Blocks have the names of the whole model, representatives those of the shortened one.
     """
     blocks = set(block_modules(model))
     found: list[tuple[str, str]] = []

@@ -40,8 +40,8 @@ def export_checkpoint(
 ) -> None:
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype.
 
-    Otherwise weights are converted from the master weights, where there are any. Of a model with adapters the adapters alone are
-    written; with `merge`, the model with them merged into its weights. `ema`: averaged weights.
+    Other dtypes are converted from the master weights, where there are any. For a model with adapters only these are written, or
+    with `merge` the model with merged weights. `ema` exports averaged weights.
 
     Raises:
         ConfigError: where `out` exists, or the dtype cannot hold a weight.
