@@ -353,10 +353,9 @@ class Trainer(ModelOnMesh):
         Args:
             input_ids: [prompts, length], padded on the left to one length.
             attention_mask: of the same shape, 0 where there is padding.
-            seed: the seed of sampling, as `torch.manual_seed`; None: derived from `run.seed`, the step and the number of calls. Ranks
-                with equal prompts and seeds get equal samples.
-            arguments: those of the model's `generate`. Pipelines support greedy search and sampling, with all logits
-                processors.
+            seed: the seed of sampling, as `torch.manual_seed`; None: derived from `run.seed`, the step and the number of calls.
+                Ranks with equal prompts and seeds get equal samples.
+            arguments: those of the model's `generate`. Pipelines support greedy search and sampling, with all logits processors.
 
         Returns the result of the model's `generate`, on the mesh's device: by default tokens [prompts, length + new].
 

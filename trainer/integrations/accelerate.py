@@ -81,8 +81,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Create an accelerator with accelerate's arguments and the configuration of `shard`.
 
         Args:
-            arguments, named: the arguments of accelerate. `mixed_precision` is the dtype of forward and backward; master weights and the
-                optimizer's state are float32.
+            arguments, named: the arguments of accelerate. `mixed_precision` is the dtype of forward and backward; master weights
+                and the optimizer's state are float32.
             zeromesh: a path of a YAML or JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`.
             accumulation: the backwards of a step; None: accelerate's `gradient_accumulation_steps`.
 

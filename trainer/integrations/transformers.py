@@ -106,8 +106,8 @@ class TrainerOverEngine:
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         """Return the epochs and batches that a resumed run has finished.
 
-        transformers assumes that a stream, whose epochs have no known length, has one epoch: it would skip batches beyond the end of
-        the stream, and resume at the next epoch. `state.epoch` counts the finished epochs.
+        transformers assumes that a stream, whose epochs have no known length, has one epoch: it would skip batches beyond the end
+        of the stream, and resume at the next epoch. `state.epoch` counts the finished epochs.
         """
         epochs, batches = self._super._init_training_state(*arguments)
         checkpoint = arguments[3]  # max_steps, updates of an epoch, epochs, checkpoint, trial.
