@@ -91,8 +91,7 @@ class ModelOnMesh(ABC):
             require_same_weights(engine)
 
     def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` of weights in the compute dtype, as `save_pretrained` would write them; all ranks iterate to the
-        end.
+        """Yield `(name, tensor)` of weights in the compute dtype, as `save_pretrained` writes them; all ranks iterate to the end.
 
         Names and shapes are those of files on the Hub, and adapters are merged. A rank has its shards in memory and
         one more bucket at a time, or the inputs of one conversion or merge. `part_of(name)` returns `(dim, index, parts)`

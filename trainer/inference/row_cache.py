@@ -108,7 +108,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 class RowCache(Cache):  # type: ignore[misc]
     """The keys and values of all rows, for one model. See the module.
 
-    `length_without_layers` makes the length known on pipeline stages whose first layer has no buffers.
+    `length_without_layers` tells stubs of other pipeline stages that the length is known without entries in their layers.
     """
 
     length_without_layers = True

@@ -100,11 +100,11 @@ class RunningBatch:
         self._layers = layers_of(module.config) or 0
         takes = inspect.signature(module.forward).parameters
         self._takes_positions = "position_ids" in takes
-        self._fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        self._common_arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in takes:
-            self._fixed["logits_to_keep"] = 1
+            self._common_arguments["logits_to_keep"] = 1
         if hasattr(module.config, "output_router_logits"):
-            self._fixed["output_router_logits"] = False
+            self._common_arguments["output_router_logits"] = False
         self._waiting: deque[RunningRow] = deque()
         self._running: list[RunningRow] = []
         self._cache = RowCache(self._layers)
@@ -213,7 +213,7 @@ class RunningBatch:
 
     def _arguments(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
         """Return the arguments of a forward except the cache, from tensors `[rows, columns]` on the CPU."""
-        found = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), **self._fixed}
+        found = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), **self._common_arguments}
         return found | ({"position_ids": positions.to(self._device)} if self._takes_positions else {})
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:

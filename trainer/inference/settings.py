@@ -41,11 +41,11 @@ _DECIDED_HERE = {  # Fields of `GenerationConfig` that are refused, and what to 
 }
 _REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items()}
 _PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_OF_OTHER_LOOPS = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
+_LIBRARY_LOOP_ONLY = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
 """Fields that affect only transformers' own decoding loop."""
-_RELATIVE = ("bloom", "mpt")
+_RELATIVE_POSITIONS = ("bloom", "mpt")
 """Models with relative positions only, which left padding does not shift."""
-_WINDOW_OF_CACHE = ("moshi",)
+_CACHE_WINDOWS = ("moshi",)
 """Models whose sliding window is implemented by dropping cache entries, not by a mask."""
 
 
@@ -134,7 +134,7 @@ class ModelSettings:
             return f"{mode.value} goes on with several texts of a prompt"
         if not settings.use_cache:
             return "use_cache is false"
-        found = [field for field in _OF_OTHER_LOOPS if getattr(settings, field, None)]
+        found = [field for field in _LIBRARY_LOOP_ONLY if getattr(settings, field, None)]
         if found:
             return f"{found[0]} is a matter of the library's own loop"
         if module.config.is_encoder_decoder:
@@ -144,9 +144,9 @@ class ModelSettings:
         takes = inspect.signature(module.forward).parameters
         if "past_key_values" not in takes or "attention_mask" not in takes or layers_of(module.config) is None:
             return f"{name} keeps something else than keys and values between tokens"
-        if "position_ids" not in takes and module.config.model_type not in _RELATIVE:
+        if "position_ids" not in takes and module.config.model_type not in _RELATIVE_POSITIONS:
             return f"{name} counts positions from the first column of a batch"
-        if module.config.model_type in _WINDOW_OF_CACHE:
+        if module.config.model_type in _CACHE_WINDOWS:
             return f"{name} looks at what its cache keeps of a window"
         if self._looks_ahead:
             return f"{name} has attention that also looks at later tokens"

@@ -35,7 +35,7 @@ from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 from zeromesh.units.build import open_tiers
 
 _RESOLVED = "config.resolved.yaml"
-_WIDE = ("precision.master=float64", "precision.reduce=float64")
+_FLOAT64_ROLES = ("precision.master=float64", "precision.reduce=float64")
 """Overrides of dtype roles that generation does not use; float64 agrees with every compute dtype."""
 _FOR_TRAINING = {"model.lora": "adapters that are trained", "precision.linear": "products of training"}
 
@@ -90,7 +90,7 @@ def layout_of(
         merged["data"] = _tokenizer_of_run(Path(directory))
     by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
     consent = Consent.COMMAND_LINE if by_file else Consent.GIVEN
-    found = load_config(merged, [*overrides, *_WIDE], consent=consent)
+    found = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
     problems = [
         f"{key} is for {what}, and nothing is trained here; leave it out"
         for key, what in _FOR_TRAINING.items()
@@ -129,7 +129,7 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     require_same_settings(mesh, config, {})
     config = pin_sources(config, mesh, model_given=False)
     directory = directory_of(config.model.source or "", config.model.revision)
-    config = _with_models_own(config, directory)
+    config = _with_model_defaults(config, directory)
     set_products(config, mesh.device)
     named = config.data.tokenizer or (directory if has_tokenizer(directory) else None)
     tokenizer = load_tokenizer(named) if named is not None else None
@@ -166,7 +166,7 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     )
 
 
-def _with_models_own(config: TrainerConfig, directory: Path) -> TrainerConfig:
+def _with_model_defaults(config: TrainerConfig, directory: Path) -> TrainerConfig:
     """Return the configuration with the task and the compute dtype of the model's directory, where they are not set."""
     section, precision = config.model, config.precision
     head_given = "head" in section.model_fields_set

@@ -36,7 +36,7 @@ from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, sta
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
-_GIVEN: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, bool]]] = weakref.WeakKeyDictionary()
+_ORIGINALS: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, bool]]] = weakref.WeakKeyDictionary()
 """The tensors of every prepared model by name: the original dtype, and True if it was trained."""
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -222,7 +222,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        _GIVEN[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
+        _ORIGINALS[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
         _replace(model, "save_pretrained", _store_whole, self)
         if self._compute in _COMPUTE.values():
             _replace(model, "forward", _compute_in, getattr(torch, str(self._compute)))
@@ -241,7 +241,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Restore a prepared model to its state before `prepare`; its optimizer cannot be used afterwards. All ranks call it."""
         unshard(model)
         for name, each in model.named_parameters():
-            dtype, trained = _GIVEN.get(model, {}).get(name, (each.dtype, each.requires_grad))
+            dtype, trained = _ORIGINALS.get(model, {}).get(name, (each.dtype, each.requires_grad))
             each.data = each.data.to(dtype)
             each.requires_grad_(trained)
 
@@ -335,7 +335,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if not is_sharded(model):
             plain: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return plain
-        given, found = _GIVEN.get(model, {}), {}
+        given, found = _ORIGINALS.get(model, {}), {}
         for name, tensor in state_dict(model):
             if self.is_main_process:
                 found[name] = tensor.to("cpu", given.get(name, (tensor.dtype,))[0], copy=True)
@@ -347,7 +347,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     ) -> Any:
         """Write models and optimizers as checkpoints of zeromesh, which any number of ranks can load, beside accelerate's files;
         returns the directory."""
-        with self._models_apart():
+        with self._without_models():
             location = super().save_state(output_dir, safe_serialization, **named)
         for directory, model, optimizer in self._stored(Path(location)):
             save(directory, model, optimizer, alone=True)
@@ -368,14 +368,14 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             models.clear()
             read.append(Path(directory))
 
-        with self._models_apart(), _last_hook(self._load_model_state_pre_hook, note):
+        with self._without_models(), _last_hook(self._load_model_state_pre_hook, note):
             super().load_state(input_dir, load_kwargs, **named)
         for directory, model, optimizer in self._stored(read[0]):
             if load(directory, model, optimizer) is None:
                 raise PhaseError(f"there is no checkpoint of zeromesh in {directory}")
 
     @contextmanager
-    def _models_apart(self) -> Iterator[None]:
+    def _without_models(self) -> Iterator[None]:
         """Inside the block accelerate writes and reads neither weights nor states of optimizers."""
         optimizers: list[PreparedOptimizer]
         optimizers, self._optimizers, self._leaves_models_alone = self._optimizers, [], True

@@ -32,7 +32,7 @@ _Trainer = TypeVar("_Trainer", bound=type)
 _FOLDER = "zeromesh"
 
 
-class _StatesElsewhere:
+class _NoStates:
     """A placeholder for the optimizer while transformers writes or reads optimizer states."""
 
     read = False
@@ -156,7 +156,7 @@ class TrainerOverEngine:
 
     def _without_states(self, call: Callable[[str | None], None], directory: str | None) -> bool:
         """Let transformers write or read its other files of a step; returns True if it tried to read optimizer states."""
-        own, self.optimizer = self.optimizer, _StatesElsewhere()
+        own, self.optimizer = self.optimizer, _NoStates()
         try:
             call(directory)
             return bool(self.optimizer.read)

@@ -16,7 +16,7 @@ from zeromesh.trainer.loop.batch_generation import BatchGeneration, settings_of
 from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
 
-_MUCH = 64 << 20
+_NOTED_BYTES = 64 << 20
 """Bytes of gathered outputs above which an evaluation notes their size."""
 
 
@@ -46,7 +46,7 @@ def evaluate(
     for suffix, each in sets.items():
         name = f"{prefix}{suffix}"
         outputs = run.inputs.compute_metrics is not None
-        found = _run_through(run, each, name, ignored, stop, generation, outputs=outputs, labelled=True)
+        found = _run_dataset(run, each, name, ignored, stop, generation, outputs=outputs, labelled=True)
         if found is None:
             return None
         targets, own, _ = found
@@ -84,7 +84,7 @@ def predict(
     Raises:
         DataError: when the dataset cannot be used.
     """
-    found = _run_through(run, dataset, prefix, ignored, lambda: False, generation, outputs=True, labelled=False)
+    found = _run_dataset(run, dataset, prefix, ignored, lambda: False, generation, outputs=True, labelled=False)
     if found is None or found[2] is None:
         raise PhaseError("a prediction has ended early that nothing was to end")
     return PredictionOutput(predictions=found[2].predictions, label_ids=found[2].label_ids, metrics=found[1])
@@ -131,7 +131,7 @@ def generation_by(run: RunContext, fields: Mapping[str, Any], asked: str) -> Bat
     )
 
 
-def _run_through(
+def _run_dataset(
     run: RunContext,
     dataset: MapDataset,
     prefix: str,
@@ -161,7 +161,7 @@ def _run_through(
     def go_on(done: int, total: int) -> bool:
         run.console.evaluating(done, total)
         expected = 0 if collector is None else collector.nbytes // done * total
-        if expected >= _MUCH and collector is not None and not collector.told:
+        if expected >= _NOTED_BYTES and collector is not None and not collector.told:
             collector.told = True
             run.console.note(
                 f"evaluation: each rank collects {human_bytes(expected)} of what the model returns; "

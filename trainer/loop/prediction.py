@@ -51,10 +51,10 @@ class Collector:
 
     def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
         """Return a microbatch's outputs without the loss, or its generated tokens, and its labels, as arrays on the CPU."""
-        labels = _alone([batch[name] for name in _LABELS if name in batch])
+        labels = _unwrapped([batch[name] for name in _LABELS if name in batch])
         if self.generation is not None:
             return {"predictions": _numpy(outputs), "label_ids": _numpy(labels)}
-        logits = _alone(self._logits(outputs))
+        logits = _unwrapped(self._logits(outputs))
         if self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return {"predictions": _numpy(logits), "label_ids": _numpy(labels)}
@@ -117,7 +117,7 @@ def decode(content: bytes) -> Tree:
     return pytree.tree_unflatten([arrays.get(str(number)) for number in range(structure.num_leaves)], structure)
 
 
-def _alone(found: Sequence[Any]) -> Any:
+def _unwrapped(found: Sequence[Any]) -> Any:
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 

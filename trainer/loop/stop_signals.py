@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
 
-_SAME_SECONDS = 1.0
+_REPEAT_SECONDS = 1.0
 """Seconds in which repeated signals count as one: a terminal and a launcher both forward the same Ctrl-C."""
 
 
@@ -32,7 +32,7 @@ class StopRequest:
             self.signal, self._at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
             name = signal.Signals(number).name
             self._show(f"{name}: stopping after this step; a second one stops at once")
-        elif now - self._at > _SAME_SECONDS:
+        elif now - self._at > _REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

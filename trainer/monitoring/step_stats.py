@@ -171,7 +171,7 @@ class Stragglers:
     """
 
     def __init__(self) -> None:
-        self._own: list[float] = []
+        self._busy_seconds: list[float] = []
         """This rank's seconds at work in each step since the last comparison."""
         self._last_note: dict[int, int] = {}
         self._begun = False
@@ -179,20 +179,20 @@ class Stragglers:
     def add(self, seconds: float, waited: float) -> None:
         """Add a step of `seconds`, `waited` of which were spent waiting for other ranks."""
         if self._begun:
-            self._own.append(max(0.0, seconds - waited))
+            self._busy_seconds.append(max(0.0, seconds - waited))
         self._begun = True
 
     @property
     def busy(self) -> float:
         """The mean seconds per step that this rank was at work since the last comparison."""
-        return sum(self._own) / max(1, len(self._own))
+        return sum(self._busy_seconds) / max(1, len(self._busy_seconds))
 
     def look(self, step: int, busy: Sequence[float]) -> str | None:
         """Compare `busy` of each rank after enough steps; returns a line about a slow rank, when that is news."""
-        steps = len(self._own)
+        steps = len(self._busy_seconds)
         if steps < _WINDOW:
             return None
-        self._own = []
+        self._busy_seconds = []
         slowest = max(range(len(busy)), key=busy.__getitem__)
         others = statistics.median([*busy[:slowest], *busy[slowest + 1 :]] or busy)
         silent = step - self._last_note.get(slowest, -_SILENT_STEPS) < _SILENT_STEPS

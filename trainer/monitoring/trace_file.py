@@ -94,7 +94,7 @@ def trace_of(
 ) -> dict[str, Any]:
     """Return the trace of rings, optionally of some `steps` alone. `metrics` are lines of `metrics.jsonl`, for rank 0's memory."""
     sliced = {ring.rank: list(_slices(ring, _offset(ring, rings[0]))) for ring in rings}
-    arrows = [*_met_together(rings, sliced), *_late(sliced)]
+    arrows = [*_collective_arrows(rings, sliced), *_wait_arrows(sliced)]
     kept = {
         rank: [each for each in slices if steps is None or each.facts.get("step") in steps]
         for rank, slices in sliced.items()
@@ -188,7 +188,7 @@ Arrow = tuple[int, int, int, tuple[int, Slice]]
 """The source rank, time and row; and the target rank and slice."""
 
 
-def _met_together(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
+def _collective_arrows(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
     """Yield an arrow from the last rank of each collective of `_TOGETHER` to each rank that waited."""
     axes = {ring.rank: ring.axes for ring in rings}
     found: dict[tuple[Any, ...], dict[int, Slice]] = defaultdict(dict)
@@ -215,7 +215,7 @@ def _met_together(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice
                 yield last, came, PHASES, (rank, each)
 
 
-def _late(sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
+def _wait_arrows(sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
     for rank, slices in sliced.items():
         for each in slices:
             late = each.facts.get("waited for rank", -1)

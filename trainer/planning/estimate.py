@@ -77,9 +77,9 @@ class Estimate:
         return PlanCheck(layout=str(self.layout), phases=phases, memory=memory, peak=self.device_bytes)
 
 
-_DISTINCT = 4
+_ESTIMATED_RANKS = 4
 """The number of pipeline ranks whose memory is estimated: the first ones and the last one."""
-_ROUNDS = 4
+_PEAK_ROUNDS = 4
 """The rounds of microbatches after which memory has reached its peak."""
 
 
@@ -131,12 +131,12 @@ class Estimator:
         trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
         cut = subject.cut(layout.pipeline * layout.chunks)
         ranks = layout.pipeline
-        looked_at = sorted({*range(min(ranks, _DISTINCT)), ranks - 1})
+        looked_at = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
         pipeline = self._times.stages(trace, cut, layout)
         chunks = pipeline.chunks
         found: list[tuple[int, dict[str, int], MemoryModel, StageUnits]] = []
         # After a few rounds of microbatches a schedule is periodic.
-        few = min(layout.accumulation, _ROUNDS * layout.pipeline * layout.chunks)
+        few = min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks)
         schedule = schedule_of(layout.schedule, ranks, few, layout.chunks)
         for rank in looked_at:
             stages = range(rank, len(cut), ranks)
@@ -148,7 +148,7 @@ class Estimator:
         _, device, memory, _ = found[most]
         phases, bubble = self._phases(layout, options, pipeline, found, exact=exact)
         host = {purpose.value: nbytes for purpose, nbytes in memory.hosted.items()}
-        away = self._activations_away(layout, chunks)
+        away = self._offloaded_activations(layout, chunks)
         disk = memory.on_disk
         if layout.activations.tier == "host" and not self._machine.is_cpu:
             host[Purpose.ACTIVATIONS.value] = away
@@ -220,7 +220,7 @@ class Estimator:
         leaves = layout.activations.leaves(self._device) and layout.recompute != "none"
         return stays - int(layout.activations.fraction * chunk.kept) if leaves else stays
 
-    def _activations_away(self, layout: Layout, chunks: Sequence[Chunk]) -> int:
+    def _offloaded_activations(self, layout: Layout, chunks: Sequence[Chunk]) -> int:
         if not layout.activations.leaves(self._device) or layout.recompute == "none":
             return 0
         most = max(chunk.kept for chunk in chunks) * layout.chunks
@@ -246,7 +246,7 @@ class Estimator:
         data = [self._data_seconds(layout, options, memory, units, compute) for memory, units in distinct]
         updates = [self._update_seconds(layout, options, units) for _, units in distinct]
         optimizer, offload = max(updates, key=sum)
-        away = max(self._away_seconds(layout, options, pipeline, units, compute) for _, units in distinct)
+        away = max(self._offload_seconds(layout, options, pipeline, units, compute) for _, units in distinct)
         phases = {
             StepPhase.FORWARD: forward * (1 - share),
             StepPhase.BACKWARD: backward * (1 - share),
@@ -309,7 +309,7 @@ class Estimator:
                 moved += whole * 2 * dtype.itemsize + own * sums * (2 if options.accumulation > 1 else 1)
         return self._machine.moved_seconds(moved, ranks_on_host=busy)
 
-    def _away_seconds(
+    def _offload_seconds(
         self, layout: Layout, options: ZeroOptions, pipeline: StageChunks, units: StageUnits, compute: float
     ) -> float:
         """Return the seconds of transfers of parameters and activations from and to tiers that are not hidden behind computing."""

@@ -22,9 +22,9 @@ from zeromesh.zero.memory_model import MemoryBytes
 
 _SIMULATED = 48
 """The number of layouts whose schedules are simulated; the others are sorted by lower bounds."""
-_SLACK = 0.05
+_FRAGMENTATION = 0.05
 """The fraction of an accelerator's memory lost to fragmentation."""
-_ROOM_FOR = 12
+_ENOUGH_FITTING = 12
 """The number of fitting layouts with offload, faster than all remaining candidates, after which the search ends."""
 GIB = 1 << 30
 
@@ -37,7 +37,7 @@ def room_of(machine: Machine, ranks_on_host: int) -> MemoryBytes:
     each, disk = machine.host.memory_bytes // ranks_on_host, _DISK if machine.disk else 0
     if machine.is_cpu:
         return MemoryBytes(device=0, host=each, disk=disk)
-    return MemoryBytes(device=int(machine.device.memory_bytes * (1 - _SLACK)), host=each, disk=disk)
+    return MemoryBytes(device=int(machine.device.memory_bytes * (1 - _FRAGMENTATION)), host=each, disk=disk)
 
 
 def lacks(estimate: Estimate, room: MemoryBytes) -> str:
@@ -134,7 +134,7 @@ class Planner:
             raise ConfigError(
                 f"no layout has {counted(ranks, 'rank')}{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
             )
-        rows += self._shorter(space, rows, room)
+        rows += self._offloaded(space, rows, room)
         return Plan(
             subject=self._subject.model_name,
             parameters=self._subject.parameters,
@@ -179,7 +179,7 @@ class Planner:
             else:
                 yield PlanRow(estimate=estimate, lacks=lacks(estimate, room))
 
-    def _shorter(self, space: Space, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
+    def _offloaded(self, space: Space, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
         """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory.
 
         Offload takes time, so layouts that fit need none, and no layout with offload is faster than its base: the base's time plus
@@ -197,7 +197,7 @@ class Planner:
         found: list[PlanRow] = []
         for row in sorted(rows, key=lambda row: row.estimate.seconds):
             layout = row.estimate.layout
-            bound = seconds[_ROOM_FOR - 1] if len(seconds) >= _ROOM_FOR else math.inf
+            bound = seconds[_ENOUGH_FITTING - 1] if len(seconds) >= _ENOUGH_FITTING else math.inf
             wanted = not row.fits and row.estimate.seconds < bound
             lowest = id(row) in smallest
             if not (wanted or lowest):

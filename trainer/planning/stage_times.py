@@ -24,7 +24,7 @@ from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.trace import Trace
 from zeromesh.trainer.planning.tracing.work import Work
 
-_AROUND = 400
+_OVERHEAD_LAUNCHES = 400
 """The overhead of the engine and the loop around forward or backward of a microbatch (random states, hooks, checks), in launches.
 Measured with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does this ahead."""
 
@@ -191,7 +191,7 @@ class StageTimes:
 
     def _around(self, layout: Layout) -> float:
         machine = self._machine
-        launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
+        launches = _OVERHEAD_LAUNCHES * machine.device.launch_seconds if machine.is_cpu else 0.0
         return launches * machine.crowding(min(self._host, layout.ranks))
 
 

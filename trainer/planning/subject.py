@@ -30,7 +30,7 @@ from zeromesh.trainer.setup.engine_options import engine_options, exempted
 from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.plan import ROOT, UnitPlan
 
-_TRACED = (1, 2)
+_TRACED_SAMPLES = (1, 2)
 """The sizes of traced microbatches, in samples; other sizes are extrapolated, since memory and work are linear in the size."""
 T = TypeVar("T")
 Batches = Callable[[int], Mapping[str, Any]]
@@ -77,7 +77,7 @@ class Subject:
             for axes in product((1, 2), (1, 2))
         }
         """The reason why the model cannot be trained, by whether tensor ranks and data ranks are 1 or more, with 2 for more."""
-        self._disagreeing: dict[Layout, str] = {}
+        self._refusals: dict[Layout, str] = {}
         self._batches = batches
         self._whole = model
         self._not_cut, self._anatomy = _refused(lambda: examine(model, batches(1)))
@@ -85,7 +85,7 @@ class Subject:
         self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute)
         self._trace_exactly = cache(lambda options, micro: tracer.trace(batches(micro), options))
         self._traced, self.cut, self.units = cache(self._trace_of), cache(self._cut_into), cache(self._units_of)
-        self.stage_units = cache(self._alike_units)
+        self.stage_units = cache(self._shared_units)
         self._alike: dict[tuple[int, ...], StageUnits] = {}
         self._layouts: dict[tuple[tuple[ParameterSpec, ...], int], list[BucketLayout]] = {}
 
@@ -109,13 +109,12 @@ class Subject:
         accepted."""
         # No rule depends on the sizes of data axes.
         key = replace(layout, replicate=1, shard=1, accumulation=1)
-        if key not in self._disagreeing:
+        if key not in self._refusals:
             config = with_layout(self.config, layout)
             shares = _refused(lambda: check_sequence_shards(config, self._batches(1)))[0]
-            self._disagreeing[key] = shares or "; ".join(disagreements(config))
+            self._refusals[key] = shares or "; ".join(disagreements(config))
         return (
-            self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
-            or self._disagreeing[key]
+            self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data) or self._refusals[key]
         )
 
     @cached_property
@@ -151,10 +150,10 @@ class Subject:
         return found
 
     def _trace_of(self, options: TraceOptions, micro: int) -> Trace:
-        if micro in _TRACED:
+        if micro in _TRACED_SAMPLES:
             return self._trace_exactly(options, micro)
-        one, other = (self._trace_exactly(options, size) for size in _TRACED)
-        return _on_the_line(one, other, micro)
+        one, other = (self._trace_exactly(options, size) for size in _TRACED_SAMPLES)
+        return _extrapolated(one, other, micro)
 
     def _cut_into(self, stages: int) -> tuple[range, ...]:
         """Raise `LayoutError` for a model that cannot be divided into so many stages."""
@@ -181,7 +180,7 @@ class Subject:
         """Return all units of a tensor rank. Raises `LayoutError` for a model that cannot be divided over tensor ranks."""
         return self._tracer.plan(self.zero, self._options(tensor, sequence=False, recompute="none")).units
 
-    def _alike_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
+    def _shared_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
         """Return the units of a rank with these stages, for `parts` data ranks; equal units are one object."""
         found = self._units_of_stages(tensor, stages, cut, parts)
         return self._alike.setdefault(tuple(map(id, found.layouts)), found)
@@ -227,7 +226,7 @@ def _refused(call: Callable[[], T]) -> tuple[str, T | None]:
         return str(error), None
 
 
-def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:
+def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
     """Extrapolate linearly from the traces of one and two samples to `micro` samples."""
 
     def line(first: Any, second: Any) -> Any:

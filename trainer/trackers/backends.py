@@ -232,7 +232,7 @@ class TensorBoardTracker(Tracker):
         run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._noted()
         first = run.step + 1 if noted == UNKNOWN else min(noted.step, run.step + 1)
         self.sent = Place(max(0, first - 1), first > 0)
-        _pass_second(folder)
+        _await_next_second(folder)
         self._make("", folder, purge_step=first, flush_secs=_FLUSH_SECONDS)
         text = yaml.safe_dump(dict(run.config), sort_keys=False)
         self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=run.step)
@@ -244,7 +244,7 @@ class TensorBoardTracker(Tracker):
             self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.place.step)
 
 
-def _pass_second(folder: Path) -> None:
+def _await_next_second(folder: Path) -> None:
     """Wait until a new event file is named by a later second than all existing ones.
 
     TensorBoard sorts them by name, `events.out.tfevents.SECOND.HOST.PID...`: of two files of one second the later one could sort

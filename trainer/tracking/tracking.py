@@ -42,7 +42,7 @@ _FINISH_SECONDS = 30.0
 _ERROR_SECONDS = 5.0
 """The wait for trackers after an error, which the other ranks hear of only then."""
 _ABANDON_SECONDS = 2.0
-_SHARE = 0.7
+_TIMEOUT_FRACTION = 0.7
 """The fraction of the collective timeout that the end of tracking may take."""
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
 
@@ -188,7 +188,7 @@ class Tracking:
             return cls(ident=ident)
         trackers = [kind_of(name).make(name, run) for name in dict.fromkeys(section.backends)]
         # The other ranks wait for this one meanwhile.
-        patience = _SHARE * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
+        patience = _TIMEOUT_FRACTION * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
         return cls(trackers, note, ident=ident, redaction=redaction, patience=patience, leave=leave)
 
     def identity(self, run: str) -> dict[str, str]:

@@ -24,7 +24,7 @@ from zeromesh.zero.hooks import watch_outputs
 
 Run = Callable[..., None]
 """`(config, recorder, subject)`: trains in the user's layout, see `Verification.run`."""
-_LEAST = 32
+_LEAST_ELEMENTS = 32
 """The least elements of a compared mask; smaller ones may be equal by chance."""
 
 
@@ -66,7 +66,7 @@ def other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
     return TrainerConfig.model_validate(values)
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Digests every mask that modules draw from PyTorch's generators: in `nn.Dropout`, by a function, or inside an attention
     kernel, whose random state or, where it returns none, whose output is digested."""
 
@@ -92,7 +92,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.numel()]
         mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
         # Attention without dropout draws nothing.
-        if mask is not None and max(each.numel() for each in tensors) >= _LEAST and before != _generators():
+        if mask is not None and max(each.numel() for each in tensors) >= _LEAST_ELEMENTS and before != _generators():
             name, mark = self._drawing(), xxhash.xxh3_64_hexdigest(bytes_of(mask))
             if torch._C._current_graph_task_id() == -1:
                 self.forward[name].append((mark, tuple(mask.shape)))
@@ -113,10 +113,10 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "" if frame is None else self._names[id(frame.f_locals["self"])]
 
 
-class _Streams(Recorder):
+class _MaskRecorder(Recorder):
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
-        self.draws = self._leaving.enter_context(_Draws(trainer.model))
+        self.draws = self._leaving.enter_context(_MaskDigests(trainer.model))
         if trainer.run.model.divided.pipeline is not None:
             self._leaving.callback(watch_outputs(list(trainer.model.named_modules()), self.draws.after))
 
@@ -126,7 +126,7 @@ def check_dropout(
 ) -> tuple[list[Difference], str]:
     """Train two steps with dropout; returns the differences, and a sentence about the check."""
     model = whole_model(subject, config)
-    plain = _Draws(model)
+    plain = _MaskDigests(model)
     with plain:
         loss_sum(model.train(), batches_of(subject, config, 0)[0], compute_loss=compute_loss)
     if not plain.forward:
@@ -136,7 +136,7 @@ def check_dropout(
     even = config.model_copy(
         update={"batch": batch.model_copy(update={"global_size": batch.global_size // size * size})}
     )
-    watch = _Streams(leaves_after=2)
+    watch = _MaskRecorder(leaves_after=2)
     run(even, watch, subject)
     found = [
         _found("dropout", f"{name} draws otherwise when backward computes it again", name=name)
@@ -148,7 +148,7 @@ def check_dropout(
     return [*found, *_wrong_masks(rows, plain)], f"{sum(len(each) for row in rows for each in row[2].values())} masks"
 
 
-def _wrong_masks(rows: Sequence[Any], plain: _Draws) -> Iterator[Difference]:
+def _wrong_masks(rows: Sequence[Any], plain: _MaskDigests) -> Iterator[Difference]:
     """Yield a difference for masks that are wrongly equal or unequal. `rows` has each rank's data index, tensor index and masks."""
     seen: dict[str, tuple[Any, ...]] = {}
     drawn: dict[tuple[Any, ...], str] = {}

@@ -1,6 +1,6 @@
 """The reference of a verification: one plain PyTorch process with torch's own optimizers, short enough for a reader to check.
 
-It shares no code with the engine, the mesh, the distribution of batches or chunked losses. Microbatches run one after the other;
+It uses no part of the engine, no mesh, no distribution of batches and no chunked losses. Microbatches run one after the other;
 gradients are summed, clipped and applied once per step.
 """
 

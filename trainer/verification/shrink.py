@@ -177,7 +177,7 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
             built: nn.Module = automatic.from_config(small, dtype=torch.float32, trust_remote_code=False, **attention)
             return built
 
-        return _first_that_runs(made, from_config, config, mesh)
+        return _first_working_copy(made, from_config, config, mesh)
     given: Any = inputs.model
     if not isinstance(given, nn.Module):
         with torch.device("meta"):
@@ -196,10 +196,10 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
             f"configuration; give one of at most {LARGEST:,}, such as the same class with fewer and narrower layers",
             where="verify",
         )
-    return _first_that_runs(given.config, type(given), config, mesh)
+    return _first_working_copy(given.config, type(given), config, mesh)
 
 
-def _first_that_runs(
+def _first_working_copy(
     made: Any, build: Callable[[Any], nn.Module], config: TrainerConfig, mesh: Mesh
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the first small model that can be built and has a loss, and notes on its reduction."""

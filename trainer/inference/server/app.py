@@ -203,7 +203,7 @@ class HttpServer:
         return JSONResponse(model)
 
     async def _completions(self, request: Request) -> Response:
-        asked = await self._asked(request, CompletionRequest)
+        asked = await self._parsed_body(request, CompletionRequest)
         with RequestError.about("prompt"):
             tokens = await asyncio.to_thread(self._served.encode, asked.prompt)
 
@@ -213,7 +213,7 @@ class HttpServer:
         return await self._reply(request, asked, self._answer(asked, tokens, None), "cmpl", choice)
 
     async def _chat(self, request: Request) -> Response:
-        asked = await self._asked(request, ChatRequest)
+        asked = await self._parsed_body(request, ChatRequest)
         messages = [message.model_dump(exclude_none=True) for message in asked.messages]
         tokens = await asyncio.to_thread(chat_tokens, self._served, messages, asked.tools)
         answer = self._answer(asked, tokens, response_parser(self._served, tokens, asked.tools))
@@ -247,7 +247,7 @@ class HttpServer:
 
     # Shared by the routes
 
-    async def _asked(self, request: Request, kind: type[Body]) -> Body:
+    async def _parsed_body(self, request: Request, kind: type[Body]) -> Body:
         """Return the validated body, which is within the size limit and names the served model."""
         if self.failure is not None or self._stopping:
             raise RequestError(503, "the server stops and takes no more requests", code="stopping")
@@ -287,7 +287,7 @@ class HttpServer:
         answer.cancel()
         self._answers.discard(answer)
 
-    async def _whole(self, request: Request, answer: Answer) -> Piece:
+    async def _full_answer(self, request: Request, answer: Answer) -> Piece:
         gone, made = asyncio.ensure_future(_until_gone(request)), asyncio.ensure_future(_all_of(answer))
         try:
             await asyncio.wait({gone, made}, return_when=asyncio.FIRST_COMPLETED)
@@ -313,7 +313,7 @@ class HttpServer:
             "id": f"{kind}-{uuid.uuid4().hex}", "object": names[kind], "created": int(time.time()), "model": self.name,
         }  # fmt: skip
         if not asked.stream:
-            whole = await self._whole(request, answer)
+            whole = await self._full_answer(request, answer)
             return JSONResponse({**head, "choices": [choice(whole, first=True)], "usage": _usage(answer)})
 
         async def events() -> AsyncIterator[str]:
@@ -435,10 +435,10 @@ class _Guard:
             if not hmac.compare_digest(given.encode("latin-1"), token.encode(errors="surrogateescape")):
                 return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
             return None
-        if not _is_own(headers.get("host", "")):
+        if not _is_loopback(headers.get("host", "")):
             return RequestError(403, "the Host header names no address of this host", code="wrong_host")
         scheme, _, place = headers.get("origin", "http://localhost").partition("://")
-        if scheme.lower() not in ("http", "https") or not _is_own(place):
+        if scheme.lower() not in ("http", "https") or not _is_loopback(place):
             return RequestError(403, "web pages of other hosts are not answered", code="wrong_origin")
         return None
 
@@ -446,7 +446,7 @@ class _Guard:
 _PLACE = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z.-]+))(?::\d{1,5})?", re.IGNORECASE | re.ASCII)
 
 
-def _is_own(place: str) -> bool:
+def _is_loopback(place: str) -> bool:
     """Return True if `HOST:PORT` is loopback; a literal IPv6 address stands in brackets."""
     found = _PLACE.fullmatch(place)
     if found is None or (found[1] is not None) != (":" in (found[1] or found[2])):

@@ -27,9 +27,9 @@ from zeromesh.trainer.tools.doctor import hardware
 from zeromesh.zero.hooks import hook_before
 
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-_COLD = 96 << 20
+_CACHE_BYTES = 96 << 20
 """Bytes that are larger than a processor's caches."""
-_STEPS = 4
+_WARMUP_STEPS = 4
 """The number of steps until a process's heap has reached its final size."""
 _WIDTH, _PASSED = 1024, 16
 """The width of a tensor, and the tensors that a norm (2), GELU (2) and an addition (3) read and write forward, and 3 each
@@ -122,7 +122,7 @@ class DeviceMeter:
         On a CPU several weight matrices alternate, so that none is cached at its next use, as with the layers of a model.
         """
         given, grad = self._random(rows, inner, dtype=dtype), self._random(rows, columns, dtype=dtype)
-        copies = 1 if self._on_device else max(1, _COLD // (inner * columns * dtype.itemsize))
+        copies = 1 if self._on_device else max(1, _CACHE_BYTES // (inner * columns * dtype.itemsize))
         weights = itertools.cycle(self._random(columns, inner, dtype=dtype).repeat(copies, 1, 1).unbind())
 
         def step() -> None:
@@ -204,7 +204,7 @@ class DeviceMeter:
         self._launch_seconds()  # Tracing loads modules that training does not.
         before = resident_bytes() - mapped_file_bytes()
         step, trace = self._transformer(**self._sizes.model)
-        for _ in range(_STEPS):
+        for _ in range(_WARMUP_STEPS):
             step()
         files = mapped_file_bytes()
         grown = resident_bytes() - files - before - trace.peak - _parameter_bytes(**self._sizes.model)

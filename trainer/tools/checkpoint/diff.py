@@ -41,7 +41,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     )
     rows = (_compared(*here, *there) for here, there in zip(*values, strict=True))
     apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
-    tensors = [*_only(a, b, "A"), *_only(b, a, "B"), *_other_shapes(a, b)]
+    tensors = [*_one_sided(a, b, "A"), *_one_sided(b, a, "B"), *_other_shapes(a, b)]
     differences = [
         [*_differences(_facts(readers[0]), _facts(readers[1]), tolerance)],
         tensors,
@@ -103,7 +103,7 @@ def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: floa
             yield f"{name}: {here!r} in A, {there!r} in B"
 
 
-def _only(here: _Tensors, there: _Tensors, which: str) -> Iterator[str]:
+def _one_sided(here: _Tensors, there: _Tensors, which: str) -> Iterator[str]:
     """Yield lines about tensors that only one checkpoint has; a kind that the other one lacks is one line."""
     kinds = {kind for kind, _ in there}
     absent = Counter(f"{kind} {name}" if kind in kinds else kind for kind, name in here if (kind, name) not in there)

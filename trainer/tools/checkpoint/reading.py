@@ -111,7 +111,7 @@ class Throughput:
 
 COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
 _NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", "parameters", "bytes"})
-_APART = frozenset({"step", "tracker", "settings"})
+_SEPARATE_LINES = frozenset({"step", "tracker", "settings"})
 
 
 def list_checkpoints(path: Path, *, as_json: bool) -> str:
@@ -257,7 +257,7 @@ def _tensor(manifest: Manifest, tensor: StoredTensor) -> dict[str, Any]:
 def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterator[str]:
     yield head
     state = content["state"] or {}
-    values = {"step": content["step"], **{name: value for name, value in state.items() if name not in _APART}}
+    values = {"step": content["step"], **{name: value for name, value in state.items() if name not in _SEPARATE_LINES}}
     values |= {f"tracker {name}": value for name, value in state.get("tracker", {}).items()}
     values["written by"] = _layout_text(content["layout"]) or "unknown"
     values["date"] = f"{content['date'].replace('T', ' ').removesuffix('Z')} UTC"
