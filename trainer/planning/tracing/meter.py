@@ -42,7 +42,7 @@ class Segment:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Span:
+class _SegmentSpan:
     name: str
     backward: bool
     begin: int
@@ -75,7 +75,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self._spans: list[_Span] = []
+        self._spans: list[_SegmentSpan] = []
         self._order: list[str] = []
         self._begin(BEFORE, backward=False)
 
@@ -117,7 +117,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin(self, name: str, *, backward: bool) -> None:
         if self._spans:
             self._spans[-1].end = self._live
-        self._spans.append(_Span(name=name, backward=backward, begin=self._live, peak=self._live))
+        self._spans.append(_SegmentSpan(name=name, backward=backward, begin=self._live, peak=self._live))
 
     def segments(self) -> list[Segment]:
         """Return the segments in the order of forward. Operators between two blocks count towards the later one."""
