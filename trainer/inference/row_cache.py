@@ -106,7 +106,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """The keys and values of all rows, for one model. See the module.
+    """The key-value cache of all rows, with the layout that the module describes.
 
     `length_without_layers` tells stubs of other pipeline stages that the length is known without entries in their layers.
     """

@@ -78,7 +78,7 @@ def _room() -> int:
 
 
 class HttpServer:
-    """See the module. The constructor binds the address, so that a bad one is reported before a model is loaded.
+    """Serves completions over HTTP. The constructor binds the address, so that a bad one is reported before a model is loaded.
 
     Args:
         name: the model's name in requests.
