@@ -77,7 +77,7 @@ class RunningRow:
 
 
 class RunningBatch:
-    """The running requests of one replica and their forwards. Finished rows stay until `settle`, so that shapes do not depend on the values of tokens.
+    """The requests of one replica and their forwards. Finished rows stay until `settle`, so that tokens do not change shapes.
 
     Args:
         module: the model that computes the forwards.
