@@ -1,7 +1,6 @@
-"""The interface for users: the trainer, its configuration, its data and the command line.
+"""The user interface: the trainer, its configuration, its data and the command line.
 
-`Trainer`, `Generator` and `FitReport` are handed on lazily, so that reading a configuration loads neither torch nor
-transformers.
+`Trainer`, `Generator` and `FitReport` are imported lazily, so that reading a configuration loads neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers as people read them, with units, and tables."""
+"""Formatting of numbers with units, of tables and of wrapped lines."""
 
 import math
 import sys
@@ -13,13 +13,13 @@ _INDENT, _LEAST_WIDTH = "  ", 14
 
 
 class Detail(str):
-    """A line that a log has, and a person who asks for it (`run.verbose`)."""
+    """A line that logs always show, and terminals only with `run.verbose`."""
 
     __slots__ = ()
 
 
 def human_bytes(count: float) -> str:
-    """A number of bytes in powers of 1024, such as `1.5 GiB`."""
+    """Format a number of bytes in powers of 1024, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             break
@@ -28,7 +28,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """A number in powers of 1000, such as `12.3k` or `1.2M`."""
+    """Format a number in powers of 1000, such as `12.3k` or `1.2M`."""
     for unit in ("", "k", "M", "G", "T"):
         if not abs(count) >= 999.95 or unit == "T":  # `not ... >=` lets NaN through
             break
@@ -37,7 +37,7 @@ def human_count(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """A duration, such as `12 ms`, `1.25 s`, `3:05` (minutes) or `1:02:03` (hours)."""
+    """Format a duration in seconds, such as `12 ms`, `1.25 s`, `3:05` (minutes) or `1:02:03` (hours)."""
     if not math.isfinite(seconds):
         return str(seconds)
     if seconds < 1:
@@ -52,9 +52,9 @@ def human_seconds(seconds: float) -> str:
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[str] = (), *, width: int | None = None
 ) -> list[str]:
-    """Rows under the names of their columns, as lines; the columns in `right` stand to the right, as numbers do.
+    """Return the lines of a table with column names; the columns in `right` are right-aligned, as numbers are.
 
-    With `width` what is in other columns goes on in the next lines where the table would be wider, the widest first.
+    With `width` the other columns are wrapped, the widest first, until the table fits.
     """
     cells = [list(columns), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -77,7 +77,7 @@ def table_lines(
 def _narrow(
     widths: list[int], columns: Sequence[str], cells: Sequence[Sequence[str]], right: Collection[str], width: int
 ) -> None:
-    """Take from the widths of columns until a table is no wider than `width`: from names of columns first."""
+    """Names are narrowed before cells."""
     least = [
         max([len(word) for word in name.split()] + [len(row[at]) for row in cells if name in right])
         for at, name in enumerate(columns)
@@ -95,7 +95,7 @@ def _narrow(
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
-    """Lines that are no longer than `width`, as far as whole words allow; what goes on in the next one is indented further."""
+    """Yield lines wrapped at word boundaries to `width`; continuation lines are indented further."""
     for line in lines:
         indent = _INDENT + " " * (len(line) - len(line.lstrip()))
         keys: Any = {"subsequent_indent": indent, "break_long_words": False, "break_on_hyphens": False}
@@ -103,6 +103,6 @@ def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Write lines to standard output at once; what a terminal would take for a command is shown as text."""
+    """Write lines to standard output and flush; control characters are shown as text."""
     sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
     sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""`ModelOnMesh`: what is done with a model whose parameters are divided over the ranks of a mesh, be it trained or generated with.
+"""`ModelOnMesh`: the operations on a model whose parameters are divided over the ranks of a mesh, for training or generation.
 
-`PlacedModel` is the part of such a model that one rank has.
+`PlacedModel` is the part of such a model on one rank.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from zeromesh.zero.weight_digests import require_same_weights
 
 
 class ModelOnMesh(ABC):
-    """The verbs of a model on the ranks of a mesh. All ranks call each of them alike."""
+    """The operations on a model that is divided over the ranks of a mesh. All ranks make the same calls."""
 
     @property
     @abstractmethod
     def placed(self) -> PlacedModel:
-        """This rank's part of the model. Raises `PhaseError` once that is over."""
+        """This rank's part of the model. Raises `PhaseError` after `close`."""
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time.
 
-        `ema`: with averaged weights, before and after the end of `fit`.
+        `ema` writes averaged weights, before and after the end of `fit`.
 
         Raises:
             ConfigError: for `ema` in a run without `ema.decay`.
@@ -60,10 +60,10 @@ class ModelOnMesh(ABC):
             raise StorageError(failure)
 
     def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` of whole parameters, one bucket in memory at a time; all ranks iterate over it to its end.
+        """Yield `(name, tensor)` of whole parameters, with one bucket in memory at a time; all ranks iterate to the end.
 
         Values are master weights. A tensor may change with the next step: copy it to keep it. `dict(trainer.state_dict())`
-        holds the whole model on every rank. `ema`: averaged weights instead.
+        holds the whole model on every rank. `ema` yields averaged weights instead.
 
         Raises:
             ConfigError: for `ema` in a run without `ema.decay`.
@@ -73,7 +73,7 @@ class ModelOnMesh(ABC):
         return _whole_parameters(placed, ema)
 
     def check_weights(self) -> None:
-        """Compare the weights of all ranks that hold the same ones, by digests, between steps.
+        """Compare the digests of replicated weights between ranks, between steps.
 
         Raises:
             WeightsDifferError: with the tensors and the ranks that differ.
@@ -86,11 +86,11 @@ class ModelOnMesh(ABC):
             require_same_weights(engine)
 
     def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
-        """`(name, tensor)` of weights in the compute dtype, as `save_pretrained` would write them; all ranks iterate to its end.
+        """Yield `(name, tensor)` of weights in the compute dtype, as `save_pretrained` writes them; all ranks iterate to the end.
 
-        Names and shapes are those of files on the Hub, and adapters are merged. Beside its part a rank has one bucket in memory at
-        a time, and where weights are converted or merged, those that belong together. `part_of(name)` is `(dim, index, parts)`
-        where a rank wants a part of a tensor. A tensor may change with the next step: copy it to keep it.
+        Names and shapes are those of files on the Hub, and adapters are merged. A rank has its shards in memory and
+        one more bucket at a time, or the inputs of one conversion or merge. `part_of(name)` returns `(dim, index, parts)`
+        to get a part of a tensor only. A tensor may change with the next step: copy it to keep it.
 
         Raises:
             ConfigError: for a part that a tensor does not have, and for adapters that cannot be merged.
@@ -98,14 +98,14 @@ class ModelOnMesh(ABC):
         return parts_of_weights(_stored(self.placed), part_of)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
-        """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns how many tensors.
+        """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns the number of tensors.
 
-        No rank has more of the model than its own part and what `stream_weights` keeps.
+        Each rank has only its shards and the buffers of `stream_weights` in memory.
 
         Args:
             addresses: paths of Unix sockets, or `HOST:PORT`.
-            token: the one that receivers were given.
-            timeout_seconds: how long a receiver may be silent.
+            token: the token of the receivers.
+            timeout_seconds: the longest silence of a receiver.
 
         Raises:
             TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
@@ -117,11 +117,11 @@ class ModelOnMesh(ABC):
     def gathered(self, names: Iterable[str]) -> Iterator[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
 
-        They are copies, so an exception that is caught outside the block ends nothing.
+        The parameters are copies, so an exception in the block leaves the model usable.
 
         Raises:
-            StorageError: when they would not fit in memory.
-            PhaseError: at the end of the block, where one was written inside it: no weight of the run has changed.
+            StorageError: when the copies would not fit in memory.
+            PhaseError: at the end of the block, if a copy was written; the weights of the run are unchanged.
         """
         placed, names = self.placed, list(names)
         if placed.engine is None:
@@ -143,10 +143,10 @@ class ModelOnMesh(ABC):
 
 @dataclass(kw_only=True)
 class PlacedModel(ModelOnMesh):
-    """This rank's part of a model, and what all ranks do with the whole of it. `engine` is None once it is whole."""
+    """This rank's part of a model, and the collective operations on the whole. `engine` is None once the model is whole."""
 
     owner: ClassVar[str] = "generator"
-    """Begins the names of the calls that all ranks make."""
+    """The prefix of the names of collective calls in errors."""
     config: TrainerConfig
     mesh: Mesh
     console: Console
@@ -157,29 +157,29 @@ class PlacedModel(ModelOnMesh):
     processing_class: Any
     """The tokenizer that is saved with the model."""
     failure: str = ""
-    """The error after which nothing can be done with the model."""
+    """The error after which the model is unusable."""
     averages: dict[str, Tensor] = field(default_factory=dict)
-    """Averages of the weights by name, once the model is whole."""
+    """The averaged weights by name, once the model is whole."""
 
     @property
     def placed(self) -> PlacedModel:
         return self
 
     def require_engine(self) -> ZeroEngine:
-        """The engine. Raises `PhaseError` once the model is whole."""
+        """Return the engine. Raises `PhaseError` once the model is whole."""
         if self.engine is None:
             raise PhaseError("the model is whole again, and no longer trained")
         return self.engine
 
     def require_average(self, ema: bool) -> None:
-        """Raise `ConfigError` where averaged weights (`ema`) are asked for and the run makes none."""
+        """Raise `ConfigError` where averaged weights (`ema`) are requested and the run has none."""
         if ema and not self.config.ema.decay:
             raise ConfigError(
                 "there are no averaged weights: set ema.decay, such as 0.999, for the run that makes them"
             )
 
     def state(self, ema: bool = False) -> Any:
-        """The whole weights, or their averages; None once the model is whole. All ranks call it."""
+        """Return the whole weights, or their averages; None once the model is whole. All ranks call it."""
         return self.engine and (self.engine.averaged_state if ema else self.engine.state)
 
     @contextmanager
@@ -199,7 +199,7 @@ class PlacedModel(ModelOnMesh):
                 self.module.get_parameter(name).data = weight
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` or `DataError` for what `generate` cannot be given in this layout."""
+        """Raise `ConfigError` or `DataError` for arguments that `generate` does not support in this layout."""
         check_arguments(self.module, arguments, self.mesh if self.engine is not None else None)
 
     def continue_prompts(
@@ -208,11 +208,9 @@ class PlacedModel(ModelOnMesh):
         seed: Callable[[], object],
         see: Callable[[Tensor], object] = lambda logits: None,
     ) -> Any:
-        """Return what the model's own `generate` makes of these arguments; see `models.generation.generate`."""
+        """Return the result of the model's own `generate` with these arguments; see `models.generation.generate`."""
         pipeline = self.divided.pipeline
         return generate(self.module, self.mesh, arguments, seed=seed, engine=self.engine, pipeline=pipeline, see=see)
-
-    # Errors
 
     def require_sound(self) -> None:
         """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
@@ -220,19 +218,19 @@ class PlacedModel(ModelOnMesh):
             raise PhaseError(self.over())
 
     def over(self) -> str:
-        """Say why nothing can be done with the model any more."""
+        """Return the reason why the model is unusable."""
         return f"this generator ended with {self.failure}; make a new one"
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error that is raised in place of another one, or that one."""
+        """Return the error to raise in place of another one; by default that one."""
         return error
 
     @contextmanager
     def guarded(self, call: str) -> Iterator[None]:
-        """A call that all ranks make, such as `trainer.fit()`; "" where a rank may make it alone.
+        """Guard a collective call, such as `trainer.fit()`; "" stands for one that a rank may make alone.
 
-        After an error that leaves something half done that ranks do together the model is over, and the other ranks learn of it.
-        A call that is refused before that has changed nothing. A single rank has lost nothing but the step that it was in.
+        An error in the middle of a collective operation makes the model unusable, and the other ranks are told. A call that is
+        refused before has no effect. On a single rank only the current step is lost.
         """
         self.require_sound()
         watch = self.mesh.watch
@@ -254,7 +252,7 @@ class PlacedModel(ModelOnMesh):
             self.console.close()
 
     def close(self) -> None:
-        """Give back what the model has taken: files, shared memory."""
+        """Release the model's files and shared memory."""
         if self.engine is not None:
             self.engine.close()
         self.divided.close()
@@ -281,7 +279,7 @@ def _stored(placed: PlacedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def least_free_bytes(mesh: Mesh) -> int:
-    """Free bytes of the rank that has least, when all ranks of a host take as much as it does; 0: not known. All ranks call it."""
+    """Return the free bytes of the rank with the least, if all ranks of a host use equally much; 0: unknown. All ranks call it."""
     if is_accelerator(mesh.device):
         free = device_memory(mesh.device).free
     else:

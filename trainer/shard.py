@@ -1,4 +1,4 @@
-"""`shard`: the engine under a loop of one's own, in plain PyTorch.
+"""`shard`: the engine under a plain PyTorch training loop.
 
 model, optimizer = zeromesh.shard(model, torch.optim.AdamW(model.parameters(), lr=1e-3), stage=3)
 for batch in loader:
@@ -56,19 +56,19 @@ _Model = TypeVar("_Model", bound=nn.Module)
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema", "checkpoint")
 _SHARDING = "_zeromesh_sharding"
-"""The attribute of a partitioned model that has its `_Sharding`. Whoever holds the model holds its engine, and nobody else does."""
+"""The attribute of a partitioned model that has its `_Sharding`, so that the engine lives as long as the model."""
 
 
 @dataclass(frozen=True)
 class _Sharding:
-    """How a model is partitioned. In copies and pickles of the model this is None, as they are not partitioned."""
+    """The state of a partitioned model. In copies and pickles of the model it is None, as they are not partitioned."""
 
     engine: AutogradEngine
     divided: Divided
     frozen: list[nn.Parameter]
-    """Parameters that were trained before the model was partitioned without an optimizer."""
+    """The parameters that were frozen because the model was partitioned without an optimizer."""
     source: FrozenWeights
-    """The frozen weights that checkpoints name in the directory that the model came from."""
+    """The frozen weights that checkpoints refer to in the directory of the pretrained model."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -83,7 +83,7 @@ def shard(
     accumulation: int = 1,
     **options: Any,
 ) -> tuple[_Model, ShardedOptimizer | None]:
-    """Partition a model and its optimizer over the ranks of the launch, for a loop of one's own.
+    """Partition a model and its optimizer over the ranks of the launch, for the user's own training loop.
 
     The loop calls the model as before, and `loss.backward()` sums gradients over the data-parallel ranks. Several calls may come
     before a backward, several backwards before a step, and evaluation under `torch.no_grad()` anywhere. All ranks run the same
@@ -91,25 +91,25 @@ def shard(
     there are none, this process is the only rank.
 
     Args:
-        model: a built model, whose values it starts from; rank 0's, where ranks have built different ones. It computes in the
+        model: a built model with its initial values; rank 0's are used if they differ. The compute dtype is the
             dtype of its parameters, unless `precision` names another. Built under `torch.device("meta")`, it is never whole on
             any rank: each draws its part, as `reset_parameters` or transformers' `_init_weights` do, by `config`'s `run.seed`.
-        optimizer: a torch optimizer over parameters of the model, with any groups; a class or function that makes one of
-            `model.parameters()`; several, each over parameters of its own, which become one; None for a model that is not trained,
-            whose parameters are frozen.
+        optimizer: a torch optimizer over parameters of the model, with any groups; a class or function that creates one from
+            `model.parameters()`; several with disjoint parameters, which become one; None for evaluation, which freezes the
+            parameters.
         config: a path of a YAML or JSON file, or a dict. Its sections `zero`, `parallel`, `precision`, `offload` and `ema` are
-            used; a warning names what else it has.
+            used; a warning names the others.
         reduce: `mean` averages gradients over the data-parallel ranks, as DDP does; `sum` adds them.
-        accumulation: how many backwards each step has. Above 1, stages 0 and 1 add gradients up on each rank, and reduce them in
-            the last backward alone. 1 allows any number of backwards, and reduces in each.
+        accumulation: the number of backwards of each step. Above 1, stages 0 and 1 accumulate gradients on each rank, and reduce
+            them in the last backward only. 1 allows any number of backwards, and reduces in each.
         options: keys of the section `zero` (`stage=3`, `prefetch=2`), and other sections by name (`parallel={"tensor": 2}`,
             `offload={"optimizer": "host"}`). They replace those of `config`.
 
     Returns:
-        The same model, and the optimizer to call from now on; None without one. It is a torch optimizer: schedulers take it.
+        The same model, and the sharded optimizer, a `torch.optim.Optimizer`, or None without one.
 
     Raises:
-        ConfigError: for options that are wrong, all of them at once, and for an optimizer that cannot be used.
+        ConfigError: with all invalid options at once, and for an unsupported optimizer.
         LayoutError: for a model that cannot be partitioned in this way.
     """
     if reduce not in ("mean", "sum"):
@@ -126,12 +126,12 @@ def shard(
 
 
 def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *, trains: bool) -> AutogradEngine:
-    """Put the engine under a model, and in its place the methods that have to know of that."""
+    """Attach the engine to a model, and replace the methods that it affects."""
     trained = [] if trains else [each for each in model.parameters() if each.requires_grad]
     for each in trained:  # Frozen parameters have no master weights and no moments.
         each.requires_grad_(False)
     mesh = connect(config)
-    if "tf32" in config.precision.model_fields_set:  # Else it is as the loop has set torch.
+    if "tf32" in config.precision.model_fields_set:  # Otherwise torch's settings are left alone.
         set_products(config, mesh.device)
     mesh.recorder.enabled = False
     built = wrap_passed_model(model, config.run.seed)
@@ -144,7 +144,7 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     engine = AutogradEngine.build(model, mesh, options, built.source, cuts=divided.cuts)
     source = FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info)
     vars(model)[_SHARDING] = _Sharding(engine, divided, trained, source)
-    vars(model)["no_sync"] = partial(_no_sync, model)  # As that of DDP.
+    vars(model)["no_sync"] = partial(_no_sync, model)  # As DDP's.
     for name, method in _METHODS.items():
         if callable(getattr(model, name, None)):
             vars(model)[name] = MethodType(method, model)
@@ -154,7 +154,6 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
 
 
 def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
-    """The optimizer that `shard` was given, of whatever form."""
     several = [] if given is None else given if isinstance(given, list | tuple) else [given]
     made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
     for each in made:
@@ -166,7 +165,7 @@ def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
 
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
-    """The configuration of `shard`: the sections of `config`, changed by `options`, and the model's dtype unless they name one."""
+    """Return the configuration of `shard`: the sections of `config`, overridden by `options`, with the model's dtype by default."""
     given = load_config(config, consent=Consent.GIVEN)
     unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
     unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed", "name"})]
@@ -200,7 +199,7 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
 
 
 def _require_plain(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model that somebody divides or synchronises already."""
+    """Raise `ConfigError` for a model that another library partitions or synchronizes."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
             f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
@@ -214,7 +213,7 @@ def _require_plain(model: nn.Module) -> None:
 
 
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:
-    """The method of a partitioned model that forgets gradients. A copy of the model, which is not partitioned, keeps its own."""
+    """Replace `zero_grad` of a partitioned model. A copy of the model, which is not partitioned, uses the original."""
     if is_sharded(model):
         engine_of(model).forget_gradients(zeros=not set_to_none)
     else:
@@ -226,11 +225,11 @@ def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
-    """The method of a partitioned model that keeps ranks with other prompts together."""
+    """Replace `generate` of a partitioned model, and keep ranks with other prompts in step."""
     if not is_sharded(model):
         return type(model).generate(model, inputs, **arguments)
     engine = engine_of(model)
-    arguments.pop("synced_gpus", None)  # Ranks are kept together anyhow.
+    arguments.pop("synced_gpus", None)  # Ranks are kept in step anyway.
     if inputs is not None:
         arguments["inputs"] = inputs
     check_arguments(model, arguments, engine.mesh)
@@ -238,7 +237,7 @@ def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) 
 
 
 def _loading(name: str) -> Callable[..., Any]:
-    """The method `name` of a partitioned model, which loads whole values, the same on all ranks, which all call it."""
+    """Return a replacement of the method `name`, which loads whole values, equal on all ranks; all ranks call it."""
 
     def method(model: Any, *arguments: Any, **named: Any) -> Any:
         load = partial(getattr(type(model), name), model, *arguments, **named)
@@ -260,7 +259,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def engine_of(model: nn.Module) -> AutogradEngine:
-    """The engine of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
+    """Return the engine of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
     return _sharding_of(model).engine
 
 
@@ -283,14 +282,14 @@ def gathered(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[N
 
 
 def averaged(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block a partitioned model has its averaged weights, which the section `ema` asks for. All ranks enter it."""
+    """Inside the block a partitioned model has the averaged weights of the section `ema`. All ranks enter it."""
     return engine_of(model).averaged()
 
 
 def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `(name, tensor)` of all parameters and buffers of a partitioned model, each whole, in the dtype of master weights.
 
-    One tensor is gathered at a time. All ranks call it, and go on to its end.
+    One tensor is gathered at a time. All ranks iterate to the end.
     """
     engine = engine_of(model)
     engine.require_same_parameters()
@@ -300,7 +299,7 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def unshard(model: nn.Module) -> None:
     """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it.
 
-    Its `ShardedOptimizer` cannot be used afterwards. What `shard` has frozen is trained again.
+    Its `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again.
     """
     sharding = _sharding_of(model)
     sharding.engine.settle()
@@ -328,19 +327,19 @@ def save(
     weights. Gradients of a step that is not complete are not saved.
 
     Args:
-        directory: where checkpoints lie, each in a directory of its own, such as `step-00000100`.
+        directory: the parent of checkpoint directories such as `step-00000100`.
         model: the model that `shard` has returned.
         optimizer: the optimizer that `shard` has returned, whose `param_groups` are saved. Moments always are.
-        step: the number of the checkpoint; None: that of the updates so far.
+        step: the number of the checkpoint; None: the number of updates so far.
         alone: remove the other checkpoints of `directory` once this one is complete.
         without: names of parameters and buffers whose values are left out; `load` leaves them as they are.
-        state: values of your own that JSON can hold, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`, for `load`.
+        state: JSON values of the user, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`, for `load`.
 
     Returns:
-        The directory of the checkpoint, which is complete.
+        The directory of the complete checkpoint.
 
     Raises:
-        StorageError: when it cannot be written. Then nothing of it is left.
+        StorageError: when it cannot be written; incomplete files are removed.
     """
     engine = engine_of(model)
     engine.require_same_parameters()
@@ -374,8 +373,6 @@ def save(
 
 
 def _without(content: SaveContent, names: Collection[str]) -> SaveContent:
-    """The content of a checkpoint but for the values of parameters and buffers of some names."""
-
     def stays(spec: TensorSpec) -> bool:
         return spec.kind not in WEIGHTS or spec.name not in names
 
@@ -389,11 +386,11 @@ def load(
 ) -> dict[str, Any] | None:
     """Load a checkpoint into a partitioned model: the newest complete one in `directory`, or `directory` itself if it is one.
 
-    All ranks call it. Their number and the layout may be others than when it was saved. With an optimizer, its moments are loaded,
-    and learning rates and the other values of its `param_groups` become those that were saved; without it, weights alone are.
+    All ranks call it. The number of ranks and the layout may differ from those of `save`. With an optimizer, its moments and the
+    values of its `param_groups` are loaded too; without one, only weights are.
 
     Returns:
-        The `state` that was given to `save`; None if there is no checkpoint, and nothing was loaded.
+        The `state` passed to `save`; None if there is no checkpoint, and nothing was loaded.
 
     Raises:
         CheckpointError: if there are checkpoints, and none of them can be read, or a model in transformers' form instead.
@@ -423,7 +420,7 @@ def load(
             optimizer.param_groups if optimizer is not None else (), kept.get("groups", ()), strict=False
         ):
             for name, value in values.items():
-                if isinstance(group.get(name), torch.Tensor):  # A class may insist on them.
+                if isinstance(group.get(name), torch.Tensor):  # A class may insist on tensors.
                     group[name].fill_(value)
                 else:
                     group[name] = value
@@ -438,7 +435,7 @@ def load(
 
 
 def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> None:
-    """Raise `LayoutError` where a checkpoint has states that this optimizer does not keep. Those that it lacks are named later."""
+    """Raise `LayoutError` for a checkpoint with unknown optimizer states; missing ones are reported later."""
     own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
     others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
     if others:
@@ -449,6 +446,5 @@ def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> No
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group, as values that JSON can hold."""
     values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     return {name: value for name, value in values.items() if name != "params"}

@@ -1,4 +1,4 @@
-"""`TorchSchedule`: any scheduler of `torch.optim.lr_scheduler` as a function of the step, so that a run can go on anywhere."""
+"""`TorchSchedule`: any scheduler of `torch.optim.lr_scheduler` as a function of the step, so that a run can resume at any step."""
 
 import warnings
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from zeromesh.optim.fused_optimizer import torch_optimizer
 from zeromesh.trainer.config.sections.training import OptimizerSection
 
 MakeScheduler = Callable[[Optimizer], LRScheduler]
-"""Makes a scheduler of an optimizer, such as `lambda optimizer: StepLR(optimizer, 30)`."""
+"""Creates a scheduler of an optimizer, such as `lambda optimizer: StepLR(optimizer, 30)`."""
 
 
 class TorchSchedule:
     """The learning rate of a torch scheduler in each step, and the momentum, which `OneCycleLR` and `CyclicLR` change too. The
-    scheduler acts on an optimizer of one number, of the kind and with the settings of the run's, which updates nothing else.
+    scheduler acts on a dummy optimizer of one parameter, with the class and settings of the run's.
 
     Raises:
-        ConfigError: for what makes no scheduler, one that waits for a metric, or one that changes a momentum that there is not.
+        ConfigError: for a factory of other objects, of a scheduler that needs a metric, or of one that changes a missing momentum.
     """
 
     def __init__(self, make: MakeScheduler, settings: OptimizerSection) -> None:
@@ -48,16 +48,16 @@ class TorchSchedule:
         return group["lr"] / settings.lr if settings.lr else 0.0, momentum
 
     def factor(self, step: int) -> float:
-        """The factor of the base learning rate in step `step` (from 0)."""
+        """Return the factor of the base learning rate in step `step` (from 0)."""
         return self._at(step)[0]
 
     def momentum(self, step: int) -> float | None:
-        """The momentum of SGD, or the first of Adam's betas, in step `step`; None for an optimizer without."""
+        """Return the momentum of SGD, or Adam's first beta, in step `step`; None for an optimizer without one."""
         return self._at(step)[1]
 
     def _at(self, step: int) -> tuple[float, float | None]:
         with warnings.catch_warnings():
-            # torch wants optimizer.step() before scheduler.step(); this optimizer has nothing to update.
+            # torch expects optimizer.step() before scheduler.step(); the dummy optimizer has nothing to update.
             warnings.simplefilter("ignore", UserWarning)
             while len(self._rates) <= step:
                 self._scheduler.step()

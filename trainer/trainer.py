@@ -1,4 +1,4 @@
-"""`Trainer`: what a person touches.
+"""`Trainer`: the main entry point.
 
 report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
 """
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from zeromesh.trainer.verification.certificate import Certificate
 
 _DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})
-"""Keys of the configuration that have no effect where the user passes datasets."""
+"""The keys of the configuration that have no effect where the user passes datasets."""
 _HOOKS = (
     *("compute_loss", "training_step", "prediction_step", "evaluation_loop"),
     *("create_optimizer", "create_scheduler", "get_train_dataloader", "get_eval_dataloader"),
@@ -67,32 +67,32 @@ _HOOKS = (
 
 
 class Trainer(ModelOnMesh):
-    """Trains a model over the ranks of the launch, partitioned as the configuration says.
+    """Trains a model on the ranks of the launch, partitioned by the configuration.
 
-    In a plain script or a notebook that is one rank; `torchrun --nproc-per-node N script.py` or `zeromesh train` start more,
+    A plain script or a notebook is one rank; `torchrun --nproc-per-node N script.py` or `zeromesh train` start more,
     and every rank then runs the same calls.
 
     Args:
         model: an `nn.Module` (built, or on the meta device), a zero-argument callable that builds one, or None when
             `config.model` names it. A callable is called on the meta device, so no rank ever holds the whole model.
-            Where a model comes with weights, defaults are those for tuning, as a line at the start says.
+            A pretrained model gets the defaults for fine-tuning, with a note at the start.
         config: a path of a YAML or JSON file, a dict such as `{"run": {"max_steps": 50}}`, a `TrainerConfig`, or None for
             the defaults. `docs/configuration.md` lists all keys, and `zeromesh config FILE` prints those of a file.
-            A DeepSpeed configuration is taken too (`docs/coming-from.md`); notes at the start say what became of each setting.
+            A DeepSpeed configuration is converted (`docs/coming-from.md`), with notes about each setting at the start.
         train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
-            that `config.data` names. Fields that the model does not take are left out.
+            that `config.data` names. Fields that are no arguments of the model are dropped.
         eval_dataset: the same by index; several are given as a mapping, by name.
-        data_collator: a list of samples to a batch, a mapping of tensors; None pads them with `processing_class` if that is
+        data_collator: converts a list of samples to a batch, a mapping of tensors; None pads them with `processing_class` if
             given, else stacks them.
-        compute_loss: `(model, batch) -> (sum, count)`, for a model whose own loss is not known or not wanted.
-        compute_metrics: makes values of an evaluation from all its samples, `EvalPrediction -> mapping of names to numbers`;
+        compute_loss: `(model, batch) -> (sum, count)`, to replace the model's own loss.
+        compute_metrics: computes metrics of all samples of an evaluation, `EvalPrediction -> mapping of names to numbers`;
             called on all ranks.
-        preprocess_logits_for_metrics: `(logits, labels) -> what is kept of them`, so that not all logits are gathered.
-        callbacks: called at fixed points of the run; those of transformers are taken as they are.
+        preprocess_logits_for_metrics: `(logits, labels) -> tensors`, which are gathered instead of all logits.
+        callbacks: callbacks, ours or transformers' `TrainerCallback`s.
         processing_class: a tokenizer, used for `config.data` and saved with the model.
-        lr_scheduler: makes a scheduler of `torch.optim.lr_scheduler` of an optimizer, such as `lambda o: StepLR(o, 30)`; it stands
-            in for `config.schedule`.
-        args: not taken, and refused by name: `TrainingArguments` are for `zeromesh.transformers.Trainer`.
+        lr_scheduler: creates a `torch.optim.lr_scheduler` of an optimizer, such as `lambda o: StepLR(o, 30)`, which replaces
+            `config.schedule`.
+        args: refused, since `TrainingArguments` are for `zeromesh.transformers.Trainer`.
 
     Raises:
         ConfigError: with all problems of the configuration at once, before anything else happens; for `args`, and for a subclass
@@ -152,9 +152,9 @@ class Trainer(ModelOnMesh):
         self.inputs = replace(inputs, collate=collate)
         self.events = CallbackDispatcher(self, [*(callbacks or ()), *named_callbacks])
         self.hub_model_id: str | None = None
-        """The full name of the repository on the Hub, once it is known to be there."""
+        """The full name of the repository on the Hub, once its existence is known."""
         self.start_times = StartTimes()
-        """How the time before the end of the first step was spent."""
+        """The seconds of startup by phase, until the end of the first step."""
         self._planned: PlanCheck | None = None
         self._mesh: Mesh | None = None
         self._run: RunContext | None = None
@@ -163,16 +163,14 @@ class Trainer(ModelOnMesh):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"Trainer has no {name}; {_meant(name)}", name=name, obj=self)
 
-    # What a person calls
-
     def fit(self, resume: str | PathLike[str] | bool | None = None) -> FitReport:
         """Train for `run.max_steps` steps, evaluating on the way and at the end; all ranks call it.
 
         `resume` replaces `checkpoint.resume`: a path of a checkpoint or run, True for auto, False for never. With `hub.push` the
-        model is uploaded at the end; should that fail, a warning says so.
+        model is uploaded at the end; a failed upload is a warning.
 
         Afterwards a model that fits in memory is whole again on every rank, with its master weights. On a single rank, a
-        run that was interrupted (Ctrl-C, an exception of a callback) goes on where it was when `fit` is called again.
+        run that was interrupted (Ctrl-C, an exception of a callback) continues when `fit` is called again.
 
         Raises:
             DataError: before the first step, for data that cannot be trained on.
@@ -190,7 +188,7 @@ class Trainer(ModelOnMesh):
         self.start_times.begin()
         with ExitStack() as stack:
             with self._beginning(mesh):
-                # Whatever may refuse the run without data or a model comes first.
+                # Checks without data or a model come first.
                 directory = RunDirectory(self.run_directory, mesh.rank)
                 stack.enter_context(directory.locked())
                 if self._run is None:
@@ -210,10 +208,10 @@ class Trainer(ModelOnMesh):
         return report
 
     def plan(self, ranks: int | None = None, *, device: str | None = None) -> Plan:
-        """Plan what fits and what is fastest on so many ranks, by default those of this launch; nothing is trained or allocated.
+        """Plan the layouts that fit on `ranks` ranks, by default those of this launch, the fastest first; nothing is allocated.
 
-        `device` is the name of a machine or a machine file, as for `zeromesh plan`; None: what was measured or is found here. Keys
-        of the configuration that are `auto` are free, or all of the layout where none is.
+        `device` is the name of a machine or a machine file, as for `zeromesh plan`; None: this machine. The plan
+        chooses the keys of the configuration that are `auto`, or the whole layout where none is.
 
         Raises:
             ConfigError, LayoutError: for a model, a machine or ranks that cannot be planned.
@@ -229,14 +227,14 @@ class Trainer(ModelOnMesh):
         predict_with_generate: bool | None = None,
         **generation: Any,
     ) -> Values:
-        """Values of an evaluation: `eval_loss`, the mean over all targets, what `compute_metrics` makes of the samples, how long it
-        took, and the `epoch`; all ranks call it.
+        """Return the values of an evaluation: `eval_loss`, the mean over all targets, the values of `compute_metrics`, its
+        duration, and the `epoch`; all ranks call it.
 
         Args:
-            eval_dataset: another one than the trainer's, or several by name, whose values are then called `eval_NAME_loss`.
+            eval_dataset: replaces the trainer's; several by name have values called `eval_NAME_loss`.
             ignore_keys: names of the model's outputs that are not gathered for `compute_metrics`; None: those that its
                 configuration names (`keys_to_ignore_at_inference`).
-            predict_with_generate: give `compute_metrics` what the model generates, as `predict` does; None: as
+            predict_with_generate: pass generated tokens to `compute_metrics`, as `predict` does; None: as
                 `run.predict_with_generate` says.
             generation: fields of transformers' `GenerationConfig`, on top of `run.generation` and the model's own.
 
@@ -264,11 +262,11 @@ class Trainer(ModelOnMesh):
     ) -> PredictionOutput:
         """Run the model on every sample of a dataset, and return its outputs in that order on all ranks; all ranks call it.
 
-        `predictions` are arrays [samples, ...], padded with -100 to the longest, `label_ids` the same of labels where there are
-        some, `metrics` the loss and what `compute_metrics` makes of them.
+        `predictions` are arrays [samples, ...], padded with -100 to the longest, `label_ids` likewise, if there are
+        labels, `metrics` the loss and the values of `compute_metrics`.
 
-        With `predict_with_generate` (None: as `run.predict_with_generate` says) predictions are the tokens that the model generates
-        [samples, longest], padded with the pad token. A decoder-only model goes on from what stands before the first label that is
+        With `predict_with_generate` (None: `run.predict_with_generate`) predictions are generated tokens
+        [samples, longest], padded with the pad token. A decoder-only model continues the tokens before the first label that is
         not -100, and predictions are its new tokens. `generation` are fields of `GenerationConfig`, as for `evaluate`.
 
         Raises:
@@ -283,20 +281,20 @@ class Trainer(ModelOnMesh):
         return output
 
     def verify(self, *, checks: Collection[str] = (), out: str | PathLike[str] | None = None) -> Certificate:
-        """Train a small copy of the model for a few steps in this layout and, beside it, in one plain PyTorch process; compare all
-        of it, first in float64 and then in the configured precision. All ranks call it. The trainer and its model stay as they are.
+        """Train a small copy of the model for a few steps in this layout and in one plain PyTorch process, and compare every
+        value, first in float64 and then in the configured precision. All ranks call it. The trainer and its model do not change.
 
         A model of transformers with more than two million parameters is made narrower and shorter. `docs/howto/verify.md`
-        says what is compared.
+        lists the compared values.
 
         Args:
-            checks: what is checked besides: `determinism`, `resume`, `dropout`.
-            out: where rank 0 writes the certificate as JSON; None: `certificate.json` in the run's directory.
+            checks: further checks: `determinism`, `resume`, `dropout`.
+            out: the path of the certificate in JSON, which rank 0 writes; None: `certificate.json` in the run's directory.
 
         Raises:
-            ConfigError: for a model that can neither be taken as it is nor be made small.
+            ConfigError: for a model that can neither be trained whole nor be made smaller.
         """
-        from zeromesh.trainer.verification.verify import verify  # It is not for every run.
+        from zeromesh.trainer.verification.verify import verify  # Most runs do not need this import.
 
         path = self.run_directory / "certificate.json" if out is None else Path(out).expanduser()
         return verify(Trainer, self.config, self.inputs, self.mesh, checks=checks, out=path)
@@ -310,21 +308,21 @@ class Trainer(ModelOnMesh):
         private: bool | None = None,
         **card: Any,
     ) -> CommitInfo | None:
-        """Upload what `save` writes, and a draft of a model card; all ranks call it, and wait until it is there.
+        """Upload the files of `save`, and a draft of a model card; all ranks call it, and wait for the upload.
 
         Args:
-            commit_message: that of the commit.
-            token: in place of that of `HF_TOKEN`, or of `hf auth login`. It is written nowhere.
-            revision: the branch, in place of `hub.revision`.
-            private: whether a repository that is made is, in place of `hub.private`.
-            card: what else is known of the model, by transformers' names: `language`, `license`, `tags`, `model_name`,
+            commit_message: the message of the commit.
+            token: replaces that of `HF_TOKEN`, or of `hf auth login`. No file or log contains the token.
+            revision: the branch; replaces `hub.revision`.
+            private: makes a new repository private; replaces `hub.private`.
+            card: further fields of the model card, by transformers' names: `language`, `license`, `tags`, `model_name`,
                 `finetuned_from`, `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
 
         Returns the commit on rank 0, and None on the others.
 
         Raises:
             ConfigError: where the repository cannot be reached.
-            StorageError: where the model cannot be saved or uploaded; what was saved is in `hub-upload` of the run's directory.
+            StorageError: where the model cannot be saved or uploaded; saved files stay in `hub-upload` of the run's directory.
         """
         self.events.call("on_push_begin")
         if self.hub_model_id is None:
@@ -333,7 +331,7 @@ class Trainer(ModelOnMesh):
             return push(self, commit_message, token=token, revision=revision, card=card)
 
     def load_weights(self, checkpoint: str | PathLike[str]) -> None:
-        """Take the weights of a checkpoint, to evaluate or save them before `fit`; all ranks call it.
+        """Load the weights of a checkpoint, to evaluate or save them before `fit`; all ranks call it.
 
         Raises:
             CheckpointError: when it is not there, or damaged.
@@ -350,17 +348,16 @@ class Trainer(ModelOnMesh):
         """Continue prompts with the model's own `generate`, in evaluation mode, before, during and after `fit`; all ranks call it.
 
         Ranks of one tensor and pipeline group give the same prompts and get the same tokens. Along data axes prompts may differ in
-        number, content and length; a rank that is done waits for the others.
+        number, content and length; a rank that has finished waits for the others.
 
         Args:
             input_ids: [prompts, length], padded on the left to one length.
             attention_mask: of the same shape, 0 where there is padding.
-            seed: of what sampling draws, as `torch.manual_seed`; None: of `run.seed`, the step and how often this was called. Ranks
-                with equal prompts and seeds get equal samples.
-            arguments: whatever the model's `generate` takes. Under pipelines these are greedy search and sampling, with all that
-                changes their scores.
+            seed: the seed of sampling, as `torch.manual_seed`; None: derived from `run.seed`, the step and the number of calls.
+                Ranks with equal prompts and seeds get equal samples.
+            arguments: those of the model's `generate`. Pipelines support greedy search and sampling, with all logits processors.
 
-        Returns what the model's `generate` returns, on the mesh's device: tokens [prompts, length + new], unless asked for more.
+        Returns the result of the model's `generate`, on the mesh's device: by default tokens [prompts, length + new].
 
         Raises:
             ConfigError: for a model that does not generate, or for arguments that the layout does not allow.
@@ -377,12 +374,12 @@ class Trainer(ModelOnMesh):
             return model.continue_prompts(named, set_seed)
 
     def gradient(self, name: str) -> Tensor | None:
-        """The whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.
+        """Return the whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.
 
-        It is the gradient of the mean loss of the global batch, before clipping, in the dtype of `precision.reduce`.
+        The gradient is that of the mean loss of the global batch, before clipping, in the dtype of `precision.reduce`.
 
         Raises:
-            PhaseError: at other times, and when it was used up inside backward (`optimizer.in_backward`).
+            PhaseError: at other times, and when the update inside backward has consumed it (`optimizer.in_backward`).
         """
         return self.run.model.gradient(name)
 
@@ -402,13 +399,13 @@ class Trainer(ModelOnMesh):
         return self.run.state(self.run_directory)
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
-        """Log scalars of one's own, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.
+        """Log the user's scalars, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.
 
         The next line of `metrics.jsonl` and of the trackers has the mean of all values that any rank has logged by a name since the
         line before. A mapping also becomes a line of `state.log_history`, which callbacks see in `on_log`.
 
         Raises:
-            ConfigError: for names that a step's line has already.
+            ConfigError: for names of fields of a step's line.
         """
         all_values = {**(values or {}), **named}
         require_free_names(all_values, "trainer.log")
@@ -417,7 +414,7 @@ class Trainer(ModelOnMesh):
             self.run.log_values(values)
 
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
-        """Ask to log, evaluate, save or stop after the present step; for callbacks. What any rank asks for, all do."""
+        """Request to log, evaluate, save or stop after the current step, from callbacks. A request of any rank applies to all."""
         self.events.request(log=log, evaluate=evaluate, save=save, stop=stop)
 
     @property
@@ -436,7 +433,7 @@ class Trainer(ModelOnMesh):
         return self.run.model.engine
 
     def close(self) -> None:
-        """Leave the process groups and give shared memory back. The trainer is over."""
+        """Leave the process groups and release shared memory. The trainer cannot be used afterwards."""
         if self._run is not None:
             self._run.model.close()
             self._run = None
@@ -452,7 +449,7 @@ class Trainer(ModelOnMesh):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that the run is on, which is joined when it is first needed; all ranks ask for it."""
+        """The mesh of the run, joined at the first access; all ranks access it together."""
         if self._mesh is None:
             self.start_times.begin()
             if self.config.parallel.auto:
@@ -463,13 +460,13 @@ class Trainer(ModelOnMesh):
         return self._mesh
 
     def _open_repository(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make the repository on the Hub if there is none. Raises `ConfigError` where it cannot be reached."""
+        """Create the repository on the Hub if there is none. Raises `ConfigError` where it cannot be reached."""
         with self.mesh.call("trainer.push_to_hub()"):
             self.hub_model_id = open_repository(self, token, private)
 
     @property
     def run(self) -> RunContext:
-        """The parts of the run, which are made when they are first needed; all ranks ask for them."""
+        """The parts of the run, built at the first access; all ranks access them together."""
         if self._run is None:
             mesh = self.mesh
             self.start_times.begin()
@@ -486,7 +483,7 @@ class Trainer(ModelOnMesh):
 
     @contextmanager
     def _beginning(self, mesh: Mesh) -> Iterator[None]:
-        """Pass an error of this rank in the block on to the others, which wait for it; the mesh is of no use afterwards."""
+        """Tell the other ranks of an error in the block, as they wait for this one; the mesh is unusable afterwards."""
         try:
             yield
         except BaseException as error:
@@ -496,7 +493,6 @@ class Trainer(ModelOnMesh):
 
 
 def _meant(name: str) -> str:
-    """Say what a name of another trainer is here."""
     if name in BY_NAME:
         return f"it is {BY_NAME[name]} here"
     near = suggestion(name) or ""
@@ -504,5 +500,5 @@ def _meant(name: str) -> str:
 
 
 def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:
-    """The configuration with another `checkpoint.resume`."""
+    """Return the configuration with another `checkpoint.resume`."""
     return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})

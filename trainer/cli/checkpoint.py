@@ -1,4 +1,4 @@
-"""`zeromesh checkpoint`: looks at checkpoints, verifies, exports, merges and compares them."""
+"""`zeromesh checkpoint`: lists, inspects, verifies, exports, merges and compares checkpoints."""
 
 import argparse
 import sys
@@ -22,10 +22,10 @@ def run_checkpoint(options: argparse.Namespace) -> int:
     """Run one of the commands; returns its exit code.
 
     Raises:
-        ZeromeshError: for whatever went wrong.
+        ZeromeshError: for any failure.
     """
     threads = torch.get_num_threads()
-    # What passes from files to files is bound by memory and disk: threads that wait for each other took five times as long.
+    # Copies between files are bound by memory and disk: with threads that wait for each other they took five times as long.
     torch.set_num_threads(1)
     try:
         return _ACTIONS[options.action](options)

@@ -1,4 +1,4 @@
-"""`zeromesh generate`: it starts the ranks of a generation, or is one of them."""
+"""`zeromesh generate`: starts the ranks of a generation, or runs as one of them."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generated, Generator
 
 _FIELDS = "generation."
-"""Begins a key of `GenerationConfig` on the command line."""
 _PROMPTS = "ZEROMESH_PROMPTS"
-"""In the workers' environment: where prompts from standard input were put."""
+"""The workers' environment variable with the path of a copy of standard input."""
 
 
 def run_generate(options: argparse.Namespace) -> int:
@@ -54,20 +53,20 @@ def run_generate(options: argparse.Namespace) -> int:
             write_whole(kept[_PROMPTS], _standard_input(), sync=False)
         with kept_environment(kept):
             if not options.chat:
-                _prompts_of(options.prompts)  # What is wrong with them is said before anything starts.
+                _prompts_of(options.prompts)  # Invalid prompts are refused before ranks start.
             return _launch(options, processes)
 
 
 def _launch(options: argparse.Namespace, processes: int) -> int:
     from zeromesh.launch.rendezvous import Nodes
 
-    # With results on disk the rest is generated again after a rank has died; without them nothing would be kept.
+    # With results on disk a restart generates only the missing ones; without them it would lose all.
     nodes = Nodes(max_restarts=options.max_restarts if options.out else 0, begins_with="the results that are there")
     return train.report(train.launch_same(options, processes, nodes=nodes, talks=options.chat))
 
 
 def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[dict[str, Any], list[str]]:
-    """Split what was given as key=value into fields of transformers' `GenerationConfig` and keys of the configuration."""
+    """Split key=value arguments into fields of transformers' `GenerationConfig` and keys of the configuration."""
     fields: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     keys = []
     for word in overrides:
@@ -82,14 +81,13 @@ def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[
 
 
 def _standard_input() -> bytes:
-    # It is None where it was closed.
+    # A closed stdin is None.
     if sys.stdin is None or sys.stdin.isatty():
         raise DataError("there are no prompts: give --prompts FILE, lines on standard input, or --chat")
     return sys.stdin.buffer.read()
 
 
 def _prompts_of(source: str | None) -> list[PromptLine]:
-    """The prompts of a file; None or `-`: of standard input."""
     from zeromesh.environment import setting
 
     kept = setting(_PROMPTS)
@@ -103,7 +101,6 @@ def _prompts_of(source: str | None) -> list[PromptLine]:
 def _generate(
     options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str], prompts: list[PromptLine]
 ) -> int:
-    """The part of one rank."""
     from zeromesh.rng import number_of
     from zeromesh.trainer.inference.generator import Generator
 
@@ -116,7 +113,7 @@ def _generate(
             if isinstance(sys.stdin, io.TextIOWrapper):
                 sys.stdin.reconfigure(
                     errors="surrogateescape"
-                )  # Bytes that are no text are refused with their line alone.
+                )  # Undecodable bytes are refused with the number of their line.
             _talk(generator, _Chat(generator, sys.stdin, sys.stdout, fields) if leads else None)
             return 0
         seed = generator.config.run.seed if options.seed is None else options.seed
@@ -141,8 +138,7 @@ def _write_results(
     asked: Sequence[Mapping[str, Any]],
     generator: Generator,
 ) -> None:
-    """Continue all prompts, and write what comes of them to a file, or to standard output."""
-    # A run stands for its newest checkpoint, which may be another one when the command is given again.
+    # A run stands for its newest checkpoint, which may have changed when the command is repeated.
     of_results = generator.config.model_dump(mode="json", include={"model", "precision", "data"})
     content = json.dumps([of_results, asked, sorted(fields.items())], default=str)
     digest = xxhash.xxh3_64_hexdigest(content.encode())
@@ -179,7 +175,7 @@ def _write_results(
 
 
 def _shown_in_order() -> Callable[[dict[str, Any]], None]:
-    """Return what writes results to standard output, in the order of their prompts, as soon as those before are there."""
+    """Return a function that writes results in the order of their prompts, each as soon as all before are written."""
     waiting: dict[int, dict[str, Any]] = {}
     following = 0
 
@@ -195,7 +191,7 @@ def _shown_in_order() -> Callable[[dict[str, Any]], None]:
 
 
 def _stream(generator: Generator, request: Request, fields: Mapping[str, Any]) -> None:
-    """Continue one prompt, and write its text as it comes. Raises `NonFiniteError` on rank 0."""
+    """Continue one prompt, and write its text as it is generated. Raises `NonFiniteError` on rank 0."""
     inbox, ends = None, set[Finish | None]()
     if generator.mesh.rank == 0:
         inbox = Inbox()
@@ -218,7 +214,7 @@ _NOT_FINITE = "the model's logits for the next token are NaN or infinite, so the
 
 
 def _talk(generator: Generator, chat: _Chat | None) -> None:
-    """Serve a conversation until it is over. Ctrl-C reaches all ranks, and rank 0, which has `chat`, does what it means."""
+    """Serve a conversation until its end. Ctrl-C reaches all ranks, and rank 0, which has `chat`, handles it."""
     from zeromesh.launch.rank_processes import handled_signals
 
     def interrupt(number: int, frame: object) -> None:
@@ -230,18 +226,20 @@ def _talk(generator: Generator, chat: _Chat | None) -> None:
 
 
 class _Chat:
-    """A conversation on a terminal. `inbox` is what the generator serves; a thread reads lines and writes answers."""
+    """A conversation on a terminal. The generator serves `inbox`; a thread reads lines and writes answers."""
 
     def __init__(self, generator: Generator, lines: TextIO, out: TextIO, fields: Mapping[str, Any]) -> None:
         self.inbox = Inbox()
         self._generator, self._lines, self._out, self._fields = generator, lines, out, fields
         self._messages: list[dict[str, str]] = []
         self._number: int | None = None
-        generator.encode([{"role": "user", "content": "Hi"}])  # Without a template this says so, before anybody types.
+        generator.encode(
+            [{"role": "user", "content": "Hi"}]
+        )  # A missing template is reported before the first line is typed.
         threading.Thread(target=self._run, name="chat", daemon=True).start()
 
     def interrupt(self) -> None:
-        """End the answer, or else the conversation."""
+        """End the current answer, or else the conversation."""
         if self._number is None:
             self.inbox.stop(abandon=True)
         else:
@@ -264,7 +262,7 @@ class _Chat:
                 elif line.strip():
                     self._answer(line.strip())
         except BrokenPipeError:
-            pass  # Whoever read the answers has gone, which ends the conversation.
+            pass  # The reader has closed the pipe, which ends the conversation.
         finally:
             self.inbox.stop(abandon=True)
 

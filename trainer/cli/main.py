@@ -1,10 +1,9 @@
-"""The `zeromesh` command: its parser, and what runs each of its commands.
+"""The `zeromesh` command: its parser, and the dispatch to the functions of its subcommands.
 
-Exit codes: 0 done, 2 the configuration or the command line is wrong, 1 anything else, 128 plus the signal's
-number when stopped by one.
+Exit codes: 0 success, 2 invalid configuration or command line, 1 any other error, 128 plus the signal's number after a signal.
 
-The script of `zeromesh completion SHELL` is shtab's, made from the parser; the keys of the configuration and the words that they
-allow are added here. Completing starts no Python.
+shtab generates the script of `zeromesh completion SHELL` from the parser; the keys of the configuration and their allowed values
+are added here. Completing starts no Python.
 """
 
 import argparse
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         become_worker(train.exit_code_of)
     try:
         file, _, function = options.function.partition(".")
-        # What other commands need is not loaded: torch and transformers take seconds.
+        # Only the subcommand's module is imported: torch and transformers take seconds.
         code: int = getattr(import_module(f"zeromesh.trainer.cli.{file}"), function)(options)
         _reader_has_gone()
         return code
@@ -66,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_has_gone() -> bool:
-    """Return True if the reader of the output, such as `head`, has seen enough; what is flushed at exit is then thrown away."""
+    """Return True if the reader of the output, such as `head`, has closed the pipe; output at exit is then discarded."""
     with suppress(BrokenPipeError):
         sys.stdout.flush()
-    with suppress(OSError, ValueError):  # It may be no file.
+    with suppress(OSError, ValueError):  # The stream may be no file.
         poll = select.poll()
         poll.register(sys.stdout, 0)
         if any(event & select.POLLERR for _, event in poll.poll(0)):
@@ -229,11 +228,10 @@ runs RUN path +: a run's directory
 ## completion main.run_completion: print a script by which a shell completes this command
 shell SHELL{{{",".join(SHELLS)}}} text: {", ".join(SHELLS)}
 """
-"""The commands and their arguments, as `_add_commands` reads them."""
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the whole command line, but for overrides after an option."""
+    """Build the parser of the whole command line, without overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
     parser.set_defaults(worker=False, attached=None, nproc=None, verbose=False, overrides=None)
@@ -245,14 +243,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_commands(parser: argparse.ArgumentParser, table: str, dest: str) -> dict[str, argparse.ArgumentParser]:
-    """Add the commands of a table, and return them by name. Its lines, of which indented ones continue the one before, are:
+    """Add the commands of a table, and return them by name. Its lines, continued by indented ones, are:
 
-        ## command [file.function]: help          and below it the command's arguments; the function is one of this folder
+        ## command [file.function]: help          a command; the lines below are its arguments, the function is in this folder
         name: help                                an option without a value
         name METAVAR kind [more]: help            any other; the kinds are those of `_KINDS`
 
-    More is `=DEFAULT`, `>DEST`, `?`, `*` or `+` for so many values, `&` where it may be given again, `!` where it has to be. The
-    METAVAR's end `{a,b}` are the words that are allowed. The help `-` hides an option that this command itself gives to workers.
+    The marks in `more` are `=DEFAULT`, `>DEST`, `?`, `*` or `+` (nargs), `&` (repeatable), `!` (required). A METAVAR that ends in
+    `{a,b}` has choices. The help `-` hides an option that this command passes to workers.
     """
     commands = parser.add_subparsers(dest=dest, required=True, metavar=dest.upper())
     for line in table.strip().replace("\n    ", " ").splitlines():
@@ -293,7 +291,6 @@ def _steps(text: str) -> range:
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    """Parse a number of hosts, or MIN:MAX."""
     least, _, most = text.partition(":")
     most = most or least
     if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
@@ -318,7 +315,6 @@ _KINDS: dict[str, Callable[[str], Any]] = {
 
 
 def _mark(word: str) -> tuple[str, Any]:
-    """The argument of `add_argument` that a mark stands for, and its value."""
     marks = {"=": ("default", word[1:]), ">": ("dest", word[1:]), "&": ("action", "append"), "!": ("required", True)}
     return marks.get(word[0], ("nargs", word))
 
@@ -357,7 +353,7 @@ _zeromesh_keys() {
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    """Print the script by which a shell completes this command; returns the exit code."""
+    """Print a shell's completion script; returns the exit code."""
     import shtab
 
     shell, parser = options.shell, make_parser()
@@ -381,7 +377,7 @@ def run_completion(options: argparse.Namespace) -> int:
 
 
 def config_keys() -> Iterator[tuple[str, list[str]]]:
-    """Every key of the configuration that may be given a value by itself, and the words that it allows, if they are few."""
+    """Yield every key of the configuration that can be set alone, and its allowed values, if they are few."""
     from zeromesh.trainer.config.messages import choices, known_paths, section_of
     from zeromesh.trainer.config.sections.base import Allowed
 
@@ -389,7 +385,7 @@ def config_keys() -> Iterator[tuple[str, list[str]]]:
         section = section_of(info)
         if section is not None and not any(isinstance(item, Allowed) for item in info.metadata):
             continue
-        # A mapping that may be written as one word allows the words of its first key.
+        # A mapping that may be abbreviated to one word allows the values of its first key.
         first = info if section is None else next(iter(section.model_fields.values()))
         low = next((item.ge for item in info.metadata if hasattr(item, "ge")), None)
         high = next((item.le for item in info.metadata if hasattr(item, "le")), None)
@@ -400,7 +396,7 @@ def config_keys() -> Iterator[tuple[str, list[str]]]:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """The actions of a parser and of all parsers below it, but for those that hold parsers."""
+    """Yield the actions of a parser and of all its subparsers, except those that hold subparsers."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():

@@ -1,5 +1,5 @@
-"""Commands that try a configuration before it is trained: `zeromesh plan` says what fits and what is fastest, and measures what the
-machine does; `zeromesh verify` computes a few steps beside one plain process."""
+"""Commands that try a configuration before training: `zeromesh plan` finds layouts that fit and are fast, and measures the machine;
+`zeromesh verify` compares a few steps with one plain process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import print_lines
 
 _WAIT_SECONDS = 300.0
-"""How long ranks wait for one that measures."""
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -38,7 +37,7 @@ def _plan(options: argparse.Namespace) -> int:
     from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
 
     if options.picture is not None:
-        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # Without plotly this is an error before the work.
+        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # A missing plotly is an early error.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
     plan, more = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json
@@ -73,8 +72,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def _measure_here(options: argparse.Namespace) -> None:
-    """The part of one rank; rank 0 writes the machine file."""
-    import zeromesh.trainer.trainer  # noqa: F401  # What a run has in memory is measured too.
+    import zeromesh.trainer.trainer  # noqa: F401  # The measured memory includes a run's imports.
     from zeromesh.mesh.mesh_shape import MeshShape
     from zeromesh.mesh.process_mesh import ProcessMesh
     from zeromesh.offload import reuse_freed_memory
@@ -101,7 +99,7 @@ def _measure_here(options: argparse.Namespace) -> None:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Verify the layout of a configuration; returns 0 where it computes what one process does, and 1 where it does not."""
+    """Verify the layout of a configuration; returns 0 where it agrees with a plain process, and 1 where it does not."""
     processes, starts = train.ranks_of(options)
     config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
     train.check_mesh(config, processes)
@@ -115,7 +113,7 @@ def run_verify(options: argparse.Namespace) -> int:
 
 
 def _verify_here(config: TrainerConfig, checks: tuple[str, ...], out: Path, *, quiet: bool) -> int:
-    """The part of one rank. A worker's exit code says whether it has come to its end; what it found is in the certificate."""
+    """Verify as one rank. A worker's exit code is 0 once it has finished; the differences are in the certificate."""
     from zeromesh.trainer import Trainer
     from zeromesh.trainer.verification.verify import CHECKS
 

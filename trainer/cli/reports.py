@@ -1,4 +1,4 @@
-"""Commands that look at runs and at this machine: `zeromesh report` and `doctor`; and `init`, which writes examples."""
+"""Commands about runs and this machine: `zeromesh report` and `doctor`; and `init`, which writes example configurations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
-    """Look at every part of this machine and print its findings; returns 1 where there is a problem."""
+    """Check every part of this machine and print the findings; returns 1 where there is a problem."""
     from zeromesh.trainer.tools.doctor.software import Level, report_lines
 
     found: list[tuple[str, Finding]] = []
@@ -64,7 +64,7 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def _parts(directories: list[Path]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield the findings of one part after the other, so that they are shown while the next part is looked at."""
+    """Yield the findings of one part after the other, so that they are shown while the next part is checked."""
     from zeromesh.trainer.tools.doctor import software
 
     yield "packages", list(software.packages())
@@ -80,7 +80,7 @@ def _parts(directories: list[Path]) -> Iterator[tuple[str, list[Finding]]]:
 
 
 def run_init(options: argparse.Namespace) -> int:
-    """List the examples of configurations, or write one, which replaces no file; returns the exit code."""
+    """List the example configurations, or write one without replacing a file; returns the exit code."""
     found = examples()
     if options.name is None:
         width = max(map(len, found))

@@ -1,4 +1,4 @@
-"""`zeromesh serve`: it starts the ranks that serve a model over HTTP, or is one of them."""
+"""`zeromesh serve`: starts the ranks that serve a model over HTTP, or runs as one of them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from zeromesh.trainer.inference.server.app import HttpServer
 
 TOKEN = "ZEROMESH_SERVE_TOKEN"
-"""The variable with what clients have to send as their API key."""
+"""The environment variable with the API key that clients have to send."""
 _FAREWELL_SECONDS = 1.0
-"""The time that clients have to read the error of a generator that has failed."""
+"""The seconds in which clients can read the error of a failed generator."""
 
 
 def run_serve(options: argparse.Namespace) -> int:
@@ -31,20 +31,19 @@ def run_serve(options: argparse.Namespace) -> int:
         return _serve(options, fields, keys)
     from zeromesh.launch.rank_processes import STOP_SIGNALS
 
-    # A second signal is for the ranks too, which then end open requests with an answer. To be stopped is how a server ends.
+    # Ranks get a second signal too, and then end open requests with an answer. A stop by a signal is a success.
     ended = train.launch_same(options, processes, passes=2)
     return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
 
 
 def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:
-    """The part of one rank."""
     from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
     from zeromesh.trainer.inference.generator import Generator
 
     inbox = Inbox(limit=options.queue) if read_environment().rank == 0 else None
-    # The address is taken before a model is loaded, which may take minutes.
+    # The address is bound before the model is loaded, which may take minutes.
     server = _make_server(options, fields, inbox) if inbox is not None else None
-    # Whatever rank a signal reaches, rank 0 decides when all end.
+    # Any rank may get a signal, but rank 0 decides when all end.
     requested, hurried = threading.Event(), threading.Event()
 
     def stop(*_: object) -> None:
@@ -77,7 +76,6 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
 
 
 def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: Inbox) -> HttpServer:
-    """Take the address at which the server will listen."""
     try:
         from zeromesh.trainer.inference.server.app import NEW_TOKENS, HttpServer, ServerOptions
     except ImportError as error:
@@ -85,7 +83,7 @@ def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: 
     listening = ServerOptions(
         host=options.host,
         port=options.port,
-        token=(setting(TOKEN) or "").strip() or None,  # A header has no spaces at its ends.
+        token=(setting(TOKEN) or "").strip() or None,  # Header values have no surrounding spaces.
         new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
         grace_seconds=options.grace,
     )
@@ -95,7 +93,7 @@ def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: 
 def _stop_when(
     requested: threading.Event, hurried: threading.Event, server: HttpServer, inbox: Inbox, grace: float
 ) -> None:
-    """Stop when a signal has come: at first nothing new is taken, and after a while, or at a second one, what is open ends too."""
+    """Stop after a signal: refuse new requests first, and end open ones after a grace period, or at a second signal."""
     requested.wait()
     train.say(f"stopping; {len(inbox)} open requests have {grace:g} seconds")
     server.begin_stop()

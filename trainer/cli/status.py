@@ -1,4 +1,4 @@
-"""Commands that look at the ranks of a run, also while it goes on: `zeromesh status` and `zeromesh trace`.
+"""Commands that inspect the ranks of a finished or running run: `zeromesh status` and `zeromesh trace`.
 
 They read the files that the run writes; torch is not loaded.
 """
@@ -31,27 +31,27 @@ from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, tr
 _STALE_SECONDS = 10.0
 _ANSWER_SECONDS, _SHORT_SECONDS = 10.0, 1.0
 _ROWS, _HINTS = 64, 8
-"""Ranks that a table shows: of more, those that are waited for and those that have been at something the longest."""
+"""The most ranks in a table, with preference for ranks that others wait for and ranks without change the longest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSnapshot:
-    """A run as its files show it at one moment."""
+    """The state of a run by its files at one moment."""
 
     step: Any
     loss: Any
     ranks: list[dict[str, Any]]
     traffic: Mapping[str, Any]
-    """The figures of what rank 0 has sent in the last step, by axis and collective."""
+    """The figures of rank 0's traffic in the last step, by axis and collective."""
     code: int
     verdict: str
-    """How the run has ended, or that nothing is heard of it; empty while it goes on."""
+    """The outcome of the run, or the fact that it is silent; empty while it runs."""
 
 
 def run_status(options: argparse.Namespace) -> int:
-    """Show whether a run goes on, what each of its ranks does and whom they wait for, once or again and again.
+    """Show the state of a run, the activity of each rank and the waits, once or repeatedly.
 
-    Returns 0 for a run that goes on or has ended in order, 1 for one that has failed, was killed or is silent; 0 after Ctrl-C.
+    Returns 0 for a run that is active or has ended in order, 1 for one that has failed, was killed or is silent; 0 after Ctrl-C.
     """
     console = RichConsole(highlight=False, markup=False, emoji=False)
     with ExitStack() as stack:
@@ -96,7 +96,6 @@ def _snapshot(run: Path) -> RunSnapshot:
 
 
 def _runs_in(folder: Path) -> str:
-    """A hint at the runs in a folder, the latest first."""
     found = sorted(folder.glob(f"*/{METRICS}"), key=lambda path: -path.stat().st_mtime)[:_HINTS]
     return "; runs in it are " + ", ".join(str(each.parent) for each in found) if found else ""
 
@@ -109,7 +108,6 @@ def _as_json(found: RunSnapshot) -> str:
 
 
 def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
-    """The tables and sentences of a snapshot, as wide as a terminal is."""
     lines = [f"{run}: step {found.step}, loss {found.loss}"]
     blamed = blames(found.ranks)
     guilty = {each.rank for each in blamed}
@@ -164,7 +162,7 @@ def _stopped(row: Mapping[str, Any]) -> bool:
 
 
 def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:
-    """Judge a run whose lock says `note`, and which has written last `silent` seconds ago: the exit code, and a sentence."""
+    """Return the exit code and a sentence for a run whose lock says `note`, and whose last write was `silent` seconds ago."""
     if note == ENDED:
         return 0, "the run has ended"
     if note.startswith(ENDED):
@@ -181,7 +179,7 @@ def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:
 
 
 def run_trace(options: argparse.Namespace) -> int:
-    """Write the latest steps of all ranks of a run as a file that Perfetto opens; a run that goes on is asked for them."""
+    """Write the latest steps of all ranks of a run as a file for Perfetto; a running one is asked to write them first."""
     if not _snapshot(options.run).verdict:
         _ask(options.run)
     rings, remarks = read_rings(options.run / FOLDER)
@@ -201,7 +199,7 @@ def run_trace(options: argparse.Namespace) -> int:
 
 
 def _ask(run: Path) -> None:
-    """Have the ranks of a run that goes on write their latest events, and wait for that."""
+    """Ask the ranks of a running run to write their latest events, and wait for the files."""
     request = run / REQUEST
     ranks = [row["rank"] for row in _ranks(run / RANKS)] if (run / RANKS).exists() else []
     try:

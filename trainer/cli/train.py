@@ -1,6 +1,5 @@
-"""`zeromesh train`, `evaluate` and `config`: they read a configuration; the first two start its ranks or are one of them.
-`zeromesh launch` trains on several hosts, over ssh.
-"""
+"""`zeromesh train`, `evaluate` and `config`, which read a configuration; the first two start its ranks or run as one of them.
+`zeromesh launch` trains on several hosts, over ssh."""
 
 import argparse
 import atexit
@@ -48,7 +47,7 @@ PASSED = (
     *("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_DEBUG"),
     *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE"),
 )
-"""Variables that go to the hosts when they are set here. None of them is secret; those have to be named with `--env`."""
+"""The variables that are passed to hosts when set here. None of them is secret; secret ones have to be named with `--env`."""
 SILENCE_SECONDS = 15.0
 
 
@@ -72,7 +71,7 @@ def run_launch(options: argparse.Namespace) -> int:
 
 
 def check_mesh(config: TrainerConfig, processes: int) -> None:
-    """A mesh that does not fit is an error here, before any process or group exists. A plan finds one that fits."""
+    """Refuse a mesh that does not fit the number of processes, before any of them starts. A plan finds one that fits."""
     if "parallel" in config.parallel.auto:
         return
     MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in AXES})
@@ -85,7 +84,7 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
     words = ("train", "--attached", f"{options.host_timeout:g}", "--", options.config, *options.overrides)
     return LaunchPlan(
         hosts=hosts,
-        # The command of a host's launcher, whose arguments `zeromesh train` understands.
+        # `zeromesh train` parses the arguments of a host's launcher.
         command=(sys.executable, *python_arguments("zeromesh", words)),
         ssh=tuple(_words(options.ssh)) if options.ssh is not None else SSH,
         directory=os.getcwd(),
@@ -119,7 +118,6 @@ def _words(command: str) -> list[str]:
 
 
 def _variables(asked: Sequence[str]) -> dict[str, str]:
-    """Return the variables that go to every host: those of `PASSED` that are set, and those asked for."""
     found = {name: value for name in PASSED if (value := setting(name)) is not None}
     problems = []
     for entry in asked:
@@ -137,16 +135,15 @@ def _variables(asked: Sequence[str]) -> dict[str, str]:
 
 
 EVALUATED = "evaluated.jsonl"
-"""In a run's directory: a line for each time that `zeromesh evaluate` evaluated it."""
+"""The file in a run's directory with a line per `zeromesh evaluate`."""
 _RESOLVED = "config.resolved.yaml"
 
 
 _DEFAULTS = "-"
-"""The source given in place of a configuration: all defaults, and the keys of the command line."""
+"""The source that stands for a configuration of defaults and the keys of the command line."""
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object that a file holds; an empty one where there is none."""
     with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8") as file:
         found = json.loads(file.read(1 << 24))
         return found if isinstance(found, dict) else {}
@@ -154,7 +151,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 def _evaluated(given: Sequence[str]) -> str | dict[str, str]:
-    """Return `data.eval` of what --eval gives: one path, or several by the names before `=` or those of the files."""
+    """Return `data.eval` for --eval: one path, or several by the names before `=` or those of the files."""
     if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
         return given[0]
     split = [each.rpartition("=") for each in given]
@@ -165,7 +162,7 @@ def _evaluated(given: Sequence[str]) -> str | dict[str, str]:
 
 
 def _take_start(options: argparse.Namespace) -> None:
-    """Put a start without a configuration, such as `--model DIR --data FILE`, into keys below those that the person gives."""
+    """Convert arguments without a configuration, such as `--model DIR --data FILE`, to keys, which the user's keys override."""
     if options.config is not None and "=" in options.config and not Path(options.config).exists():
         options.overrides.insert(0, options.config)
         options.config = None
@@ -233,14 +230,14 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def _attached(options: argparse.Namespace) -> int:
-    """Run as the part of a `zeromesh launch` on one host: messages go to that command, and this one ends when it is gone."""
+    """Run as one host of a `zeromesh launch`: messages go to that command, and this process ends when it is gone."""
     with kept_environment({BEGAN: str(options.began)}):
         result = run_attached(_worker_arguments(options), options.attached)
     return result if isinstance(result, int) else result.exit_code
 
 
 def launch_same(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
-    """Run this very command as ranks, as `launch_workers` does."""
+    """Start ranks that run this command line, by `launch_workers`."""
     from zeromesh.launch.rendezvous import launch_workers
 
     arguments = python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
@@ -253,9 +250,9 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
-    """Return how many ranks there are, those that a launcher started, else --nproc; and whether this process starts them.
+    """Return the number of ranks, by the launcher or else by --nproc; and True if this process starts them.
 
-    A scheduler's single task may start workers of its own; several tasks are the ranks themselves.
+    A scheduler's single task may start workers; several tasks are the ranks themselves.
     """
     environment, wanted = read_environment(), options.nproc
     if wanted is not None and wanted > (most := max(64, 8 * available_cores())):
@@ -289,7 +286,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
 
 
 def report(result: WorkersFailed | int) -> int:
-    """Say how what was launched has ended; returns the exit code."""
+    """Print the outcome of launched workers; returns the exit code."""
     if not isinstance(result, int):
         say(str(result))
         return result.exit_code
@@ -305,7 +302,7 @@ def _fit(config: TrainerConfig, began: float) -> int:
         times.end("launch", at=began)
     fresh = "torch" not in sys.modules
     if fresh:
-        gc.disable()  # Next to nothing that is imported is garbage, and looking for it takes a second.
+        gc.disable()  # Imports create almost no garbage, and collecting it takes a second.
     from zeromesh.trainer import Trainer
 
     if fresh:
@@ -317,7 +314,7 @@ def _fit(config: TrainerConfig, began: float) -> int:
         train(config)
         return 0
     times.end("imports")
-    # Python looks through all objects again when it ends, which takes seconds after torch and transformers were loaded.
+    # The final collection of garbage takes seconds once torch and transformers are loaded.
     atexit.register(gc.freeze)
     with Trainer(config=config) as trainer:
         trainer.start_times = times
@@ -326,7 +323,7 @@ def _fit(config: TrainerConfig, began: float) -> int:
 
 
 def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None]:
-    """Return the configuration that `source` names, keys of it to set, and the checkpoint whose weights are evaluated, if any.
+    """Return the configuration that `source` names, its overrides, and the checkpoint with the weights to evaluate, if any.
 
     `source` is a run's directory, which stands for its newest checkpoint, a checkpoint, a Hugging Face model directory, or a
     configuration. Raises `ConfigError` for any other directory, and `CheckpointError` for a run without a checkpoint.
@@ -341,7 +338,7 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
         _require_no_script(run)
         from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
-        # The run may have begun from a checkpoint that is gone.
+        # The run may have started from a checkpoint that no longer exists.
         return run / _RESOLVED, ("checkpoint.resume=auto",), checkpoint_at(path)
     if not (path / "config.json").is_file():
         raise ConfigError(
@@ -356,7 +353,7 @@ _NOT_EVALUATED = {"lr_scheduler", "compute_metrics", "preprocess_logits_for_metr
 
 
 def _require_no_script(run: Path) -> None:
-    """Raise `ConfigError` for a run to which a script has given what its configuration does not say."""
+    """Raise `ConfigError` for a run whose script has passed objects that the configuration lacks."""
     starts = read_metrics(run / STARTS) if (run / STARTS).is_file() else []
     given = [name for name in (starts or [{}])[-1].get("given") or () if name not in _NOT_EVALUATED]
     if given:
@@ -370,7 +367,7 @@ def _require_no_script(run: Path) -> None:
 def _evaluate(config: Any, checkpoint: Path | None) -> int:
     """Evaluate on the evaluation data of a configuration, print the values and append them to `evaluated.jsonl`.
 
-    Without `checkpoint` the newest one of the configuration's run is taken, or else the weights that a run would begin with.
+    The default of `checkpoint` is the newest one of the configuration's run, or else the initial weights of a run.
     """
     from zeromesh.checkpoint.store import CheckpointStore
     from zeromesh.trainer import Trainer
@@ -396,9 +393,9 @@ def _evaluate(config: Any, checkpoint: Path | None) -> int:
 
 
 def print_config(options: argparse.Namespace) -> int:
-    """Print every key, below lines that say how settings of another trainer became keys; returns the exit code."""
+    """Print every key, below lines about the conversion of another trainer's settings; returns the exit code."""
     config = load_config(options.config, options.overrides, ranks=options.nproc, consent=Consent.GIVEN)
-    if not any(foreign_code(config.model_dump(include={"model"}))):  # Of a model that code makes, nothing is looked at.
+    if not any(foreign_code(config.model_dump(include={"model"}))):  # Models from remote code are not inspected.
         from zeromesh.trainer.models.build import check_model
 
         check_model(config.model)
@@ -408,12 +405,12 @@ def print_config(options: argparse.Namespace) -> int:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return 2 for what the user gave and can change, else 1."""
+    """Return 2 for an error in the user's input, else 1."""
     return 2 if isinstance(error, ZeromeshError) and isinstance(error, ValueError) else 1
 
 
 def rank_prefix() -> str:
-    """Return `rank 3: ` under a launcher, where several processes write to one terminal."""
+    """Return `rank 3: ` under a launcher, where several processes share one terminal."""
     try:
         environment = read_environment()
     except ConfigError:
@@ -427,7 +424,6 @@ def say(message: str) -> None:
 
 
 def _hint(message: str) -> None:
-    """Say what the next seconds go to, for a person who waits at a terminal."""
     if sys.stdout.isatty():
         sys.stdout.write(f"{message}\n")
         sys.stdout.flush()

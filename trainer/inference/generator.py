@@ -1,4 +1,4 @@
-"""`Generator`: text from a model on all ranks of a launch, in any layout, with nothing in memory but its parameters.
+"""`Generator`: text generation on all ranks of a launch, in any layout, with nothing but parameters in memory.
 
 with Generator("runs/quickstart", parallel={"tensor": 2}) as generator:
     for result in generator.generate(["Once upon"], max_new_tokens=32):
@@ -39,39 +39,39 @@ from zeromesh.zero.weight_digests import require_same_weights
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
-    """The result of one prompt."""
+    """The generated continuation of one prompt."""
 
     text: str | None
     """The text of the new tokens without special ones; None if the model has no tokenizer."""
     tokens: list[int]
-    """The new tokens, with the one that ended it."""
+    """The new tokens, including the end token."""
     logprobs: list[float] | None
-    """The logarithm of the probability that the model gives each token, before temperature and the like. None for ways of
-    searching that choose tokens later than they see them, such as beams."""
+    """The log-probability of each token under the model, before temperature and the like. None for decoding methods that choose
+        tokens in hindsight, such as beam search."""
     prompt_tokens: int
     new_tokens: int
     finish: str
-    """`stop` where a token ended it, `length` where it came to `max_new_tokens`."""
+    """The reason for the end: `stop` at an end token, `length` at `max_new_tokens`."""
 
 
 class Generator(ModelOnMesh):
-    """Generates with a model over the ranks of the launch, laid out as a configuration says; all ranks make the same calls.
+    """Generates with a model on the ranks of the launch, in the layout of a configuration; all ranks make the same calls.
 
     Args:
         source: a Hugging Face directory, the name of a model on the Hub, a run's directory (which stands for its newest checkpoint)
             or a checkpoint of one.
         config: a path, a mapping or a `TrainerConfig`, of which `parallel`, `zero`, `offload`, `precision.compute` and `model`
-            count; None: the defaults. Without `precision.compute` the model computes in the dtype that its `config.json` names.
-        check: whether all ranks that hold the same weights are compared at the start, which reads them once; None: they are, but
-            for weights in files.
+            are used; None: the defaults. The default of `precision.compute` is the dtype in the model's `config.json`.
+        check: compare replicated weights between ranks at the start, which reads them once; None: compare all except those
+            in files.
         sections: sections on top of `config`, such as `parallel={"tensor": 2}`.
         overrides: keys on top of all, such as `zero.stage=0`, as on the command line.
 
     Raises:
-        ConfigError: for what is no model, and for a configuration that cannot be.
-        LayoutError: for a model that cannot be divided so.
+        ConfigError: for a source without a model, and for an invalid configuration.
+        LayoutError: for a model that cannot be divided in this layout.
         StorageError: where memory is short.
-        WeightsDifferError: where ranks hold other values of the same weights.
+        WeightsDifferError: where replicated weights differ between ranks.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Generator(ModelOnMesh):
             self.mesh.refuse(error)
             raise
         self.computed = 0
-        """Tokens that this rank has computed in the latest `generate` whose prompts joined a running batch."""
+        """The number of tokens that this rank computed in the latest `generate` whose prompts joined a running batch."""
         self._calls = 0
 
     @property
@@ -108,7 +108,7 @@ class Generator(ModelOnMesh):
 
     @property
     def config(self) -> TrainerConfig:
-        """The configuration, with what was found out about the model."""
+        """The configuration, completed with the model's own task and dtype."""
         return self.placed.config
 
     @property
@@ -125,25 +125,25 @@ class Generator(ModelOnMesh):
         on_results: Callable[[Mapping[int, Generated]], object] = lambda results: None,
         **fields: Any,
     ) -> list[Generated]:
-        """Continue prompts and return what came of each, in their order, on every rank; all ranks give the same prompts.
+        """Generate continuations, and return them in the order of the prompts on every rank; all ranks pass the same prompts.
 
-        Prompts join a running batch as others leave it, on the replica of the model that has the fewest tokens open. What cannot be
-        generated so (beams, models with an encoder or another cache) is, in batches of one length, or about one for an encoder.
+        Prompts join a running batch as others leave it, on the replica with the fewest open tokens. Requests that
+        cannot (beams, encoder models, other caches) are generated in static batches of one length, or similar for an encoder.
 
         Args:
-            prompts: text, token ids, messages of a conversation, which the chat template makes text of, or mappings with one of
+            prompts: text, token ids, messages of a conversation for the chat template, or mappings with one of
                 these as `text`, `input_ids` or `messages`, and fields of `GenerationConfig` or `seed` for this prompt alone.
             batch: prompts that a replica of the model continues at a time.
-            seed: the seed of what sampling draws for each prompt, whatever else is in its batch; None: one of `run.seed` and the
+            seed: the seed of sampling for each prompt, independent of its batch; None: derived from `run.seed` and the
                 number of calls so far.
-            on_results: called on every rank with results as they come, by the number of their prompt.
-            fields: of transformers' `GenerationConfig`, on top of the model's own; without any number of new tokens 128, or as many
+            on_results: called on every rank with new results, by index of their prompt.
+            fields: of transformers' `GenerationConfig`, on top of the model's own; by default with 128 new tokens, or as many
                 as the model has positions for.
 
         Raises:
             ConfigError: for fields that do not exist or that the layout does not allow.
-            DataError: for prompts that are none, are too long, or differ between ranks.
-            NonFiniteError: after all other results, for prompts whose logits are NaN or infinite; with beams nobody looks.
+            DataError: for prompts that are invalid, too long, or different between ranks.
+            NonFiniteError: after all other results, for prompts whose logits are NaN or infinite; beam search does not check.
         """
         placed = self.placed
         placed.require_sound()
@@ -168,14 +168,14 @@ class Generator(ModelOnMesh):
         return results.in_order()
 
     def _agreed_way(self, requests: list[Request], settings: list[GenerationConfig], batch: int) -> str:
-        """Return why requests cannot join a running batch, the same on all ranks; empty if they can."""
+        """Return the reason why requests cannot join a running batch, the same on all ranks; empty if they can."""
         why = next(filter(None, map(self.placed.settings.why_unbatched, settings)), "")
         given = {
             "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
             "generation": settings[0].to_json_string(),
             "batch": batch,
         }
-        # Prompts that differ end nothing: all ranks refuse them.
+        # Prompts that differ between ranks are refused on all of them.
         with self.mesh.call("generator.generate()"):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
@@ -183,7 +183,6 @@ class Generator(ModelOnMesh):
         return why
 
     def _join(self, requests: Sequence[Request], fields: Mapping[str, Any], batch: int, results: _Results) -> None:
-        """Have requests join and leave a running batch."""
         inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
         if inbox is not None:
             for request in requests:
@@ -194,15 +193,15 @@ class Generator(ModelOnMesh):
         self.computed = loop.computed
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
-        """Continue what comes into the inbox of rank 0 until it is stopped; all ranks call it, the others with None.
+        """Generate for the requests in rank 0's inbox until it is stopped; all ranks call it, the others with None.
 
         Args:
-            inbox: where other threads submit requests that `check_request` has found good.
+            inbox: the inbox to which other threads submit requests that `check_request` has accepted.
             batch: requests that a replica of the model runs at a time.
             fields: of transformers' `GenerationConfig`, on top of which are those of a request.
 
         Raises:
-            ConfigError: for a model that requests cannot join while it generates.
+            ConfigError: for a model whose requests cannot join a running batch.
             CollectiveError: when a rank is gone or late.
         """
         self.require_serving(fields)
@@ -210,11 +209,11 @@ class Generator(ModelOnMesh):
             RequestLoop(self.placed, fields, rows=batch).run(inbox)
 
     def check_fields(self, fields: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for fields of `GenerationConfig` that no prompt can be continued with."""
+        """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""
         self.placed.settings.checked(fields, 1)
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for a model that requests with these fields cannot join while it generates."""
+        """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
         why = self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
@@ -223,11 +222,11 @@ class Generator(ModelOnMesh):
             self.tokenizer.try_template()
 
     def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
-        """Check that `serve` can go on from these tokens with these fields of `GenerationConfig`; any thread may call it.
+        """Check that `serve` can continue these tokens with these fields of `GenerationConfig`; any thread may call it.
 
         Raises:
-            ConfigError: for fields that do not exist, that the layout does not allow, or that are for other ways of searching.
-            DataError: for tokens that the model does not know, for none, and for too many.
+            ConfigError: for fields that do not exist, that the layout does not allow, or that select another decoding method.
+            DataError: for unknown tokens, for none, and for too many.
         """
         self._require_known(tokens, "the prompt")
         why = self.placed.settings.why_unbatched(self.placed.settings.checked(fields, len(tokens)))
@@ -235,13 +234,14 @@ class Generator(ModelOnMesh):
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
     def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
-        """The tokens of a prompt, called `where`. Raises `DataError` for one that is none, or that the model does not know."""
+        """Return the tokens of a prompt, which errors call `where`. Raises `DataError` for an invalid one and for unknown
+        tokens."""
         ids = tokens_of(prompt, self.placed.tokenizer, where)
         self._require_known(ids, where)
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
+        """Return the text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
         if self.placed.tokenizer is None:
             raise DataError("the model's directory has no tokenizer; set data.tokenizer")
         return self.placed.tokenizer.decode(tokens)
@@ -249,10 +249,10 @@ class Generator(ModelOnMesh):
     def request_of(
         self, prompt: Prompt, fields: Mapping[str, Any], *, number: int = 0, seed: int = 0, where: str = ""
     ) -> tuple[Request, GenerationConfig]:
-        """The request for a prompt, with what it brings, and its settings, with `fields` below those of the prompt.
+        """Return the request and the settings of a prompt, whose own fields override `fields`.
 
         Raises:
-            ConfigError, DataError: for a prompt, called `where`, that cannot be continued so.
+            ConfigError, DataError: for an invalid prompt, which they call `where`.
         """
         name = where or "the prompt"
         text, own = split_prompt(prompt, name)
@@ -274,16 +274,16 @@ class Generator(ModelOnMesh):
 
     @property
     def positions(self) -> int | None:
-        """The most tokens that a prompt and its continuation may have together; None if the model does not say."""
+        """The maximal number of tokens of a prompt and its continuation together; None if the model has no limit."""
         return decoder_positions(self.placed.module)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model; None if it has none."""
+        """The model's tokenizer; None if it has none."""
         return self.placed.tokenizer
 
     def _require_known(self, ids: Sequence[int], where: str) -> None:
-        """Raise `DataError` for tokens that the model does not know, and for none."""
+        """Raise `DataError` for unknown tokens, and for none."""
         size = self.placed.module.config.get_text_config().vocab_size
         if not ids or max(ids) >= size or min(ids) < 0:
             raise DataError(
@@ -291,7 +291,8 @@ class Generator(ModelOnMesh):
             )
 
     def close(self) -> None:
-        """Leave the process groups, and give memory and files back. The generator is over; closing twice is allowed."""
+        """Leave the process groups, and release memory and files. The generator cannot be used afterwards; closing twice is
+        allowed."""
         model, self._model = self._model, None
         if model is not None:
             model.failure = model.failure or "close()"
@@ -308,22 +309,20 @@ class Generator(ModelOnMesh):
 
 
 class _Results:
-    """The results of one call of `generate`, as its requests come to their end."""
-
     def __init__(
         self, requests: Sequence[Request], placed: ServedModel, on_results: Callable[[Mapping[int, Generated]], object]
     ) -> None:
         self._requests, self._placed, self._on_results = requests, placed, on_results
         self._made: dict[int, tuple[list[int], list[float]]] = {}
         self.found: dict[int, Generated] = {}
-        """The results by the number of their request; those whose logits are not finite have none."""
+        """The results by request number, without those whose logits are not finite."""
         self._began, self._tokens = time.monotonic(), 0
 
     def _missing(self) -> list[int]:
         return [request.number for request in self._requests if request.number not in self.found]
 
     def in_order(self) -> list[Generated]:
-        """Return all results. Raises `NonFiniteError` where there is none because logits are NaN or infinite."""
+        """Raise `NonFiniteError` for prompts whose logits are NaN or infinite, else return all results."""
         if missing := self._missing():
             raise NonFiniteError(
                 f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
@@ -334,7 +333,7 @@ class _Results:
 
     @contextmanager
     def naming_missing(self) -> Iterator[None]:
-        """Have an error that other ranks are the cause of say inside the block which prompts have no result."""
+        """Add the prompts without a result to errors that other ranks cause inside the block."""
         try:
             yield
         except CollectiveError as error:
@@ -344,7 +343,6 @@ class _Results:
             ) from error
 
     def add(self, progress: Sequence[Progress]) -> None:
-        """Take what was made, and tell of requests that are over."""
         results, console, tokenizer = {}, self._placed.console, self._placed.tokenizer
         for each in progress:
             tokens, logprobs = self._made.setdefault(each.number, ([], []))
@@ -364,5 +362,5 @@ class _Results:
         rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
         console.status(f"generated {len(self.found)} of {counted(len(self._requests), 'prompt')}, {rate:.1f} tokens/s")
         if results:
-            console.close()  # Results go to the same terminal, perhaps.
+            console.close()  # Results may go to the same terminal.
             self._on_results(results)

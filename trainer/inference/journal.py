@@ -1,8 +1,8 @@
-"""`ResultJournal`: results of a generation on disk as they come, so that a killed one goes on with what is missing.
+"""`ResultJournal`: generated results on disk as they come, so that a killed generation continues with the missing ones.
 
-Beside the file of results, `results.jsonl.part` has a line for each result, in the order in which they came, behind a line that
-says what they are results of. Every line begins with the digest of the rest. When all are there, `.results.jsonl.done` says of what
-they are, so that the same command does nothing a second time. Nothing here loads torch.
+`results.jsonl.part`, beside the file of results, has a head line that identifies the generation, and one line for each result in
+the order of completion. Every line begins with a digest of its rest. After the last result `.results.jsonl.done` identifies the
+generation, so that the same command does nothing a second time. Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class ResultJournal:
 
     Args:
         out: the file of all results.
-        content: what is generated: a digest of the prompts, the model's name, the settings.
-        count: how many results there will be.
+        content: the identity of the generation: a digest of the prompts, the model's name, the settings.
+        count: the number of results.
 
     Raises:
-        ConfigError: where there are results of another generation, another command is writing, and where no file can be.
+        ConfigError: where there are results of another generation, where another command is writing, and for an impossible path.
         StorageError: where files cannot be read or written.
     """
 
     def __init__(self, out: Path, content: str, count: int) -> None:
-        # What is at its place is replaced in the end, be it a device.
+        # The final rename would replace anything at this path, even a device.
         if out.exists() and not out.is_file():
             raise ConfigError(f"--out {str(out)!r} is no regular file; name one, or leave it out for standard output")
         self.out, self.count = out, count
         self.path = out.with_name(out.name + SUFFIX)
         self.rows: dict[int, dict[str, Any]] = {}
-        """The results so far, by the number of the prompt."""
+        """The results so far, by the index of the prompt."""
         head = self._head = {"generates": content, "prompts": count}
         self._done = out.with_name(f".{out.name}.done")
         self.finished = False
@@ -59,13 +59,13 @@ class ResultJournal:
         with refusals(self.path, "written"):
             self._file = os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+b")
             try:
-                # One that is locked and has no name any more is of a command that has just ended.
+                # A locked file without a link belonged to a command that has just ended.
                 if not try_lock(self._file.fileno()) or not os.fstat(self._file.fileno()).st_nlink:
                     raise ConfigError(
                         f"another command writes its results to {self.path} now; wait for it, or give another --out"
                     )
                 kept = self._read(head)
-                # A torn line at the end is written over.
+                # A torn last line is overwritten.
                 self._file.truncate(kept)
                 self._file.seek(kept)
                 if not kept:
@@ -75,7 +75,7 @@ class ResultJournal:
                 raise
 
     def _read(self, head: Mapping[str, Any]) -> int:
-        """Read what is there; returns the bytes of whole lines."""
+        """Return the number of bytes in whole lines."""
         kept = 0
         for line in self._file:
             digest, _, body = line.rstrip(b"\n").partition(b" ")
@@ -92,7 +92,7 @@ class ResultJournal:
         return kept
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Keep a result, which has the `number` of its prompt. Raises `StorageError`."""
+        """Append a result, which has the `number` of its prompt. Raises `StorageError`."""
         if row["number"] in self.rows:
             return
         self.rows[row["number"]] = dict(row)
@@ -109,11 +109,11 @@ class ResultJournal:
         self._file.flush()
 
     def missing(self) -> list[int]:
-        """The numbers of prompts without a result."""
+        """The indices of the prompts without a result."""
         return [number for number in range(self.count) if number not in self.rows]
 
     def finish(self) -> None:
-        """Write all results in the order of their prompts, at once, and remove the journal. Raises `StorageError`."""
+        """Write all results atomically in the order of their prompts, and remove the journal. Raises `StorageError`."""
         if self.finished:
             return
         lines = [json.dumps(self.rows[number], ensure_ascii=False) + "\n" for number in range(self.count)]
@@ -125,8 +125,8 @@ class ResultJournal:
             self.path.unlink()
 
     def close(self) -> None:
-        """Leave the journal as it is, for the next start."""
-        # What a full disk has not taken is tried once more, and then missing, which the next start sees.
+        """Close the journal and keep its contents for the next start."""
+        # Data that a full disk refuses twice is missing, and the next start generates it again.
         with suppress(OSError):
             if not self.finished:
                 self._file.close()

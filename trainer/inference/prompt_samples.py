@@ -1,7 +1,7 @@
-"""`run.prompts`: what the model writes while it is trained, to the console, to trackers and to a file of the run.
+"""`run.prompts`: sample completions during training, shown on the console, in trackers and in a file of the run.
 
-All ranks generate all prompts, one at a time, so that what comes of one depends neither on the others nor on the layout. What is
-drawn is seeded by the step and the prompt, and the generators of the run are afterwards as they were.
+All ranks generate all prompts, one at a time, so that a completion depends neither on the other prompts nor on the layout. Sampling
+is seeded by the step and the prompt, and the run's random number generators are restored afterwards.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _KEY = "run.prompts"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSamples:
-    """The prompts of a run in tokens."""
+    """The tokenized prompts of a run."""
 
     batches: tuple[tuple[str, dict[str, torch.Tensor]], ...]
-    """Each as a person knows it, and as a batch of one row."""
+    """The label of each prompt for display, and its batch of one row."""
     tokenizer: Tokenizer
 
     @classmethod
@@ -73,7 +73,8 @@ class PromptSamples:
         return cls(batches=tuple(found), tokenizer=tokenizer)
 
     def generate(self, run: RunContext) -> list[dict[str, Any]]:
-        """Continue all prompts and show what came of them; all ranks call it. Returns `step`, `prompt` and `completion` of each."""
+        """Generate and show the completions of all prompts; all ranks call it. Returns `step`, `prompt` and `completion` of
+        each."""
         step, lines = run.progress.step, []
         generation = generation_by(run, run.config.run.generation or {}, _KEY)
         for number, (prompt, batch) in enumerate(self.batches):

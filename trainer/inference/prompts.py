@@ -1,4 +1,4 @@
-"""Prompts: what they may be, and lines of a file of them. Nothing here loads torch."""
+"""Forms of prompts, and files of prompts in JSON lines. Nothing here loads torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,33 +11,33 @@ from zeromesh.files import read_whole
 from zeromesh.trainer.data.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids, messages of a conversation (`{"role": ..., "content": ...}`), or a mapping as lines of a file have it: one of
-these by its key, and fields of `GenerationConfig`."""
+"""Text, token ids, messages of a conversation (`{"role": ..., "content": ...}`), or a mapping with one of these under its key, and
+fields of `GenerationConfig`, as in a line of a file."""
 KEYS = ("text", "messages", "input_ids")
-"""The keys of a line, of which it has one."""
+"""The keys of prompts, of which a line has exactly one."""
 _SHOWN = 60
 _SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLine:
-    """A prompt of a file, and what it is called."""
+    """A prompt of a file, and its identifier."""
 
     prompt: Mapping[str, Any]
-    """With one of `KEYS`, and fields of `GenerationConfig`."""
+    """The line's mapping with one of `KEYS`, and fields of `GenerationConfig`."""
     id: str | int
-    """The `id` of its line, else the number of the prompt, from 0."""
+    """The `id` of its line, or else the index of the prompt, from 0."""
     where: str
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Read the prompts of a file of JSON lines; empty lines are passed over.
+    """Read the prompts of a file of JSON lines; empty lines are skipped.
 
     Raises:
         DataError: for a file that cannot be read or has no prompt, and for lines that are none, with their numbers.
     """
     try:
-        # A link to a file is as good as the file, which nobody writes to here.
+        # Symbolic links may be followed, as nothing here writes to the file.
         content = read_whole(path.resolve() if path.is_file() else path)
     except OSError as error:
         raise DataError(
@@ -47,7 +47,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 
 def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
-    """Parse JSON lines, which came from `where`. Raises `DataError` as `read_prompts` does."""
+    """Parse JSON lines; `where` names their source in errors. Raises `DataError` as `read_prompts` does."""
     found: list[PromptLine] = []
     problems: list[str] = []
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -87,7 +87,7 @@ def _parse_line(line: bytes, number: int, where: str) -> PromptLine:
 
 
 def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
-    """Split a prompt into what is continued, and what it brings: fields of `GenerationConfig`, and `seed`. Raises `DataError`."""
+    """Split a prompt into its content and its options: fields of `GenerationConfig`, and `seed`. Raises `DataError`."""
     if not isinstance(prompt, Mapping):
         return prompt, {}
     given = [key for key in KEYS if key in prompt]
@@ -107,7 +107,7 @@ def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
 
 
 def problem_of(prompt: Any, key: str | None = None) -> str:
-    """Return what a prompt, or a prompt under this `key`, has to be if it is not valid; empty if it is."""
+    """Return the form that a prompt, or a prompt under this `key`, must have if it is not valid; empty if it is."""
     if isinstance(prompt, str) and key in (None, "text"):
         return "" if prompt else "is text of at least one letter"
     items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) else []
@@ -124,8 +124,8 @@ def problem_of(prompt: Any, key: str | None = None) -> str:
 
 
 def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]:
-    """Return the tokens of text, messages or token ids. Raises `DataError` for a prompt, called `where`, that is none of these, or
-    that the tokenizer cannot encode."""
+    """Return the tokens of text, messages or token ids. Raises `DataError`, with `where` as the prompt's name, for other values
+    and for text that the tokenizer cannot encode."""
     problem = problem_of(prompt)
     if problem:
         raise DataError(f"{where} {problem}")

@@ -1,12 +1,12 @@
-"""`RequestLoop`: requests of an inbox, continued on all ranks of a mesh.
+"""`RequestLoop`: continues the requests of an inbox on all ranks of a mesh.
 
 Ranks that run one model together are a replica. All ranks make the same rounds:
 
-    exchange    rank 0 tells what has come into the inbox, every replica what it has made; all know of all requests
-    partition   requests go to the replica with the fewest open tokens, the costliest first
-    forwards    each replica makes those of its own batches; as many as all agree on where they need each other's parameters
+    exchange    rank 0 broadcasts new requests, every replica its new tokens; all ranks know of all requests
+    partition   each request goes to the replica with the fewest open tokens, the costliest first
+    forwards    each replica runs its own batches; where replicas gather each other's parameters, all agree on the number
 
-A pipeline has as many running batches as stages, so that none of them waits; other layouts have one.
+A pipeline has as many running batches as stages, so that no stage idles; other layouts have one.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from zeromesh.trainer.inference.source import ServedModel
 from zeromesh.trainer.model_on_mesh import least_free_bytes
 
 _PREFILL_TOKENS = 2048
-"""Tokens of prompts in one forward."""
+"""The limit of prompt tokens in one prefill forward."""
 _MOST_FORWARDS = 16
-"""Forwards between exchanges where nobody waits for single tokens."""
+"""The maximal number of forwards between exchanges where no client streams single tokens."""
 _FEWEST_FORWARDS = 4
-"""In a pipeline a run of fewer would fill and empty it more often than it is worth."""
+"""The minimal number of forwards between exchanges in a pipeline, which each run fills and drains."""
 _IDLE_SECONDS = 0.5
-"""The longest time that rank 0 waits for requests before the ranks exchange again."""
+"""The longest wait of rank 0 for requests before the ranks exchange again, in seconds."""
 
 
 class RequestLoop:
-    """Continues the requests of an inbox. All ranks make one, and call `run` together.
+    """Continues the requests of an inbox. All ranks create one and call `run` together.
 
     Args:
         fields: of `GenerationConfig`, on top of which are those of a request.
         rows: requests that a replica runs at a time.
-        on_progress: called on every rank with what was made of requests, wherever that was.
+        on_progress: called on every rank with new tokens of any replica.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class RequestLoop:
             for _ in range(batches)
         ]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
-        """The most tokens still to be computed for each open request, by replica, as all ranks know it."""
+        """The maximal number of tokens still to be computed for each open request, by replica; equal on all ranks."""
         self._queue: list[tuple[Request, GenerationConfig]] = []
         self._together = engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
-        """True if replicas need each other's parameters in every forward."""
+        """True if every forward gathers parameters between replicas."""
 
     def run(self, inbox: Inbox | None) -> None:
-        """Continue what comes into the inbox, which rank 0 has, until it is stopped and all requests have ended.
+        """Continue the requests of rank 0's inbox until it is stopped and all requests have ended.
 
         Raises:
             CollectiveError: when a rank is gone or late.
@@ -80,7 +80,7 @@ class RequestLoop:
             news = self._exchange(inbox)
             for each in news.requests:
                 self._queue.append((each, self._settings.of({**self._fields, **each.fields}, len(each.tokens))))
-            # Who has asked may be gone before any rank has heard of the request.
+            # A client may cancel before any rank has heard of the request.
             self._cancel(news.cancelled, inbox)
             if news.requests and not news.streams:
                 self._queue.sort(key=_cost_of, reverse=True)
@@ -100,7 +100,6 @@ class RequestLoop:
         return bool(self._queue) or any(self._open)
 
     def _exchange(self, inbox: Inbox | None) -> News:
-        """Tell all ranks what is new, and what was made of requests."""
         mesh = self._mesh
         made = [each for batch in self._batches for each in batch.progress()]
         own: dict[str, Any] = {}
@@ -121,7 +120,7 @@ class RequestLoop:
         return News(**{**news, "requests": [Request(**each) for each in news["requests"]]})
 
     def _cancel(self, numbers: Sequence[int], inbox: Inbox | None) -> None:
-        """End requests: those of a batch with what they have, and those of the queue with nothing."""
+        """End requests: running ones with the tokens so far, queued ones with none."""
         if not numbers:
             return
         gone = [request.number for request, _ in self._queue if request.number in numbers]
@@ -136,8 +135,8 @@ class RequestLoop:
             inbox.deliver(progress)
 
     def _partition(self) -> None:
-        """Hand out the queue in its order, each request to the replica with the fewest open tokens. Where there are several, none
-        gets many more than it can run, since how much the others are done with shows only later."""
+        """Assign queued requests in order to the replica with the fewest open tokens. With several replicas, none gets
+        many more than it can run, since the load of the others is known only at the next exchange."""
         most = self._rows + -(-self._rows // 4) if len(self._open) > 1 else sys.maxsize
         while self._queue:
             takers = [index for index, found in enumerate(self._open) if len(found) < most]
@@ -150,7 +149,6 @@ class RequestLoop:
                 min(self._batches, key=lambda batch: batch.open_tokens).add(request, settings)
 
     def _forwards(self, most: int, *, eager: bool) -> None:
-        """Make up to so many forwards of each batch before ranks hear of each other again."""
         for batch in self._batches:
             batch.settle()
             batch.plan(eager=eager)
@@ -173,7 +171,7 @@ class RequestLoop:
             batch.settle()
 
     def _agreed_forwards(self, most: int) -> int:
-        """Return how many forwards are made. Replicas that need each other's parameters all make the same number."""
+        """Return the number of forwards, equal on all replicas that gather each other's parameters."""
         busy = [batch for batch in self._batches if batch.busy]
         if self._pipeline is None:
             own = min(most, max((batch.most_forwards() for batch in busy), default=0))
@@ -181,19 +179,18 @@ class RequestLoop:
         own = min((batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy), default=0)
         if not self._together:
             return min(most, own)
-        # Of those that have something to do, the fewest; the others go along.
+        # The fewest among the replicas with work; idle ones join in.
         fewest = int(self._mesh.data.max_(torch.tensor([-min(most, own) if own else -most - 1]), "forwards")[0])
         return 0 if -fewest > most else -fewest
 
 
 def _cost_of(queued: tuple[Request, GenerationConfig]) -> int:
-    """The tokens of a request, prompt included, at most."""
     request, settings = queued
     return len(request.tokens) + most_new_tokens(settings, len(request.tokens))
 
 
 def _cache_tokens(placed: ServedModel) -> int:
-    """For how many tokens each rank may keep keys and values: they may take half of the free memory of its device."""
+    """Return the number of tokens whose keys and values fit in half of the device's free memory."""
     kept = numbers_kept(placed.module.config.get_text_config(), placed.mesh.tensor.size)
     layers = -(-len(kept) // placed.mesh.pipeline.size)
     each = layers * max(kept) * placed.require_engine().options.precision.compute.itemsize

@@ -1,4 +1,4 @@
-"""Requests to a running generator: what is asked, how it goes on, and the inbox through which threads and ranks hand them over.
+"""Requests to a running generator, their progress, and the inbox that passes both between threads and ranks.
 
 inbox = Inbox(limit=64)
 threading.Thread(target=serve_http, args=(inbox,)).start()
@@ -17,59 +17,59 @@ from typing import Any, Literal
 from zeromesh.errors import PhaseError, QueueFullError
 
 Finish = Literal["stop", "length", "cancelled", "not_finite"]
-"""The reason why a text ended: an end token came, it reached its maximal length, its request was cancelled, or the logits for its
-next token were NaN or infinite."""
+"""The reason why generation ended: an end token, the maximal length, a cancelled request, or NaN or infinite logits for the next
+token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt that a model is to go on from."""
+    """A prompt to be continued by a model."""
 
     number: int
-    """Counts requests in the order in which they came."""
+    """The sequence number of the request, in the order of submission."""
     tokens: Sequence[int]
-    """The prompt."""
+    """The token ids of the prompt."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of transformers' `GenerationConfig`, on top of the model's own, as JSON has them."""
+    """Fields of transformers' `GenerationConfig` that override the model's own, as JSON values."""
     seed: int = 0
-    """Seeds the sampling of this request, which does not depend on the requests beside it."""
+    """The seed of this request's sampling, which does not depend on the other requests of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """The tokens that were generated for a request since the progress before."""
+    """The tokens that were generated for a request since the last progress."""
 
     number: int
     tokens: list[int]
     logprobs: list[float] | None
-    """The logarithm of the probability that the model gives each token, before temperature and other processors. None for ways of
-    searching that choose tokens later than they see them, such as beams."""
+    """The log-probability of each token under the model, before temperature and other processors. None for decoding methods that
+        choose tokens in hindsight, such as beam search."""
     finish: Finish | None = None
-    """None: more is to come."""
+    """The reason why generation ended; None: it continues."""
 
 
 OnProgress = Callable[[Progress], object]
-"""Called on the thread of the generator; it returns at once and raises nothing."""
+"""Receives progress on the generator's thread; it must return at once and raise nothing."""
 
 
 @dataclass(kw_only=True, slots=True)
 class News:
-    """The requests and cancellations that have come into an inbox since it was last read."""
+    """The requests and cancellations that an inbox has received since the last read."""
 
     requests: list[Request] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     streams: bool = False
-    """True if clients want each token as soon as it is generated."""
+    """True if clients stream single tokens."""
     stopping: bool = False
     """True if no more requests will come."""
 
 
 class Inbox:
-    """Requests from any thread to the generator of rank 0, and progress back to those who asked.
+    """Passes requests from any thread to the generator of rank 0, and progress back to the clients.
 
     Args:
         limit: requests that may be open, waiting or generated, at a time; None: any number.
-        streams: whether progress is wanted after every token, which costs an exchange between the ranks each time.
+        streams: report progress after every token, which costs an exchange between the ranks each time.
     """
 
     def __init__(self, *, limit: int | None = None, streams: bool = True) -> None:
@@ -80,14 +80,14 @@ class Inbox:
         self._count = 0
 
     def __len__(self) -> int:
-        """The number of requests that are open."""
+        """The number of open requests."""
         with self._changed:
             return len(self._open)
 
     def submit(
         self, tokens: Sequence[int], on_progress: OnProgress, *, fields: Mapping[str, Any] | None = None, seed: int = 0
     ) -> int:
-        """Ask for a continuation of a prompt, which `Generator.check_request` has found good; returns the request's number.
+        """Submit a prompt that `Generator.check_request` has accepted; returns the request's number.
 
         Raises:
             QueueFullError: where `limit` requests are open.
@@ -102,7 +102,7 @@ class Inbox:
         return number
 
     def require_room(self) -> None:
-        """Raise what `submit` would raise for any request."""
+        """Raise the errors that `submit` raises for any request."""
         with self._changed:
             if self._news.stopping:
                 raise PhaseError("the generator is stopping and takes no more requests")
@@ -110,14 +110,14 @@ class Inbox:
                 raise QueueFullError(f"{len(self._open)} requests are open, as many as are allowed; try again later")
 
     def cancel(self, number: int) -> None:
-        """Have a request end with what it has so far; one that has ended is left alone."""
+        """End a request with the tokens so far; one that has ended is ignored."""
         with self._changed:
             if number in self._open:
                 self._news.cancelled.append(number)
                 self._changed.notify_all()
 
     def stop(self, *, abandon: bool = False) -> None:
-        """Take no more requests; the generator returns when the open ones have ended. `abandon`: end these at once, too."""
+        """Refuse new requests; the generator returns when the open ones have ended. `abandon` cancels these at once."""
         with self._changed:
             self._news.stopping = True
             if abandon:
@@ -125,7 +125,7 @@ class Inbox:
             self._changed.notify_all()
 
     def take(self, *, wait_seconds: float = 0.0) -> News:
-        """Return what has come since the last call, and wait up to `wait_seconds` for it if there is nothing."""
+        """Return the news since the last call, and wait up to `wait_seconds` for some if there are none."""
         with self._changed:
             news = self._news
             if wait_seconds:
@@ -134,7 +134,7 @@ class Inbox:
         return news
 
     def deliver(self, progresses: Iterable[Progress]) -> None:
-        """Hand progress to those who asked."""
+        """Call `on_progress` of each progress's request."""
         for each in progresses:
             with self._changed:
                 found = self._open.get(each.number) if each.finish is None else self._open.pop(each.number, None)

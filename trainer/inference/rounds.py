@@ -1,4 +1,4 @@
-"""Prompts that cannot join a running batch: rounds that begin and end together, by transformers' own loop."""
+"""Static batching for prompts that cannot join a running batch, by transformers' own `generate`."""
 
 import copy
 import math
@@ -30,13 +30,13 @@ def generate_in_rounds(
     on_progress: Callable[[Sequence[Progress]], object],
     why: str,
 ) -> None:
-    """Continue requests of the same fields, those of about one length together; all ranks call it. `why`: they cannot join a
-    running batch."""
+    """Generate for requests with equal fields, those of similar length together; all ranks call it. `why` is the reason why they
+    cannot join a running batch."""
     ranks, has_encoder = placed.mesh.data.size, placed.module.config.is_encoder_decoder
     one_length = not has_encoder or _counts_padding(placed.module, settings[0])
     known = "one length" if one_length else "about one length"
     placed.console.note(f"prompts are generated in batches of {known}: {why}")
-    # A rank without prompts in the last round takes part in it, as others need its parameters.
+    # A rank without prompts in the last round still gathers parameters with the others.
     idle = copy.deepcopy(settings[0])
     idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
     for numbers in partition_prompts(
@@ -44,7 +44,7 @@ def generate_in_rounds(
         ranks=ranks,
         batch=batch,
         one_length=one_length,
-        # Prompts before an encoder are padded to the longest of all ranks.
+        # An encoder's prompts are padded to the longest of all ranks.
         whole_rounds=one_length and has_encoder,
     ):
         own = [requests[number] for number in numbers[placed.mesh.data_index]]
@@ -55,19 +55,19 @@ def generate_in_rounds(
 
 
 def _counts_padding(module: Any, settings: GenerationConfig) -> bool:
-    """An encoder has a mask for padding, but penalties would count it, and beyond a window it has nothing to look at, which makes
-    NaN."""
+    """Return True if padding would change an encoder's result: penalties count padding, and a padding position outside a sliding
+    window attends to nothing, which gives NaN."""
     penalised = settings.encoder_repetition_penalty not in (None, 1) or settings.encoder_no_repeat_ngram_size
     return bool(getattr(encoder_config(module), "sliding_window", None) or penalised)
 
 
 def _generate(placed: ServedModel, requests: Sequence[Request], settings: GenerationConfig) -> list[Progress]:
-    """Continue requests to their end, on ranks along data axes others; their prompts are of one length, but for an encoder."""
+    """Generate to the end on ranks that differ along data axes; prompts are of equal length, except for an encoder."""
     _forget_lengths(placed.module)
     arguments: dict[str, Any] = dict(
         _padded(placed, [each.tokens for each in requests], int(settings.pad_token_id or 0))
     )
-    # With guidance the model is called twice for a token.
+    # Classifier-free guidance calls the model twice for a token.
     watched = settings.guidance_scale in (None, 1) and settings.get_generation_mode() in (
         GenerationMode.GREEDY_SEARCH,
         GenerationMode.SAMPLE,
@@ -86,16 +86,14 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
 
 
 class _ChosenTokens:
-    """A stopping criterion that never stops: it keeps of each token that is chosen the logarithm of the probability that the model
-    gives it, and the logits of one position alone."""
+    """A stopping criterion that never stops, but records log-probabilities, with the logits of a single position in memory."""
 
     def __init__(self) -> None:
         self.logprobs: list[torch.Tensor] = []
-        """The log-probabilities of each new token, a tensor `[rows]` per token."""
+        """The log-probabilities of the new tokens, one tensor `[rows]` per position."""
         self._logits = torch.empty(0)
 
     def see(self, logits: torch.Tensor) -> None:
-        """Take the logits [rows, vocabulary] of the position that the next token is chosen for."""
         self._logits = widened(logits)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
@@ -104,11 +102,11 @@ class _ChosenTokens:
 
 
 def _padded(placed: ServedModel, prompts: Sequence[Sequence[int]], padding: int) -> Mapping[str, torch.Tensor]:
-    """Prompts [rows, longest], and a mask that is 0 where there is padding, behind them."""
+    """Return prompts padded on the right [rows, longest], and their attention mask."""
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True, padding_value=padding)
     mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], batch_first=True)
     if placed.module.config.is_encoder_decoder and placed.mesh.data.size > 1:
-        # Encoders may look tokens up once more for some lengths, which all ranks that gather them have to do.
+        # Some encoders run further lookups for some lengths, and all ranks that gather parameters must agree on them.
         longest = placed.mesh.data.max_(torch.tensor([ids.shape[1]]), "the longest prompt of a round")
         more = (0, int(longest[0]) - ids.shape[1])
         ids, mask = pad(ids, more, value=padding), pad(mask, more)
@@ -116,7 +114,7 @@ def _padded(placed: ServedModel, prompts: Sequence[Sequence[int]], padding: int)
 
 
 def _until_end(number: int, row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> Progress:
-    """A row of new tokens without the padding behind its end, or what was chosen by logits that are not finite."""
+    """Return the progress of a row, cut after its end token or before the first token with logits that are not finite."""
     ends = ends_of(settings)
     count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
     kept = count or len(row)
@@ -128,7 +126,7 @@ def _until_end(number: int, row: list[int], logprobs: list[float] | None, settin
 
 
 def _forget_lengths(module: Any) -> None:
-    """Have rotary positions that grow with the text begin as in a new model, whatever was generated before."""
+    """Reset rotary embeddings that grow with the length of the text to those of a new model."""
     if "dynamic" not in rope_kinds(module.config):
         return
     for part in module.modules():
@@ -142,16 +140,16 @@ def _forget_lengths(module: Any) -> None:
 def partition_prompts(
     lengths: Sequence[int], *, ranks: int, batch: int, one_length: bool = False, whole_rounds: bool = False
 ) -> list[list[list[int]]]:
-    """Return for each round the numbers of the prompts, of these lengths, that each rank generates together.
+    """Return for each round the indices of the prompts that each rank generates together.
 
-    In a round a rank has at most `batch`, and the longest come first, in turn, so that over all rounds the sums of lengths are not
-    further apart than one prompt is long. What a rank, or with `whole_rounds` all ranks, generate together is of nearly one length,
-    or with `one_length` of exactly one.
+    In a round a rank has at most `batch`. Prompts are dealt in turn, the longest first, so that the ranks' total lengths differ by
+    at most one prompt. The prompts of a rank, or with `whole_rounds` of all ranks, in a round have similar lengths, or with
+    `one_length` equal ones.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     groups, at_once = [[[number] for number in order]], ranks * batch
     if one_length:
-        # A rank is given a whole batch at a time.
+        # Each rank gets a whole batch at a time.
         groups, at_once = [], ranks
         for _, each in groupby(order, key=lambda number: lengths[number]):
             alike = list(each)

@@ -1,16 +1,16 @@
-"""`RowCache`: the keys and values of a batch whose rows come and go between forwards.
+"""`RowCache`: the key-value cache of a batch whose rows change between forwards.
 
 All rows end at one column, so that each forward adds the same columns to all of them, and masks and positions are those of prompts
 that are padded on the left:
 
     columns     start               end     capacity
     row 0         | k k k k k k k k k |
-    row 1         | 0 0 0 0 0 k k k k |         what a row has not is zero, and masked
+    row 1         | 0 0 0 0 0 k k k k |         missing tokens are zero, and masked
     row 2         | 0 0 k k k k k k k |
     free          |                   |
 
-Buffers are written in place. They are moved when their columns or rows run out, by factors, so that a token costs no copy of what
-is there already, as it does in transformers' `DynamicCache`.
+Buffers are written in place, and reallocated by factors when their columns or rows run out, so that a token does not copy the whole
+cache, as in transformers' `DynamicCache`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _FEWEST_COLUMNS = 64
 
 
 def layers_of(config: PreTrainedConfig) -> int | None:
-    """Return how many layers of keys and values a model has; None if it keeps something else between tokens.
+    """Return the number of layers with keys and values; None for a model with another kind of state between tokens.
 
-    A sliding window is a matter of the mask: its layers keep all columns.
+    Layers with a sliding window keep all columns, as the mask implements the window.
     """
     layers = DynamicCache(config=config).layers
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
@@ -42,20 +42,18 @@ def layers_of(config: PreTrainedConfig) -> int | None:
 
 
 def numbers_kept(config: PreTrainedConfig, tensor_ranks: int) -> list[int]:
-    """Return for each layer how many elements the keys and values of one token have on a rank."""
+    """Return for each layer the number of elements of one token's keys and values on a rank."""
     found = []
     for layer in config.per_layer_config:
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
         width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
-        # Latent attention has wider keys than values, and head_dim is that of their part with positions.
+        # Latent attention has keys wider than values, and its head_dim is the width of the rotary part.
         keys, values = (max(width, getattr(layer, name, None) or 0) for name in ("qk_head_dim", "v_head_dim"))
         found.append(-(-heads // tensor_ranks) * (keys + values))
     return found
 
 
 class _Extent:
-    """The rows and columns that all layers of a cache share."""
-
     def __init__(self) -> None:
         self.rows = self.start = self.end = 0
         self.capacity = _FEWEST_COLUMNS
@@ -74,10 +72,9 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self._extent = extent
         self.buffers: list[torch.Tensor] = []
-        """One buffer for keys and one for values; there are none before the first forward, and in layers of other stages."""
+        """The key buffer and the value buffer; none before the first forward, and in layers of other stages."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make room, by the first keys and values."""
         for each in (key_states, value_states):
             rows, heads, _, width = each.shape
             self.buffers.append(each.new_zeros(rows, heads, self._extent.capacity, width))
@@ -86,7 +83,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values `[rows, heads, new columns, width]`; returns those of all columns."""
+        """Append keys and values `[rows, heads, new columns, width]`; returns those of all columns."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         (keys, values), (rows, _, new, _) = self.buffers, key_states.shape
@@ -96,24 +93,22 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys[:rows, :, start : end + new], values[:rows, :, start : end + new]
 
     def get_seq_length(self) -> int:
-        """The columns that all rows have before the next forward."""
         return self._extent.width
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns and their offset, for a mask."""
         return self._extent.width + query_length, 0
 
     def get_max_length(self) -> int:
-        """There is none."""
+        """There is no limit."""
         return -1
 
     get_max_cache_shape = get_max_length
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """Keys and values of rows, for the forwards of one model. See the module.
+    """The key-value cache of all rows, with the layout that the module describes.
 
-    `length_without_layers`: what layers of other stages of a pipeline need not keep something for.
+    `length_without_layers` tells stubs of other pipeline stages that the length is known without entries in their layers.
     """
 
     length_without_layers = True
@@ -124,28 +119,28 @@ class RowCache(Cache):  # type: ignore[misc]
 
     @property
     def width(self) -> int:
-        """The columns of the longest row."""
+        """The number of columns of the longest row."""
         return self._extent.width
 
     def make_room(self, new: int) -> None:
-        """Have room for `new` more columns, before a forward over them."""
+        """Make room for `new` more columns, before a forward over them."""
         extent = self._extent
         if extent.end + new <= extent.capacity:
             return
         needed = extent.width + new
-        # Columns that nobody needs any more make room where they are a quarter of all; otherwise buffers become longer by half.
+        # Unused columns are reclaimed where they are a quarter of all; otherwise buffers grow by half.
         longer = extent.capacity if 4 * needed <= 3 * extent.capacity else max(needed, extent.capacity * 3 // 2)
         self._move(self, rows=None, capacity=longer, end=extent.width)
 
     def added(self, rows: int, new: int) -> None:
-        """Note that a forward over `rows` rows has added `new` columns, in all layers of this rank."""
+        """Record that a forward over `rows` rows has added `new` columns to all layers of this rank."""
         self._extent.rows = rows
         self._extent.end += new
 
     def merge(self, other: RowCache, lengths: Sequence[int], own_lengths: Sequence[int], *, most_rows: int) -> None:
-        """Add a row for each of `lengths`, the number of its first tokens that `other` keeps from its first column on.
+        """Add one row for each of `lengths`: the first tokens of that row of `other`, from its first column on.
 
-        `own_lengths`: tokens of the rows that are here. `most_rows`: rows that there will ever be.
+        `own_lengths` are the tokens of the existing rows, `most_rows` is the limit of rows.
         """
         extent = self._extent
         rows, width = extent.rows + len(lengths), max(extent.width, *lengths)
@@ -167,8 +162,8 @@ class RowCache(Cache):  # type: ignore[misc]
         extent.rows = rows
 
     def remove(self, row: int, lengths: Sequence[int]) -> None:
-        """Remove a row, whose place the last one takes; `lengths` are those of all rows that are left, the longest of which gives
-        the width."""
+        """Remove a row, and move the last row to its place; `lengths` are those of the rows that are left, whose maximum is the
+        width."""
         extent = self._extent
         last = extent.rows - 1
         if row != last:
@@ -184,8 +179,8 @@ class RowCache(Cache):  # type: ignore[misc]
         return (layer for layer in self.layers if layer.buffers)
 
     def _move(self, like: RowCache, *, rows: int | None, capacity: int, end: int) -> None:
-        """Have buffers of so many rows (None: as many as now) and columns, in which what there is ends at column `end`; where there
-        are none yet, by the shapes of `like`."""
+        """Reallocate buffers with `rows` rows (None: as many as now) and `capacity` columns, and move the contents to end at column
+        `end`; new buffers get the shapes of `like`."""
         extent = self._extent
         kept, begin = slice(extent.start, extent.end), end - extent.width
         for layer, model in zip(self.layers, like.layers, strict=True):

@@ -1,11 +1,11 @@
-"""`RunningBatch`: requests that join and leave while a model generates, and the forwards that they want of it.
+"""`RunningBatch`: continuous batching of requests that join and leave while a model generates, and its forward passes.
 
-A forward is a chunk of the prompts of those who join (prefill), or one token of each who runs (decode); they take turns, so that
-long prompts do not hold up the others. Where several ranks run one model, each of them has the batch, and all come to the same.
+A forward is a chunk of the prompts of joining requests (prefill), or one token of each running request (decode); they alternate, so
+that long prompts do not delay the others. Ranks that run one model each hold a replica of the batch with the same contents.
 
-    prefill     a b c d         prompts but for their last tokens, padded on the right, which nothing before looks at
+    prefill     a b c d         prompts without their last tokens, padded on the right, which earlier tokens do not attend to
                 e . . .
-    decode      z               their last tokens, beside the latest ones of those who run already
+    decode      z               their last tokens, beside the latest tokens of the running requests
                 f
 """
 
@@ -30,7 +30,7 @@ from zeromesh.trainer.models.generation import ends_of
 
 
 class ForwardKind(Enum):
-    """The kind of a batch's next forward."""
+    """The kind of a forward: prefill of prompts, decoding of running requests, or none for an idle batch."""
 
     IDLE = "idle"
     PREFILL = "prefill"
@@ -39,29 +39,29 @@ class ForwardKind(Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RunningRow:
-    """A request, and how far it has come."""
+    """A request and its generated tokens."""
 
     request: Request
     sampler: RowSampler
     ends: list[int]
     limit: int
-    """The most new tokens."""
+    """The maximal number of new tokens."""
     tokens: list[int]
     """The tokens of the prompt, followed by the new ones."""
     logprobs: list[float] = field(default_factory=list)
     cached: int = 0
-    """Tokens whose keys and values are kept."""
+    """The number of tokens whose keys and values are in the cache."""
     reported: int = 0
-    """New tokens that progress was made of."""
+    """The number of new tokens that earlier progress has reported."""
     finish: Finish | None = None
 
     @property
     def left(self) -> int:
-        """New tokens that may still come."""
+        """The number of new tokens that may still be generated."""
         return 0 if self.finish else self.limit - len(self.logprobs)
 
     def add(self, token: int, logprob: float) -> None:
-        """Take the next token; what comes after the end is of no use. A `logprob` of NaN is one that was chosen by no numbers."""
+        """Append the next token; tokens after the end are dropped. A NaN `logprob` marks a token whose logits were not finite."""
         if self.finish is None and math.isnan(logprob):
             self.finish = "not_finite"
         elif self.finish is None:
@@ -70,20 +70,20 @@ class RunningRow:
             self.finish = "stop" if token in self.ends else "length" if len(self.logprobs) >= self.limit else None
 
     def progress(self) -> Progress:
-        """Return what was not reported yet."""
+        """Return the new tokens since the last report."""
         begin, self.reported = self.reported, len(self.logprobs)
         tokens, logprobs = self.tokens[len(self.request.tokens) + begin :], self.logprobs[begin:]
         return Progress(number=self.request.number, tokens=tokens, logprobs=logprobs, finish=self.finish)
 
 
 class RunningBatch:
-    """See the module. Rows that have ended stay until `settle`, so that shapes do not depend on tokens.
+    """The requests of one replica and their forwards. Finished rows stay until `settle`, so that tokens do not change shapes.
 
     Args:
         module: the model that computes the forwards.
-        rows: requests that run at a time.
-        prefill_tokens: tokens of prompts in one forward, padding included.
-        cache_tokens: places for keys and values, padding included; one request runs in any case.
+        rows: the limit of concurrent requests.
+        prefill_tokens: the limit of prompt tokens in one forward, padding included.
+        cache_tokens: the limit of cached tokens, padding included; one request always runs.
     """
 
     def __init__(
@@ -100,12 +100,11 @@ class RunningBatch:
         self._layers = layers_of(module.config) or 0
         takes = inspect.signature(module.forward).parameters
         self._takes_positions = "position_ids" in takes
-        self._fixed: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        """Arguments of every forward."""
+        self._common_arguments: dict[str, Any] = {"use_cache": True, "return_dict": True}
         if "logits_to_keep" in takes:
-            self._fixed["logits_to_keep"] = 1
+            self._common_arguments["logits_to_keep"] = 1
         if hasattr(module.config, "output_router_logits"):
-            self._fixed["output_router_logits"] = False
+            self._common_arguments["output_router_logits"] = False
         self._waiting: deque[RunningRow] = deque()
         self._running: list[RunningRow] = []
         self._cache = RowCache(self._layers)
@@ -114,12 +113,11 @@ class RunningBatch:
         self._ended: list[RunningRow] = []
         self._kind = ForwardKind.IDLE
         self._after_prefill = False
-        """True if the latest forward computed prompts."""
         self.computed = 0
-        """Tokens of prompts so far, and tokens after which a next one was chosen."""
+        """The number of tokens computed so far, in prefill and in decode."""
 
     def add(self, request: Request, settings: GenerationConfig) -> None:
-        """Take on a request, whose settings, which were checked, are nobody else's from now on."""
+        """Enqueue a request; the batch owns its checked settings from now on."""
         row = RunningRow(
             request=request,
             sampler=RowSampler.of(self._module, settings, request.tokens, request.seed, self._device),
@@ -130,7 +128,7 @@ class RunningBatch:
         self._waiting.append(row)
 
     def cancel(self, numbers: Sequence[int]) -> None:
-        """End requests between forwards; those of other batches are passed over."""
+        """End requests between forwards; numbers of other batches are ignored."""
         for row in self._rows:
             if row.request.number in numbers and row.finish is None:
                 row.finish = "cancelled"
@@ -148,11 +146,11 @@ class RunningBatch:
 
     @property
     def open_tokens(self) -> int:
-        """Tokens that are still to be computed at most."""
+        """The maximal number of tokens that are still to be computed."""
         return sum(row.left + max(0, len(row.request.tokens) - row.cached) for row in self._rows)
 
     def plan(self, *, eager: bool) -> ForwardKind:
-        """Decide on the next forward. `eager`: requests join as soon as a row is free, and not when several are."""
+        """Choose the next forward. With `eager`, requests join as soon as one row is free, not only when several are."""
         if not self._joining and self._waiting:
             self._admit(eager=eager)
         if self._joining and not self._columns():
@@ -164,7 +162,7 @@ class RunningBatch:
         return self._kind
 
     def _admit(self, *, eager: bool) -> None:
-        """Choose who joins next: as many as there is room for, of prompts that are not much shorter than the first one's."""
+        """Choose the requests that join next: as many as fit, with prompts not much shorter than the first one's."""
         free = self._most_rows - len(self._running)
         if free < 1 or (self._running and not eager and free < min(len(self._waiting), -(-self._most_rows // 8))):
             return
@@ -181,18 +179,18 @@ class RunningBatch:
                 self._waiting.remove(row)
 
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the forward that was decided on."""
+        """Rows and columns of the planned forward."""
         if self._kind is ForwardKind.PREFILL:
             return len(self._joining), self._columns()
         return max(1, len(self._running)), 1
 
     def _columns(self) -> int:
-        """Columns of the next chunk of prompts; 0 where they are over."""
+        """The columns of the next prefill chunk; 0 after the last one."""
         left = max(len(row.request.tokens) for row in self._joining) - 1 - self._joining_cache.width
         return min(left, max(1, self._prefill_tokens // len(self._joining)))
 
     def inputs(self) -> dict[str, Any]:
-        """The arguments of that forward; of an idle batch, something that nothing is kept of."""
+        """Return the arguments of the planned forward; for an idle batch, a dummy input whose result is dropped."""
         if self._kind is ForwardKind.IDLE:
             one = torch.ones(1, 1, dtype=torch.long)
             return self._arguments(0 * one, one, 0 * one) | {"use_cache": False}
@@ -207,20 +205,20 @@ class RunningBatch:
         else:
             new, width = 1, cache.width
             ids = torch.tensor([row.tokens[-1:] for row in rows])
-            # A row that has ended may be computed in vain beyond the positions that the model has.
+            # A finished row may be computed beyond the model's last position; its result is dropped.
             positions = torch.tensor([[min(row.cached, len(row.tokens) - 1)] for row in rows])
             mask = (torch.arange(width + 1) >= torch.tensor([[width - row.cached] for row in rows])).long()
         cache.make_room(new)
         return self._arguments(ids, mask, positions) | {"past_key_values": cache}
 
     def _arguments(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """The arguments of a forward, but for the cache, from tensors `[rows, columns]` on the CPU."""
-        found = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), **self._fixed}
+        """Return the arguments of a forward except the cache, from tensors `[rows, columns]` on the CPU."""
+        found = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), **self._common_arguments}
         return found | ({"position_ids": positions.to(self._device)} if self._takes_positions else {})
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose by logits `[rows, vocabulary]` of the last positions: `[2, rows]` in float64, the next tokens and the logarithms
-        of their probabilities. After prompts nothing is chosen."""
+        """Choose tokens from logits `[rows, vocabulary]` of the last positions. Returns the next tokens and their
+        log-probabilities as float64 `[2, rows]`, with no columns after a prefill."""
         chosen = torch.zeros(2, self.shape()[0], dtype=torch.float64)
         if self._kind is ForwardKind.DECODE:
             logits = widened(logits)
@@ -232,7 +230,7 @@ class RunningBatch:
         return chosen
 
     def take(self, chosen: torch.Tensor) -> None:
-        """Take what `choose` has returned, after the forward."""
+        """Append the result of `choose` to the rows, after the forward."""
         if self._kind is ForwardKind.IDLE:
             return
         self._after_prefill = self._kind is ForwardKind.PREFILL
@@ -248,7 +246,6 @@ class RunningBatch:
                 row.add(int(token), logprob)
 
     def _join(self) -> None:
-        """Let the rows whose prompts are over run."""
         for row in self._joining:
             row.cached = len(row.request.tokens) - 1
         lengths = [[row.cached for row in rows] for rows in (self._joining, self._running)]
@@ -257,7 +254,7 @@ class RunningBatch:
         self._joining, self._joining_cache = [], RowCache(self._layers)
 
     def settle(self) -> None:
-        """Take out the rows that have ended."""
+        """Remove the rows that have ended."""
         for index in range(len(self._running) - 1, -1, -1):
             row = self._running[index]
             if row.finish is not None:
@@ -267,14 +264,14 @@ class RunningBatch:
                 self._cache.remove(index, [each.cached for each in self._running])
 
     def steady_forwards(self, *, fewest: int) -> int:
-        """For how many forwards shapes stay as they are: one while prompts wait, else until some row comes to its limit, or
-        `fewest`, in the last of which such a row is computed in vain."""
+        """Return the number of forwards with constant shapes: 1 while prompts wait, else until the first row reaches its limit,
+        but at least `fewest`, whose last forwards may compute a finished row in vain."""
         if self._kind is not ForwardKind.DECODE or self._joining:
             return 1
         return max(fewest, min((row.left for row in self._running if row.finish is None), default=1))
 
     def most_forwards(self) -> int:
-        """Forwards until all that it has is over at most."""
+        """Return an upper bound of the forwards until all requests have ended."""
         prompts = sum(len(row.request.tokens) for row in (*self._waiting, *self._joining))
         chunks = -(-prompts // self._prefill_tokens) + len(self._waiting) + len(self._joining)
         return sum(row.left for row in self._rows) + chunks

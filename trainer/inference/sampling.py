@@ -1,4 +1,4 @@
-"""Chooses the next token of each row from its logits, by settings and a seed of its own and independent of the rows beside it."""
+"""Chooses the next token of each row from its logits, by the row's own settings and seed, independently of the other rows."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowSampler:
-    """Chooses the tokens of one row."""
+    """Chooses the tokens of one row, by logits processors and greedy decoding or sampling."""
 
     processors: LogitsProcessorList
-    """Change scores, as in transformers' `generate`: penalties, temperature, top-k and the like."""
+    """Modify logits as transformers' `generate` does: penalties, temperature, top-k and the like."""
     generator: torch.Generator | None
-    """The source of random numbers for sampling; None: the token with the best score is taken."""
+    """The random number generator for sampling; None: greedy decoding."""
 
     @classmethod
     def of(
         cls, model: Any, settings: GenerationConfig, prompt: Sequence[int], seed: int, device: torch.device
     ) -> RowSampler:
-        """The sampler of a request, by the library's own processors for its settings."""
+        """Return the sampler of a request, with transformers' logits processors for its settings."""
         ids, count = torch.tensor([prompt], device=device), len(prompt)
         model._prepare_special_tokens(settings, True, device=device)
-        # Processors go by lengths that count the prompt.
+        # Some processors count the length with the prompt.
         model._prepare_generated_length(
             settings,
             has_default_max_length=settings.max_new_tokens is not None,
@@ -44,13 +44,13 @@ class RowSampler:
 
     @property
     def is_plain(self) -> bool:
-        """True if it takes the largest logit and nothing else."""
+        """True for greedy decoding without logits processors."""
         return self.generator is None and not self.processors
 
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """The next token after `tokens`, from the logits `[vocabulary]` of the last position."""
+        """Return the next token after `tokens`, from the logits `[vocabulary]` of the last position."""
         ids = torch.tensor([tokens], device=logits.device)
-        # Numbers that are drawn in float64 are other ones, and the library draws in float32.
+        # Sampling in float64 would draw other tokens than the library, which samples in float32.
         dtype = logits.dtype if self.generator is None else torch.float32
         scores: torch.Tensor = self.processors(ids, logits[None].to(dtype, copy=True))[0]
         if self.generator is None:
@@ -59,7 +59,7 @@ class RowSampler:
 
 
 class RowDraws(TorchFunctionMode):
-    """Inside the block `torch.multinomial` draws from `[rows, choices]` for each row by a seed of its own, as `RowSampler` does."""
+    """Inside the block `torch.multinomial` on `[rows, choices]` draws each row by that row's own seed, as `RowSampler` does."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         super().__init__()
@@ -78,16 +78,16 @@ class RowDraws(TorchFunctionMode):
 
 
 def _drawable(probabilities: torch.Tensor) -> torch.Tensor:
-    """Probabilities that something can be drawn by; those of a row of NaN, whose token is of no use, are all the same."""
+    """Return probabilities without NaN, for `multinomial`; a row of NaN, whose token is discarded, becomes uniform."""
     return probabilities.nan_to_num(nan=1.0)
 
 
 def widened(logits: torch.Tensor) -> torch.Tensor:
-    """Logits of less than 32 bits in 32."""
+    """Return logits as float32, or as float64 if they are."""
     return logits if logits.dtype is torch.float64 else logits.float()
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The logarithms of the probabilities that `logits` [rows, vocabulary] give these tokens, one of each row: NaN where logits are
-    NaN or infinite."""
+    """Return the log-probabilities of `tokens`, one for each row of `logits` [rows, vocabulary]; NaN where logits are NaN or
+    infinite."""
     return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)

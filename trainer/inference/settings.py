@@ -1,4 +1,4 @@
-"""The settings of a request: the model's own `GenerationConfig` with the fields of the request on top, checked."""
+"""The validated settings of a request: the model's own `GenerationConfig`, overridden by the request's fields."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from zeromesh.trainer.models.generation import (
 )
 
 NEW_TOKENS = 128
-"""New tokens where neither the caller nor the model's `generation_config.json` says how many."""
-_DECIDED_HERE = {  # Fields of `GenerationConfig`, and what to do instead.
+"""The default of `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one."""
+_DECIDED_HERE = {  # Fields of `GenerationConfig` that are refused, and what to use instead.
     "num_return_sequences": "give a prompt several times",
     "max_time": "give max_new_tokens",
     "stop_strings": "give eos_token_id, or cut the text",
@@ -41,28 +41,27 @@ _DECIDED_HERE = {  # Fields of `GenerationConfig`, and what to do instead.
 }
 _REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items()}
 _PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_OF_OTHER_LOOPS = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
-"""Fields that change what only the library's own loop does."""
-_RELATIVE = ("bloom", "mpt")
-"""Models without positions, but for the distances of tokens, which are the same in all columns of a batch."""
-_WINDOW_OF_CACHE = ("moshi",)
-"""Models whose window is what their cache keeps, and no matter of a mask."""
+_LIBRARY_LOOP_ONLY = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
+"""Fields that affect only transformers' own decoding loop."""
+_RELATIVE_POSITIONS = ("bloom", "mpt")
+"""Models with relative positions only, which left padding does not shift."""
+_CACHE_WINDOWS = ("moshi",)
+"""Models whose sliding window is implemented by dropping cache entries, not by a mask."""
 
 
 class ModelSettings:
-    """The settings of requests to one model: its own ones, with the fields of a request on top, checked.
+    """Validates the settings of requests to one model: its own ones, overridden by the request's fields.
 
     Args:
-        module: the whole model; a stage of a pipeline has some of its modules alone later.
-        mesh: that over which it is divided; None: it is not.
+        module: the whole model, before a pipeline stage drops its other modules.
+        mesh: the mesh over which the model is divided; None: none.
     """
 
     def __init__(self, module: Any, mesh: Mesh | None) -> None:
         self._module, self._mesh = module, mesh
-        # Attention that also looks at later tokens.
+        # Non-causal attention.
         self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
         self._tried: set[str] = set()
-        """Fields, as JSON, that a sampler was made of."""
 
     def of(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
         """Return the settings to continue a prompt of `prompt_tokens` tokens.
@@ -72,7 +71,7 @@ class ModelSettings:
             DataError: for a prompt that is too long for them.
         """
         settings = settings_with(self._module, fields, _REFUSED, "generate")
-        # The library's own for what nobody has set, such as the 50 tokens that sampling is among; lengths are decided below.
+        # The library's defaults for unset fields, such as top_k=50; lengths are decided below.
         defaults = settings._get_default_generation_params()
         vocabulary = getattr(self._module.config.get_text_config(), "vocab_size", None) or sys.maxsize
         wrong = list(_wrong_values(settings, defaults, fields, vocabulary))
@@ -82,7 +81,7 @@ class ModelSettings:
         if settings.pad_token_id is None:
             settings.pad_token_id = next(iter(ends_of(settings)), 0)
         if "pad_token_id" not in fields and not 0 <= settings.pad_token_id < vocabulary:
-            settings.pad_token_id = 0  # Nobody looks at it, but models look it up.
+            settings.pad_token_id = 0  # Unused, but models look it up.
         longest = 0 if self._module.config.is_encoder_decoder else prompt_tokens
         positions = decoder_positions(self._module)
         if settings.max_new_tokens is None and settings.max_length is None:
@@ -104,7 +103,7 @@ class ModelSettings:
         return settings
 
     def checked(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
-        """Return the same, of fields that have just come from a person: they are tried once, so that no batch ends by them."""
+        """Return `of(...)` for fields from a user: they are tried once, so that they cannot fail inside a batch."""
         key = json.dumps(fields, sort_keys=True, default=repr)
         settings = self.of(fields, prompt_tokens)
         if key not in self._tried:
@@ -118,7 +117,7 @@ class ModelSettings:
         return settings
 
     def _try_sampler(self, settings: GenerationConfig) -> None:
-        """Make the library's processors for these settings, and have them choose one token, as a running batch would."""
+        """Build transformers' logits processors for these settings and choose one token, as a running batch would."""
         module, trial, prompt = self._module, copy.deepcopy(settings), [0]
         if type(module)._get_logits_processor is not GenerationMixin._get_logits_processor:
             return
@@ -127,15 +126,15 @@ class ModelSettings:
             sampler.choose(torch.zeros(module.config.get_text_config().vocab_size), prompt)
 
     def why_unbatched(self, settings: GenerationConfig) -> str:
-        """Return why requests with these settings cannot join and leave a running batch of this model; empty if they can. All ranks
-        say the same."""
+        """Return the reason why requests with these settings cannot join a running batch of this model; empty if they can. All
+        ranks return the same."""
         module, name = self._module, type(self._module).__name__
         mode = settings.get_generation_mode()
         if mode not in _PLAIN_MODES:
             return f"{mode.value} goes on with several texts of a prompt"
         if not settings.use_cache:
             return "use_cache is false"
-        found = [field for field in _OF_OTHER_LOOPS if getattr(settings, field, None)]
+        found = [field for field in _LIBRARY_LOOP_ONLY if getattr(settings, field, None)]
         if found:
             return f"{found[0]} is a matter of the library's own loop"
         if module.config.is_encoder_decoder:
@@ -145,9 +144,9 @@ class ModelSettings:
         takes = inspect.signature(module.forward).parameters
         if "past_key_values" not in takes or "attention_mask" not in takes or layers_of(module.config) is None:
             return f"{name} keeps something else than keys and values between tokens"
-        if "position_ids" not in takes and module.config.model_type not in _RELATIVE:
+        if "position_ids" not in takes and module.config.model_type not in _RELATIVE_POSITIONS:
             return f"{name} counts positions from the first column of a batch"
-        if module.config.model_type in _WINDOW_OF_CACHE:
+        if module.config.model_type in _CACHE_WINDOWS:
             return f"{name} looks at what its cache keeps of a window"
         if self._looks_ahead:
             return f"{name} has attention that also looks at later tokens"
@@ -163,13 +162,13 @@ _OWN = " (the model's generation_config.json says so)"
 _SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 _IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
-"""Small copies of models often have these beyond their vocabulary, where they have no effect; below 0 they are none."""
+"""Token ids of small model copies are often beyond the vocabulary, where they have no effect; a negative one stands for none."""
 
 
 def _wrong_values(
     settings: GenerationConfig, defaults: Mapping[str, Any], fields: Mapping[str, Any], vocabulary: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield fields with what is wrong with them. A whole number becomes a float where the library has one."""
+    """Yield fields with the reason why their value is wrong. An int becomes a float where the library expects one."""
     kinds = {name: type(default) for name, default in defaults.items()} | dict.fromkeys(_SHARES, float)
     for name, kind in {**kinds, "max_new_tokens": int, "min_new_tokens": int}.items():
         value = getattr(settings, name, None)
@@ -190,7 +189,7 @@ def _wrong_values(
 
 
 def most_new_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:
-    """Return how many new tokens these settings allow after a prompt."""
+    """Return the number of new tokens that these settings allow after a prompt."""
     if settings.max_new_tokens is not None:
         return int(settings.max_new_tokens)
     return max(1, int(settings.max_length) - prompt_tokens)

@@ -1,4 +1,4 @@
-"""Finds the model to generate with, from what the user named, and places it on the ranks of a mesh."""
+"""Resolves the model source of a generation, and loads the model on the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 from zeromesh.units.build import open_tiers
 
 _RESOLVED = "config.resolved.yaml"
-_WIDE = ("precision.master=float64", "precision.reduce=float64")
-"""Roles that nothing has here, as every compute dtype agrees with them."""
+_FLOAT64_ROLES = ("precision.master=float64", "precision.reduce=float64")
+"""Overrides of dtype roles that generation does not use; float64 agrees with every compute dtype."""
 _FOR_TRAINING = {"model.lora": "adapters that are trained", "precision.linear": "products of training"}
 
 
 def find_source(source: str | PathLike[str]) -> str:
-    """Return the Hugging Face directory that `source` stands for, or the name on the Hub that it is.
+    """Return the Hugging Face directory, or the name on the Hub, that `source` stands for.
 
     A run stands for its newest checkpoint, and every checkpoint is a Hugging Face directory.
 
@@ -49,7 +49,7 @@ def find_source(source: str | PathLike[str]) -> str:
         ConfigError: for a directory that is none of these, and for a run without a checkpoint.
     """
     path = Path(source).expanduser()
-    # What is wrong with a directory of adapters is said where models are read.
+    # Errors about a directory of adapters are raised where models are read.
     if not path.is_dir() or any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         return str(path) if path.is_dir() else str(source)
     if (path / _RESOLVED).is_file() or (path / MANIFEST).is_file():
@@ -67,9 +67,9 @@ def layout_of(
     sections: Mapping[str, Mapping[str, Any]],
     overrides: Sequence[str] = (),
 ) -> TrainerConfig:
-    """Return the configuration of a model to generate with: that of `source`, in the layout that the other arguments give.
+    """Return the configuration of the model in `source` for generation, in the layout of the other arguments.
 
-    `sections` and then `overrides` (`section.key=value`) go on top of `config`.
+    `sections` and then `overrides` (`section.key=value`) override `config`.
 
     Raises:
         ConfigError: with all problems at once.
@@ -81,16 +81,16 @@ def layout_of(
         merged[name] = {**merged.get(name, {}), **section}
     directory = find_source(source)
     model = merged.get("model", {})
-    # Fields that differ from those of the source are kept, and what another model was made of is not.
+    # Fields of the same kind of model are kept; a configuration of another model is dropped.
     fields = model.get("config") if "model_type" not in (model.get("config") or {}) else None
     merged["model"] = {**model, "source": directory, "config": fields}
-    # Of data, which nobody reads here, the tokenizer alone means anything.
+    # Generation reads no data, only the tokenizer.
     merged["data"] = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
     if not merged["data"]:
         merged["data"] = _tokenizer_of_run(Path(directory))
     by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
     consent = Consent.COMMAND_LINE if by_file else Consent.GIVEN
-    found = load_config(merged, [*overrides, *_WIDE], consent=consent)
+    found = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
     problems = [
         f"{key} is for {what}, and nothing is trained here; leave it out"
         for key, what in _FOR_TRAINING.items()
@@ -102,7 +102,7 @@ def layout_of(
 
 
 def _tokenizer_of_run(directory: Path) -> dict[str, Any]:
-    """The tokenizer of a checkpoint's run, where the checkpoint has none of its own."""
+    """Return the tokenizer setting of a checkpoint's run, where the checkpoint has no tokenizer itself."""
     resolved = directory.parent.parent / _RESOLVED
     if has_tokenizer(directory) or not (directory / MANIFEST).is_file() or not resolved.is_file():
         return {}
@@ -113,7 +113,7 @@ def _tokenizer_of_run(directory: Path) -> dict[str, Any]:
 
 @dataclass(kw_only=True)
 class ServedModel(PlacedModel):
-    """This rank's part of a model to generate with, which has nothing in memory but its parameters."""
+    """This rank's part of a model for generation, which holds nothing but parameters in memory."""
 
     settings: ModelSettings
     tokenizer: Tokenizer | None
@@ -123,13 +123,13 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     """Build the model that a configuration names and read its weights into this rank's part; all ranks call it.
 
     Raises:
-        ConfigError, DataError, LayoutError, StorageError: for a model or a tokenizer that is not there, cannot be divided
-            so, or does not fit.
+        ConfigError, DataError, LayoutError, StorageError: for a missing model or tokenizer, and for a model that cannot be
+            divided or does not fit.
     """
     require_same_settings(mesh, config, {})
     config = pin_sources(config, mesh, model_given=False)
     directory = directory_of(config.model.source or "", config.model.revision)
-    config = _with_models_own(config, directory)
+    config = _with_model_defaults(config, directory)
     set_products(config, mesh.device)
     named = config.data.tokenizer or (directory if has_tokenizer(directory) else None)
     tokenizer = load_tokenizer(named) if named is not None else None
@@ -166,8 +166,8 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     )
 
 
-def _with_models_own(config: TrainerConfig, directory: Path) -> TrainerConfig:
-    """The configuration with what the model's directory says where it says nothing: the task and the compute dtype."""
+def _with_model_defaults(config: TrainerConfig, directory: Path) -> TrainerConfig:
+    """Return the configuration with the task and the compute dtype of the model's directory, where they are not set."""
     section, precision = config.model, config.precision
     head_given = "head" in section.model_fields_set
     made, _ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}), directory)
@@ -181,9 +181,9 @@ def _with_models_own(config: TrainerConfig, directory: Path) -> TrainerConfig:
 
 
 def _without_training(config: TrainerConfig) -> ZeroOptions:
-    """The options of an engine that keeps parameters in the compute dtype, and nothing else.
+    """Return engine options that keep only parameters, in the compute dtype.
 
-    Parameters on files stay in the model's own, unless a directory is named for them or they are to have checksums.
+    Parameters on the file tier are read from the model's files, unless a directory or checksums are configured.
     """
     require_directories(config.offload)
     options = engine_options(config, 1)

@@ -1,9 +1,9 @@
-"""`Accelerator`: accelerate's own, with models and optimizers partitioned by the engine.
+"""`Accelerator`: accelerate's class, with models and optimizers partitioned by the engine.
 
 accelerator = Accelerator(gradient_accumulation_steps=4, zeromesh={"zero": {"stage": 3}})
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-Loaders, trackers, gathering and the loop are accelerate's. What it would do to a model and an optimizer, `shard` does.
+Loaders, trackers, gathering and the loop are accelerate's. `shard` replaces its preparation of models and optimizers.
 """
 
 import weakref
@@ -36,13 +36,13 @@ from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, sta
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
-_GIVEN: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, bool]]] = weakref.WeakKeyDictionary()
-"""The tensors of every prepared model by name: the dtype that each came with, and True if it was trained."""
+_ORIGINALS: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, bool]]] = weakref.WeakKeyDictionary()
+"""The tensors of every prepared model by name: the original dtype, and True if it was trained."""
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types.
-    """The optimizer that `prepare` returns: a `ShardedOptimizer` that steps where accelerate says that gradients are complete."""
+    """The optimizer that `prepare` returns: a `ShardedOptimizer` that steps when accelerate's accumulation is complete."""
 
     optimizer: ShardedOptimizer
 
@@ -56,12 +56,12 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
 
 
 class PreparedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate has no types.
-    """A scheduler that goes on by the batches of all data-parallel ranks: tensor ranks share theirs."""
+    """A scheduler that counts the batches of all data-parallel ranks, as tensor ranks share theirs."""
 
     data_ranks = 1
 
     def step(self, *arguments: Any, **named: Any) -> None:
-        """Go on after a step of the loop, unless it made no update."""
+        """Advance after a step of the loop, unless it made no update."""
         complete = self.step_with_optimizer and self.gradient_state.sync_gradients
         if not complete or self.split_batches or any(each.step_was_skipped for each in self.optimizers):
             super().step(*arguments, **named)
@@ -78,19 +78,19 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     """
 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, accumulation: int | None = None, **named: Any):
-        """Take accelerate's arguments, and what `shard` takes as `config`.
+        """Create an accelerator with accelerate's arguments and the configuration of `shard`.
 
         Args:
-            arguments, named: those of accelerate. `mixed_precision` is the dtype of forward and backward; master weights and the
-                optimizer's state are float32.
+            arguments, named: the arguments of accelerate. `mixed_precision` is the dtype of forward and backward; master weights
+                and the optimizer's state are float32.
             zeromesh: a path of a YAML or JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`.
-            accumulation: backwards of a step; None: accelerate's `gradient_accumulation_steps`.
+            accumulation: the backwards of a step; None: accelerate's `gradient_accumulation_steps`.
 
         Raises:
-            ConfigError: for what would partition models otherwise, and for processes that accelerate does not see.
+            ConfigError: for another partitioning plugin, and for processes that accelerate does not see.
         """
         if accelerator_kind() is None:
-            named["cpu"] = True  # Else accelerate takes each process of a launch for a single one.
+            named["cpu"] = True  # Otherwise accelerate ignores the other processes of a launch.
         for name in ("deepspeed", "fsdp", "megatron_lm"):
             if named.get(f"{name}_plugin") or parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}"):
                 raise ConfigError(
@@ -106,7 +106,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self._optimizers: list[PreparedOptimizer]
         self._prepared: dict[int, PreparedOptimizer] = {}
         self._gathers_data_alone = self._leaves_models_alone = False
-        self.scaler = None  # The engine has the loss scale.
+        self.scaler = None  # The engine scales the loss.
         problems = self._problems()
         if problems:
             raise ConfigError(problems, where="Accelerator")
@@ -115,7 +115,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._share_batches()
 
     def _problems(self) -> list[str]:
-        """Say what of accelerate's settings the engine cannot follow, or has settings of its own for."""
+        """Return the settings of accelerate that the engine does not support, or has other keys for."""
         state, mixed, handler = self.state, self.state.mixed_precision, self.ddp_handler
         kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         ranks, shape = read_environment().world_size, state.parallelism_config
@@ -151,13 +151,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return [problem for problem, found in problems.items() if found]
 
     def _share_batches(self) -> None:
-        """Give the ranks that divide layers the same batches: loaders ask the device mesh who those are."""
+        """Give tensor ranks the same batches, through the device mesh that loaders ask."""
         shape = MeshShape.resolve(self.num_processes, tensor=self._tensor)
         sizes = {"tp_size": self._tensor, "dp_shard_size": shape.shard}
         self.state.parallelism_config = ParallelismConfig(**sizes)
         self.state.device_mesh = self.state.parallelism_config.get_device_mesh(self.device.type)
-
-    # Preparation
 
     def prepare(self, *arguments: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order and number, and return them in that order.
@@ -174,7 +172,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 "prepare() got an optimizer without its model; pass a model and the optimizer over its parameters together"
             )
         for model, optimizer in pairs:
-            if optimizer is not None and is_sharded(model):  # It was evaluated before, or trained by another optimizer.
+            if optimizer is not None and is_sharded(
+                model
+            ):  # The model was evaluated before, or trained by another optimizer.
                 self.make_whole(model)
             if not is_sharded(model):
                 self._partition(model, optimizer)
@@ -184,7 +184,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._prepared = {}
 
     def _prepare_tp(self, *arguments: Any) -> tuple[Any, ...]:
-        """Leave layers to the engine, which divides them."""
+        """Skip accelerate's tensor parallelism: the engine divides layers."""
         return arguments
 
     def prepare_model(
@@ -209,7 +209,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler, which follows the optimizer that it was made of, or all of them."""
+        """Wrap a scheduler, which follows its optimizer, or all of them."""
         prepared = super().prepare_scheduler(scheduler)
         follows = [
             each for each in self._optimizers if each.optimizer.stands_for(getattr(scheduler, "optimizer", None))
@@ -222,12 +222,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        _GIVEN[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
+        _ORIGINALS[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
         _replace(model, "save_pretrained", _store_whole, self)
         if self._compute in _COMPUTE.values():
             _replace(model, "forward", _compute_in, getattr(torch, str(self._compute)))
         precision = {} if self._compute is None else {"compute": self._compute}
-        # Stages 2 and 3 sum over ranks in each backward anyhow.
+        # Stages 2 and 3 reduce gradients in each backward anyway.
         accumulation = (self._accumulation or self.gradient_accumulation_steps) if self._config.zero.stage < 2 else 1
         _, sharded = shard(model, optimizer, self._config, accumulation=accumulation, precision=precision)
         if self._tensor > 1 and engine_of(model).mesh.data_index != self.process_index // self._tensor:
@@ -238,20 +238,18 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._prepared[id(optimizer)] = PreparedOptimizer(sharded)
 
     def make_whole(self, model: nn.Module) -> None:
-        """Make a prepared model an ordinary one again, as it came; its optimizer is over. All ranks call it."""
+        """Restore a prepared model to its state before `prepare`; its optimizer cannot be used afterwards. All ranks call it."""
         unshard(model)
         for name, each in model.named_parameters():
-            dtype, trained = _GIVEN.get(model, {}).get(name, (each.dtype, each.requires_grad))
+            dtype, trained = _ORIGINALS.get(model, {}).get(name, (each.dtype, each.requires_grad))
             each.data = each.data.to(dtype)
             each.requires_grad_(trained)
-
-    # The step
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
         """Run backward with the loss over `gradient_accumulation_steps`, times the loss scale of float16.
 
         Raises:
-            ConfigError: for float16 with several optimizers, which have a scale each.
+            ConfigError: for float16 with several optimizers, as each has a loss scale.
         """
         loss = loss / self.gradient_accumulation_steps
         if self._compute == "float16":
@@ -263,7 +261,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         torch.autograd.backward(loss, **named)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Do nothing: norms and gradients that the engine gives are without the loss scale."""
+        """Do nothing, since the engine returns norms and gradients without the loss scale."""
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -293,26 +291,25 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         raise ConfigError("clip_grad_norm_ got parameters of no prepared model that is trained")
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Gradients are summed over ranks only in part when this is called. Raises `ConfigError`."""
+        """Raise `ConfigError`, as gradients are only partly reduced at this point."""
         raise ConfigError("clip_grad_value_ needs whole gradients, which are divided among ranks; use clip_grad_norm_")
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Run the block: even batches need no joining. Raises `ConfigError` for others: all ranks gather in each forward."""
+        """Run the block, as even batches need no joining. Raises `ConfigError` for uneven ones: all ranks gather in each
+        forward."""
         if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):
             raise ConfigError(
                 "even_batches is False, and all ranks have to call the model equally often; leave it True"
             )
         yield
 
-    # Results
-
     def gather(self, tensor: Any) -> Any:
         """Gather tensors of all ranks, as accelerate does."""
         return self.gather_of_data(tensor) if self._gathers_data_alone else super().gather(tensor)
 
     def gather_of_data(self, tensor: Any) -> Any:
-        """Gather tensors of all ranks, but of those that share layers, which have the same ones, once."""
+        """Gather tensors of all data-parallel ranks; those of tensor ranks, which are equal, are gathered once."""
         ranks = self.num_processes
         return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self._tensor]), super().gather(tensor))
 
@@ -328,10 +325,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         finally:
             self._gathers_data_alone = False
 
-    # What is written
-
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Give all parameters and buffers of a model, whole, on the CPU, in the dtypes that they came in: on the main process.
+        """Return all whole parameters and buffers of a model, on the CPU, in their original dtypes, on the main process.
 
         All ranks call it; the others get an empty dict, as with accelerate's FSDP.
         """
@@ -340,7 +335,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if not is_sharded(model):
             plain: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return plain
-        given, found = _GIVEN.get(model, {}), {}
+        given, found = _ORIGINALS.get(model, {}), {}
         for name, tensor in state_dict(model):
             if self.is_main_process:
                 found[name] = tensor.to("cpu", given.get(name, (tensor.dtype,))[0], copy=True)
@@ -350,9 +345,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def save_state(
         self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **named: Any
     ) -> Any:
-        """Write models and optimizers as checkpoints of zeromesh, which any number of ranks can load, and accelerate's own files
-        beside them, into a directory, which is returned."""
-        with self._models_apart():
+        """Write models and optimizers as checkpoints of zeromesh, which any number of ranks can load, beside accelerate's files;
+        returns the directory."""
+        with self._without_models():
             location = super().save_state(output_dir, safe_serialization, **named)
         for directory, model, optimizer in self._stored(Path(location)):
             save(directory, model, optimizer, alone=True)
@@ -361,11 +356,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def load_state(
         self, input_dir: str | PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **named: Any
     ) -> None:
-        """Load what `save_state` has written, also on another number of ranks.
+        """Load the files of `save_state`, on any number of ranks.
 
         Raises:
             CheckpointError, LayoutError: as `load`.
-            PhaseError: where there is nothing of a model.
+            PhaseError: where the files of a model are missing.
         """
         read: list[Path] = []
 
@@ -373,14 +368,14 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             models.clear()
             read.append(Path(directory))
 
-        with self._models_apart(), _last_hook(self._load_model_state_pre_hook, note):
+        with self._without_models(), _last_hook(self._load_model_state_pre_hook, note):
             super().load_state(input_dir, load_kwargs, **named)
         for directory, model, optimizer in self._stored(read[0]):
             if load(directory, model, optimizer) is None:
                 raise PhaseError(f"there is no checkpoint of zeromesh in {directory}")
 
     @contextmanager
-    def _models_apart(self) -> Iterator[None]:
+    def _without_models(self) -> Iterator[None]:
         """Inside the block accelerate writes and reads neither weights nor states of optimizers."""
         optimizers: list[PreparedOptimizer]
         optimizers, self._optimizers, self._leaves_models_alone = self._optimizers, [], True
@@ -391,20 +386,18 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._optimizers, self._leaves_models_alone = optimizers, False
 
     def _stored(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:
-        """The directory of each model's checkpoints, with its optimizer."""
         for number, model in enumerate(self._models):
             name = f"zeromesh_{number}" if number else "zeromesh"
             yield directory / name, model, self.optimizer_of(model)
 
     def optimizer_of(self, model: nn.Module) -> ShardedOptimizer | None:
-        """The optimizer of a prepared model, if it has one."""
+        """Return the optimizer of a prepared model, if it has one."""
         found = (each.optimizer for each in self._optimizers if each.optimizer.engine.model is model)
         return next(found, None)
 
 
 @contextmanager
 def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[..., None]) -> Iterator[None]:
-    """Inside the block accelerate calls `hook` after those of the user."""
     hooks[_last_hook] = hook
     try:
         yield
@@ -413,7 +406,7 @@ def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[.
 
 
 def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimizer | None:
-    """The optimizer that updates parameters of a model. Raises `ConfigError` where there are several."""
+    """Return the optimizer with parameters of a model. Raises `ConfigError` where there are several."""
     own = {id(each) for each in model.parameters()}
     found = [each for each in optimizers if any(id(p) in own for group in each.param_groups for p in group["params"])]
     if len(found) > 1:
@@ -424,12 +417,12 @@ def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimize
 
 
 def _compute_in(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """A model's `forward` that takes floating point inputs in `dtype` and gives results in float32, as autocast would."""
+    """Return a model's `forward` with floating-point inputs cast to `dtype` and results to float32, as under autocast."""
 
     def converted(model: Any, *arguments: Any, **named: Any) -> Any:
         if not is_sharded(model):
             return forward(model, *arguments, **named)
-        exact = {name: named.pop(name) for name in ("labels",) if name in named}  # What a loss compares with.
+        exact = {name: named.pop(name) for name in ("labels",) if name in named}  # Targets of a loss keep their dtype.
         arguments, named = recursively_apply(lambda each: each.to(dtype), (arguments, named), test_type=_is_floating)
         return convert_to_fp32(forward(model, *arguments, **named, **exact))
 
@@ -437,7 +430,7 @@ def _compute_in(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[...
 
 
 def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
-    """A `save_pretrained` that saves whole parameters, in the dtype of the master weights; all ranks call it."""
+    """Return a `save_pretrained` that saves whole parameters, in the dtype of the master weights; all ranks call it."""
 
     def stored(model: Any, directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> None:
         if state_dict is None and is_sharded(model):
@@ -453,7 +446,9 @@ def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callabl
         with copies_from(model, state_dict or {}):
             store(model, directory, *arguments, state_dict=state_dict, **named)
         if accelerator.is_main_process and floating and not is_adapted(model) and model.config.dtype not in floating:
-            model.config.dtype = max(floating, key=lambda each: each.itemsize)  # transformers takes that of the model.
+            model.config.dtype = max(
+                floating, key=lambda each: each.itemsize
+            )  # transformers saves in the model's dtype.
             model.config.save_pretrained(directory)
 
     return stored
@@ -462,7 +457,6 @@ def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callabl
 def _replace(
     model: nn.Module, name: str, made_of: Callable[[Callable[..., Any], Any], Callable[..., Any]], how: Any
 ) -> None:
-    """Put `made_of(method, how)` in the place of a model's method, once."""
     own: Any = getattr(model, name, None)
     if own is None or hasattr(own, "of_accelerator"):
         return

@@ -1,4 +1,4 @@
-"""`ZeromeshStrategy`: Lightning starts the processes and joins them, as for DDP, and `shard` partitions the module."""
+"""`ZeromeshStrategy`: Lightning starts the processes and process group as for DDP, and `shard` partitions the module."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
     """
 
     restore_checkpoint_after_setup = True
-    lightning_restore_optimizer = False  # `load_checkpoint` does.
+    lightning_restore_optimizer = False  # `load_checkpoint` restores them.
 
     def __init__(self, stage: int = 3, *, config: ConfigSource = None, **options: Any) -> None:
         """Take `stage`, `config` and `options` as `zeromesh.shard` does."""
@@ -35,7 +35,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         self._given: dict[str, Any] = {"config": config, "stage": stage, **options}
 
     def setup(self, trainer: Any) -> None:
-        """Partition the module; for `fit`, with its optimizer. Raises `ConfigError` for what is not there."""
+        """Partition the module; for `fit`, with its optimizer. Raises `ConfigError` for unsupported settings."""
         plugin = self.precision_plugin
         if plugin.precision not in _PRECISIONS:
             raise ConfigError(f"precision is {plugin.precision}; allowed are {', '.join(_PRECISIONS)}")
@@ -53,10 +53,10 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
             self._partition(None)
 
     def configure_ddp(self) -> None:
-        """Leave the module as it is: `setup_optimizers` comes next, and partitions it."""
+        """Do not wrap the module, as `setup_optimizers` partitions it."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Partition the module with the optimizer that it makes. Raises `ConfigError` unless that is one."""
+        """Partition the module with its optimizer. Raises `ConfigError` unless it has exactly one."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1 or not self.optimizers[0].param_groups:
             raise ConfigError(
@@ -73,30 +73,30 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that divide layers get the same batches."""
+        """The arguments of the sampler, which gives tensor ranks the same batches."""
         mesh = engine_of(self.model).mesh
         return {"num_replicas": mesh.data.size, "rank": mesh.data_index}
 
     def teardown(self) -> None:
-        """End, and leave the module partitioned on its device."""
+        """Tear down, and leave the module partitioned on its device."""
         module = self.lightning_module
         self._lightning_module = None
         super().teardown()
         self._lightning_module = module
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return names and shapes, of which hooks may leave some out: `save_checkpoint` writes the shards of weights."""
+        """Return names and shapes, of which hooks may remove some: `save_checkpoint` writes the shards of weights."""
         named = self.lightning_module.state_dict(keep_vars=True).items()
         return {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in named}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing: `save_checkpoint` writes the shards of moments."""
+        """Return nothing, as `save_checkpoint` writes the shards of moments."""
         return {}
 
     def save_checkpoint(self, checkpoint: Any, filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a directory as `zeromesh.save` does, and what Lightning knows besides into it, before it is complete.
+        """Write a directory as `zeromesh.save` does, with Lightning's other state in it before it is complete.
 
-        What a hook has taken out of the checkpoint's `state_dict` is left out. Raises `ConfigError` for what it has put in.
+        Tensors that a hook has removed from the checkpoint's `state_dict` are left out. Raises `ConfigError` for added ones.
         """
         names, kept = set(self.lightning_module.state_dict(keep_vars=True)), checkpoint["state_dict"]
         changed = [each for each, value in kept.items() if each not in names or not value.is_meta]
@@ -114,7 +114,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
                 self.checkpoint_io.remove_checkpoint(earlier)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> Any:
-        """Load weights, for `fit` with moments; returns what Lightning knew besides. Raises `CheckpointError` if it is no such."""
+        """Load weights, for `fit` with moments; returns Lightning's other state. Raises `CheckpointError` for other checkpoints."""
         state = load(checkpoint_path, self.model, next(iter(self.optimizers), None)) or {}
         if "lightning" not in state:
             raise CheckpointError(f"{checkpoint_path} is no checkpoint of ZeromeshStrategy")
@@ -127,7 +127,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
-        """Do nothing: `load_checkpoint` has loaded the weights."""
+        """Do nothing, as `load_checkpoint` has loaded the weights."""
 
 
 def _clip_gradients(optimizer: Any, limit: float = 0.0, algorithm: str = "norm") -> None:

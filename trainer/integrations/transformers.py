@@ -1,11 +1,11 @@
-"""transformers' own `Trainer`, and what is built on it, over the engine.
+"""transformers' own `Trainer`, and trainers that are based on it, over the engine.
 
 from zeromesh.transformers import Trainer
 
 trainer = Trainer(model, TrainingArguments(...), train_dataset=data, zeromesh={"zero": {"stage": 3}})
 
-Loops, losses, data, callbacks and overrides are transformers' code and the user's. Beneath it lies `zeromesh.accelerate`, and what
-would read parameters or states of the optimizer as a whole reads them from the engine.
+Loops, losses, data, callbacks and overrides are transformers' code and the user's. `zeromesh.accelerate` is the backend, and code
+that accesses whole parameters or optimizer states gets them from the engine.
 """
 
 import sys
@@ -30,11 +30,10 @@ from zeromesh.trainer.shard import engine_of, is_sharded, load, save
 
 _Trainer = TypeVar("_Trainer", bound=type)
 _FOLDER = "zeromesh"
-"""The folder of a `checkpoint-N` in which weights and states of the optimizer lie, divided among ranks."""
 
 
-class _StatesElsewhere:
-    """Stands for an optimizer where transformers writes and reads the states of one."""
+class _NoStates:
+    """A placeholder for the optimizer while transformers writes or reads optimizer states."""
 
     read = False
 
@@ -51,7 +50,7 @@ class _StatesElsewhere:
 
 
 class TrainerOverEngine:
-    """The class that `on_zeromesh` puts before a trainer of transformers. All ranks make the same calls, `save_model` too."""
+    """The mixin of `on_zeromesh` for transformers' trainers. All ranks make the same calls, `save_model` too."""
 
     accelerator: Accelerator
     args: Any
@@ -63,34 +62,31 @@ class TrainerOverEngine:
     training_step: Any
 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, **named: Any) -> None:
-        """Take the arguments of the trainer, and what `shard` takes as `config`.
+        """Create a trainer with transformers' arguments and the configuration of `shard`.
 
         Args:
-            arguments, named: those of transformers.
+            arguments, named: the arguments of transformers.
             zeromesh: a path of a YAML or JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`.
 
         Raises:
-            ConfigError: for what would partition the model otherwise, and for a pipeline axis.
+            ConfigError: for another partitioning plugin, and for a pipeline axis.
         """
         self._zeromesh = zeromesh
         super().__init__(*arguments, **named)
 
     @property
     def _super(self) -> Any:
-        """The trainer without what this class changes."""
         return super()
 
-    # Before training
-
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, in transformers' way."""
+        """Create the accelerator with transformers' arguments."""
         if getattr(self.args, "sync_ref_model", False):  # TRL's; each rank would add to parameters that ranks share.
             raise ConfigError("sync_ref_model writes into a divided reference model; set it to False")
         if self.args.n_gpu > 1:
-            self.args._n_gpu = 1  # Each rank has one; others are not used.
+            self.args._n_gpu = 1  # Each rank uses one.
         accumulation = self.args.gradient_accumulation_steps
         if accumulation > 1 and type(self).training_step is not transformers.Trainer.training_step:
-            accumulation = sys.maxsize  # A step of the user's own may run backward several times.
+            accumulation = sys.maxsize  # A user's `training_step` may run backward several times.
         made = partial(Accelerator, zeromesh=self._zeromesh, accumulation=accumulation)
         with replaced(library, {"Accelerator": made}):
             self._super.create_accelerator_and_postprocess()
@@ -98,18 +94,20 @@ class TrainerOverEngine:
             raise ConfigError(f"{type(self).__name__} makes an accelerator of its own, which zeromesh cannot be under")
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        """Leave a model where it is: whole it may be too large for the device, and the engine moves its parts."""
+        """Skip the move: the whole model may be too large for the device, and the engine moves its parts."""
 
     def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
-        if is_sharded(self.model) and self.optimizer is None:  # It was evaluated before, and nothing of it is trained.
+        if (
+            is_sharded(self.model) and self.optimizer is None
+        ):  # The model was evaluated before, with all parameters frozen.
             self.accelerator.make_whole(self.model)
         return self._super._prepare_for_training(*arguments, **named)
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
-        """Return the epochs and batches that are behind a run that goes on.
+        """Return the epochs and batches that a resumed run has finished.
 
-        transformers takes the steps of a stream, whose epochs have an end that it does not know, for those of one epoch: it would
-        look for the place beyond that end, and then begin at the next epoch. `state.epoch` counts the epochs that ended.
+        transformers assumes that a stream, whose epochs have no known length, has one epoch: it would skip batches beyond the end
+        of the stream, and resume at the next epoch. `state.epoch` counts the finished epochs.
         """
         epochs, batches = self._super._init_training_state(*arguments)
         checkpoint = arguments[3]  # max_steps, updates of an epoch, epochs, checkpoint, trial.
@@ -121,24 +119,20 @@ class TrainerOverEngine:
 
     def _update_auto_batch_size(self, batch_size: int) -> None:
         if is_sharded(self.model):
-            engine_of(self.model).forget_gradients()  # The step that had no room is over.
+            engine_of(self.model).forget_gradients()  # The step that ran out of memory is over.
         self._super._update_auto_batch_size(batch_size)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        return False  # Finding out reads gradients, and those are the engine's.
-
-    # Evaluations
+        return False  # The answer would read gradients, which the engine holds.
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
-        """Run an evaluation in transformers' way; what ranks that share layers have in common is gathered once.
+        """Run an evaluation in transformers' way; values that are equal on tensor ranks are gathered once.
 
-        `Seq2SeqTrainer` gathers with `Accelerator.gather`, other trainers with `gather_for_metrics`, which knows of this.
+        `Seq2SeqTrainer` gathers with `Accelerator.gather`, other trainers with `gather_for_metrics`, which handles this.
         """
         if self.gather_function == self.accelerator.gather and self.accelerator.num_processes > 1:
             self.gather_function = self.accelerator.gather_of_data
         return self._super.evaluation_loop(*arguments, **named)
-
-    # Checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and is_sharded(self.model):
@@ -161,8 +155,8 @@ class TrainerOverEngine:
             raise CheckpointError(f"there is no checkpoint of zeromesh in {stored}")
 
     def _without_states(self, call: Callable[[str | None], None], directory: str | None) -> bool:
-        """Let transformers write or read its own files of a step; whether it wanted to read states of an optimizer."""
-        own, self.optimizer = self.optimizer, _StatesElsewhere()
+        """Let transformers write or read its other files of a step; returns True if it tried to read optimizer states."""
+        own, self.optimizer = self.optimizer, _NoStates()
         try:
             call(directory)
             return bool(self.optimizer.read)
@@ -178,14 +172,14 @@ class TrainerOverEngine:
             self._super._load_best_model()
 
     def _load_divided(self, checkpoint: str | PathLike[str]) -> bool:
-        """Load the weights of a checkpoint of zeromesh into a partitioned model; False where one of both is not so."""
+        """Load a zeromesh checkpoint's weights into a partitioned model; returns False for another checkpoint or model."""
         stored = Path(checkpoint) / _FOLDER
         return is_sharded(self.model) and stored.is_dir() and load(stored, self.model) is not None
 
 
 @cache
 def on_zeromesh(trainer: _Trainer) -> _Trainer:
-    """Put the engine under a class of trainers: transformers' own, TRL's, or one of your own.
+    """Put the engine under a class of trainers: transformers' own, TRL's, or the user's.
 
     The class that is returned takes the same arguments, and `zeromesh`, a configuration by file or dict.
 

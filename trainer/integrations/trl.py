@@ -1,7 +1,7 @@
-"""`train.method`: TRL's own trainers over the engine, from a configuration.
+"""`train.method`: TRL's trainers over the engine, from a configuration.
 
-`ARGUMENTS` has the names that our keys have there. What is set and is in no table is refused, so that nothing is passed over;
-what is not set is as TRL has it.
+`ARGUMENTS` maps our keys to TRL's names. Keys that are set and in no table are refused, so that none is ignored; unset ones have
+TRL's defaults.
 """
 
 from pathlib import Path
@@ -34,10 +34,10 @@ _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet
 
 
 def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
-    """Return the arguments of TRL's configuration of a method, for so many ranks.
+    """Return the arguments of TRL's configuration class of a method, for so many ranks.
 
     Raises:
-        ConfigError: for the keys that TRL has no word for, all at once.
+        ConfigError: with all keys that TRL has no argument for.
     """
     given = config.model_dump(exclude_unset=True)
     keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
@@ -82,7 +82,7 @@ def train(config: TrainerConfig) -> None:
     """Train by TRL's trainer, and write the model into the folder `model` of the run's directory. All ranks call it.
 
     Raises:
-        ConfigError: for what TRL has no word for or does not take, and where it is not installed.
+        ConfigError: for unsupported settings, and where TRL is not installed.
     """
     arguments, kind = arguments_of(config, read_environment().world_size), _KINDS[config.train.method]
     directory = Path(config.run.output_dir).expanduser() / config.run.name
@@ -128,7 +128,6 @@ def train(config: TrainerConfig) -> None:
 
 
 def _tokenizer(spec: str | None) -> Any:
-    """The tokenizer of a directory or of the Hub; for `bytes` one whose tokens are bytes."""
     if spec is None:
         raise ConfigError("data.tokenizer: missing; give bytes, a directory, or model.source, which has its own")
     if spec == "bytes":
@@ -144,7 +143,7 @@ def _tokenizer(spec: str | None) -> Any:
 
 
 def _write_base(config: TrainerConfig, folder: str, tokenizer: Any) -> None:
-    """Write a model that is built from its fields, since TRL's trainers load models, a reference model too, by their names."""
+    """Write a newly initialized model to a folder, since TRL's trainers load models, a reference model too, by name."""
     fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **(config.model.config or {})}
     set_seed(config.run.seed)
     made = AutoConfig.for_model(**fields)
@@ -152,7 +151,6 @@ def _write_base(config: TrainerConfig, folder: str, tokenizer: Any) -> None:
 
 
 def _rows(spec: Any) -> Any:
-    """The rows of files, or of a name on the Hub."""
     from datasets import load_dataset
 
     files = [spec] if isinstance(spec, str) else list(spec)

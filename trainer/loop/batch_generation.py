@@ -1,7 +1,7 @@
-"""New tokens for the batches of an evaluation, for `predict_with_generate`: as transformers' `Seq2SeqTrainer`, under every layout.
+"""Generation in evaluations, for `predict_with_generate`, as in transformers' `Seq2SeqTrainer`, under every layout.
 
-A decoder-only model goes on from what stands before the first label that counts, padded on the left, and only its new tokens are
-kept, so that they compare with the labels. An encoder-decoder model is given the batch without its labels.
+A decoder-only model continues the tokens before the first label that is not ignored, padded on the left, and only its new tokens
+are kept, so that they compare with the labels. An encoder-decoder model gets the batch without labels.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,20 +20,19 @@ from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.generation import decoder_positions, ends_of, settings_with
 
 _NEW_TOKENS = 64
-"""New tokens where neither the caller, the configuration nor the model's `generation_config.json` says how many."""
+"""The default of `max_new_tokens` where neither the caller, the configuration nor `generation_config.json` gives one."""
 _REFUSED = {
     "num_return_sequences": "a sample has one prediction",
     "return_dict_in_generate": "predictions are tokens",
 }
-"""Fields of `GenerationConfig` that are refused, and why."""
 _OF_WHOLE_TEXTS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
-"""Fields that count the padding of a decoder's prompts, which depends on the batch, and what to give instead."""
+"""Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""
 
 
 def settings_of(
     model: Any, fields: Mapping[str, Any], processing_class: Any, asked: str = "predict_with_generate"
 ) -> GenerationConfig:
-    """Return the settings of what `asked` to generate: the model's own ones with `fields` on top, and a padding token.
+    """Return the generation settings for `asked`: the model's own ones, overridden by `fields`, with a padding token.
 
     Raises:
         ConfigError: for a model that does not generate, and for fields that do not exist, have values that transformers refuses, or
@@ -60,14 +59,14 @@ def settings_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchGeneration:
-    """Generates for the batches of one evaluation; all ranks make it, and call `tokens` for as many batches."""
+    """Generates for the batches of one evaluation; all ranks create it, and call `tokens` for equally many batches."""
 
     placed: PlacedModel
     settings: GenerationConfig
     seed: str
-    """Seeds sampling, together with the number of a batch's first sample."""
+    """The seed of sampling, combined with the index of a batch's first sample."""
     asked: str = "predict_with_generate"
-    """The setting that asks for generation, for error messages."""
+    """The setting that enables generation, for error messages."""
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go with the layout."""
@@ -75,14 +74,14 @@ class BatchGeneration:
 
     @property
     def padding(self) -> int:
-        """The token that stands after the end of a prediction."""
+        """The padding token after the end of a prediction."""
         return int(self.settings.pad_token_id or 0)
 
     def tokens(self, batch: Mapping[str, Any], samples: Sequence[int], compute: torch.dtype) -> Tensor:
-        """Tokens [samples, length] for a batch on the CPU, whose samples have these numbers in the dataset; on the mesh's device.
+        """Return tokens [samples, length] for a batch on the CPU, on the mesh's device; `samples` are the dataset's indices.
 
-        Of a decoder-only model only new ones; of others with the one that they start with. `compute` is the dtype of the model's
-        inputs.
+        A decoder-only model returns new tokens only, an encoder-decoder model the start token too. `compute` is the dtype of the
+        model's inputs.
 
         Raises:
             DataError: for a sample without a prompt, with one that is too long, or that shares its row with others.
@@ -101,19 +100,18 @@ class BatchGeneration:
         return tokens if whole else tokens[:, given:]
 
     def _pad_after_end(self, new: Tensor) -> None:
-        """Put the pad token behind the first token that ends each row, where the library's beams have another if it is 0."""
+        """Overwrite tokens after the end with the padding token; transformers' beam search uses another one if it is 0."""
         if self.settings.eos_token_id is not None:
             ends = torch.isin(new, torch.tensor(self.settings.eos_token_id, device=new.device)).int()
             new.masked_fill_(ends.cumsum(1) - ends > 0, self.padding)
 
     @property
     def _fixed(self) -> dict[str, Any]:
-        """The arguments of `generate` beside prompts."""
         beside = {"tokenizer": self.placed.processing_class} if self.settings.stop_strings else {}
         return {"generation_config": self.settings, **beside}
 
     def inputs(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
-        """Return the prompts of a batch, as `tokens` is given it. Raises `DataError` as that does."""
+        """Return the prompts of a batch, as passed to `tokens`. Raises `DataError` as `tokens` does."""
         if self.placed.module.config.is_encoder_decoder:
             return without_targets(batch)
         inputs, lengths = prompts_of(batch, samples, self.padding)
@@ -128,7 +126,7 @@ class BatchGeneration:
 
 
 def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a batch that an encoder-decoder model generates from: no labels, nor inputs of the decoder made of them."""
+    """Return a batch without labels and the decoder inputs derived from them, for an encoder-decoder model."""
     labels = batch.get("labels")
     targets = {"labels"}
     begun = batch.get("decoder_input_ids")
@@ -138,10 +136,10 @@ def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -> tuple[dict[str, Any], Tensor]:
-    """Return the tokens before the first label that counts in each row of a batch, or a whole row without one, padded on the left.
+    """Return the tokens before the first label that is not ignored in each row, or the whole row without one, padded on the left.
 
-    Returns the fields of the batch, of which those with a value for each token are cut and padded like `input_ids`, with an
-    `attention_mask`, both [samples, longest]; and how long each prompt is, [samples].
+    Returns the fields of the batch, with all per-token fields cut and padded like `input_ids` and with an `attention_mask`, both
+    [samples, longest]; and the length of each prompt, [samples].
 
     Raises:
         DataError: for a row without a prompt, and for a batch that has no row of tokens for each of `samples`.
@@ -172,7 +170,7 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
             f"predict_with_generate: sample{'' if one else 's'} {some(missing, 8)} {'has' if one else 'have'} no prompt: it is "
             f"what stands before the first label that is not {IGNORED_LABEL}. Set the labels of prompts to {IGNORED_LABEL}"
         )
-    # Places that are kept come last, in their order.
+    # A stable sort moves kept positions to the end, in order.
     order = kept.int().argsort(dim=1, stable=True)[:, -int(lengths.max()) :]
     kept = kept.gather(1, order)
     inputs: dict[str, Any] = {

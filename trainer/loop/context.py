@@ -1,4 +1,4 @@
-"""`RunContext`: the parts of a run, which stay as `build_run` has made them, and `RunProgress`, what its steps change."""
+"""`RunContext`, the parts of a run as `build_run` creates them, and `RunProgress`, the counters that its steps update."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserInputs:
-    """The inputs that the user has passed to the trainer beside its configuration."""
+    """The arguments that the user has passed to the trainer beside its configuration."""
 
     model: nn.Module | Callable[[], nn.Module] | None = None
     train_dataset: MapDataset | None = None
@@ -53,111 +53,110 @@ class UserInputs:
     lr_scheduler: MakeScheduler | None = None
     processing_class: Any = None
     named: frozenset[str] = frozenset()
-    """Those that the configuration names, and no script has passed."""
+    """The inputs that come from the configuration, not from arguments."""
 
     @property
     def reads_text(self) -> bool:
-        """True if the configuration names text, and its tokenizer."""
+        """True if the configuration names the text data and the tokenizer."""
         return self.train_dataset is None and self.eval_dataset is None and self.processing_class is None
 
     def names(self) -> dict[str, str]:
-        """Which inputs were passed, and which were not: ranks can compare that much of them."""
+        """Return for each input a text that says if it was passed, for ranks to compare."""
         given = {each.name: "given" if getattr(self, each.name) is not None else "not given" for each in fields(self)}
         return {**given, **dict.fromkeys((*self.named, "named"), "named in the configuration")}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitReport:
-    """The result of a run. Losses are means over targets; `losses` has one per step. A global batch without a target is no step."""
+    """The result of a run. Losses are means over targets; `losses` has one per step. A global batch without targets is no step."""
 
     final_step: int
     final_loss: float
     losses: tuple[float, ...] = field(repr=False)
-    """Those of this process; a run that was resumed has the earlier ones in `metrics.jsonl`."""
+    """The losses of this process's steps; a resumed run has the earlier ones in `metrics.jsonl`."""
     eval_loss: float | None
     """The loss of the evaluation after the last step; None without evaluation data."""
     tokens: int
     tokens_per_second: float
-    """Over all ranks, without the first step, which records and allocates."""
+    """Tokens per second over all ranks, without the first step, which records and allocates."""
     peak_memory_bytes: int
-    """The largest of any rank."""
+    """The peak memory of the rank with the most, in bytes."""
     skipped_steps: int
     """Steps without an update, because their gradients were not finite."""
     passed_over: int = 0
-    """Global batches of this process without a target, which made no update and are no steps."""
+    """Global batches of this process without targets, which are skipped and are no steps."""
     metrics: dict[str, float] = field(default_factory=dict, repr=False)
-    """The run in a few numbers, by transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
+    """The summary of the run under transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
 
 
 def _mean(losses: Sequence[float]) -> float:
-    """The mean; 0 of none."""
     return sum(losses) / max(1, len(losses))
 
 
 @dataclass(kw_only=True, slots=True)
 class RunProgress:
-    """How far a run is, and what its steps add up to. Losses and seconds are those of this process's steps."""
+    """The counters of a run. Losses and seconds are those of this process's steps."""
 
     max_nonfinite: int
-    """The run ends after so many skipped steps in a row; 0: never."""
+    """The limit of consecutive skipped steps, after which the run ends; 0: none."""
     log: list[Line] = field(default_factory=list)
-    """The logged lines in transformers' words: what callbacks know as `state.log_history`."""
+    """The logged lines in transformers' form, which callbacks know as `state.log_history`."""
     logged: int = 0
-    """How many of `losses` the lines of steps are means of."""
+    """The number of `losses` that logged lines have averaged."""
     step: int = 0
-    """Steps that were made."""
+    """The number of optimizer steps made."""
     passed_over: int = 0
-    """Steps whose data was left out, because a callback ended an epoch early or because it had no target."""
+    """The number of data steps skipped, because a callback ended an epoch early or a global batch had no targets."""
     without_targets: int = 0
-    """The latter, of this process."""
+    """The number of global batches without targets, in this process."""
     reached: int = 0
-    """The number of steps, made or passed over, up to the last one that was made."""
+    """The data position after the last step made, counting skipped data steps."""
     learning_rate: float = 0.0
     """The learning rate of the latest step."""
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
-    """Since the start of training."""
+    """Tokens since the start of training."""
     skipped: int = 0
     """Steps without an update since the start of training."""
     skipped_in_a_row: int = 0
     cause: str = ""
-    """Why the latest skipped step was."""
+    """The reason why the latest skipped step was skipped."""
     unit: str = "tokens"
-    """The unit that the latest step's throughput counts."""
+    """The unit of the latest step's throughput."""
     communication: Figures = field(default_factory=dict)
     bubbles: list[Mapping[str, float]] = field(default_factory=list)
     tokens_before: int = 0
-    """Tokens of earlier processes."""
+    """Tokens of earlier processes of the run."""
     loss_before: float | None = None
-    """The last loss of an earlier process."""
+    """The last loss of an earlier process of the run."""
     best: Best = field(default_factory=Best)
     evaluated_targets: int | None = None
-    """Targets of the latest evaluation; None where it was of several sets."""
+    """The number of targets of the latest evaluation; None for one of several sets."""
     owes_evaluation: bool = False
-    """True if the run was stopped in the evaluation after its last step."""
+    """True if the run was stopped during the evaluation after its last step."""
     stream: Mapping[str, Any] = field(default_factory=dict)
-    """The place of the training stream in the checkpoint from which the run was resumed; empty for a dataset with a length."""
+    """The position of the training stream in the resumed checkpoint; empty for a dataset with a length."""
     tracker: Mapping[str, str] = field(default_factory=dict)
-    """The facts about the run's trackers in the checkpoint from which it was resumed."""
+    """The tracker identifiers in the resumed checkpoint."""
     began: tuple[float, int] = field(default_factory=lambda: (time.perf_counter(), 0))
-    """When this process began to train, by `time.perf_counter`, and after how many samples."""
+    """The start of training in this process, by `time.perf_counter`, and the number of samples before."""
     summary: Values = field(default_factory=dict)
-    """Values of the whole run, once it was trained."""
+    """The summary of the whole run, after training."""
     report: FitReport | None = None
 
     @property
     def position(self) -> int:
-        """The step whose data comes next: steps made and steps passed over."""
+        """The index of the next data step: steps made and data steps skipped."""
         return self.step + self.passed_over
 
     @property
     def last_loss(self) -> float | None:
-        """The latest step's loss; None before the first."""
+        """The latest step's loss; None before the first step."""
         return self.losses[-1] if self.losses else self.loss_before
 
     def add(self, result: StepResult) -> None:
-        """Count a step that was just made."""
+        """Count a finished step."""
         self.reached = self.position + 1
         self.step += 1
         self.losses.append(result.loss)
@@ -173,7 +172,7 @@ class RunProgress:
             self.communication = added(self.communication, result.communication)
 
     def log_step(self, metrics: StepMetrics, epoch: float) -> None:
-        """Add the line of a step to the log: `loss` is the mean of the steps since the last such line."""
+        """Append a step's line to the log; `loss` is the mean over the steps since the last such line."""
         line: Line = {"loss": _mean(self.losses[self.logged :])}
         self.logged = len(self.losses)
         if metrics.grad_norm is not None:
@@ -181,11 +180,11 @@ class RunProgress:
         self.log.append({**line, "learning_rate": metrics.lr, "epoch": epoch, "step": metrics.step})
 
     def latest_line(self) -> Line:
-        """The last line as transformers gives it to callbacks, which know the step from elsewhere."""
+        """Return the last line in the form of transformers' callbacks, without the step."""
         return {name: value for name, value in self.log[-1].items() if name != "step"}
 
     def check(self) -> None:
-        """Raise `NonFiniteError` after too many skipped steps in a row."""
+        """Raise `NonFiniteError` after too many consecutive skipped steps."""
         if self.max_nonfinite and self.skipped_in_a_row >= self.max_nonfinite:
             raise NonFiniteError(
                 f"gradients were not finite in {counted(self.skipped_in_a_row, 'step')} in a row, up to step {self.step} "
@@ -194,7 +193,7 @@ class RunProgress:
             )
 
     def require_trained(self) -> None:
-        """Raise `NonFiniteError` where more than half of all steps made no update: such a run is no success."""
+        """Raise `NonFiniteError` where more than half of all steps made no update."""
         if self.max_nonfinite and 2 * self.skipped > self.step:
             raise NonFiniteError(
                 f"{self.skipped} of {counted(self.step, 'step')} made no update, because their gradients were "
@@ -205,7 +204,7 @@ class RunProgress:
             )
 
     def notes(self) -> list[str]:
-        """Lines about the average step: skipped updates, communication, and how long a pipeline has stood still."""
+        """Return notes about the average step: skipped updates, communication, and the pipeline bubble."""
         found = []
         if self.skipped:
             found.append(f"{counted(self.skipped, 'step')} made no update: their gradients were not finite")
@@ -225,7 +224,7 @@ class RunProgress:
         return found
 
     def report_of(self, eval_loss: float | None, peak: int, values: Values) -> FitReport:
-        """The report of the run; `peak`: bytes that the rank with the most has needed, `values`: those of the whole run."""
+        """Return the report of the run; `peak` is the peak memory of any rank in bytes, `values` the summary."""
         steady = self.seconds[1:] or self.seconds
         per_step = (self.tokens - self.tokens_before) / max(1, len(self.seconds))
         return FitReport(
@@ -244,7 +243,7 @@ class RunProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunContext:
-    """The parts of one run. `config` has what the data decides, such as the number of steps of so many epochs."""
+    """The parts of one run. `config` has values derived from the data, such as the number of steps of an epoch."""
 
     config: TrainerConfig
     mesh: Mesh
@@ -255,28 +254,28 @@ class RunContext:
     plan: BatchPlan
     data: RunData
     data_description: Mapping[str, Any]
-    """The description of the data that a resumed run must have in common with this one; see `RunData.description`."""
+    """The description of the data that a resumed run must match; see `RunData.description`."""
     schedule: LRSchedule | TorchSchedule
     model: TrainedModel
     stats: StepStats
     progress: RunProgress
     workers: Workers
     planned: PlanCheck | None = None
-    """The prediction of a plan and what is measured meanwhile, where a plan has chosen the layout."""
+    """The plan's prediction and the measurements to compare it with, where a plan has chosen the layout."""
 
     @property
     def finished(self) -> bool:
-        """True if the run has reached its last step."""
+        """True after the run's last step."""
         return self.progress.position >= self.config.run.max_steps
 
     @property
     def epoch(self) -> float:
-        """How many times the training data was passed over, as far as it was trained on."""
+        """The epochs of training data consumed so far, as a fraction."""
         return self.plan.epoch_after(self.progress.reached)
 
     @property
     def samples(self) -> int:
-        """Samples since the start of training."""
+        """The number of samples since the start of training."""
         return self.plan.samples_of(self.progress.position).start
 
     @property
@@ -286,17 +285,17 @@ class RunContext:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that another process must have in common to resume this run."""
+        """The settings that must match in a process that resumes this run."""
         return settings_of(self.config, model=self.model.described, data=self.data_description)
 
     @property
     def written(self) -> dict[str, Any]:
-        """Settings of the model that it has changed since the run began, with their present values."""
+        """Settings of the model's configuration that the model has changed since the start, with their present values."""
         now, before = description_of(self.model.module), self.model.described
         return {f"model.{name}": now[name] for name in now if name not in before or before[name] != now[name]}
 
     def loader(self, feed: Feed, *, last: int, state: Mapping[str, Any] | None = None) -> BatchLoader:
-        """This rank's batches of a feed; see `BatchLoader`."""
+        """Return this rank's batches of a feed; see `BatchLoader`."""
 
         def waiting() -> None:
             self.mesh.post(Activity.DATA)
@@ -306,11 +305,11 @@ class RunContext:
         return BatchLoader(feed, self.mesh.data_index, self.workers, last=last, state=state, waiting=waiting)
 
     def learning_rate_of(self, step: int) -> float:
-        """The learning rate of step `step`, counted from 0."""
+        """Return the learning rate of step `step`, counted from 0."""
         return self.config.optimizer.lr * self.schedule.factor(step)
 
     def state(self, directory: Path) -> RunState:
-        """The state of the run as callbacks see it; `directory` is the run's."""
+        """Return the state of the run for callbacks; `directory` is the run's."""
         run, progress, best = self.config.run, self.progress, self.progress.best
         checkpoint = CheckpointStore(directory / FOLDER).path(best.step) if best.value is not None else None
         return RunState(
@@ -328,7 +327,7 @@ class RunContext:
         )
 
     def summary_values(self) -> Values:
-        """Values of the whole run, as far as it is, by transformers' names; times and speeds are those of this process."""
+        """Return the summary of the run so far, under transformers' names; times and speeds are those of this process."""
         began, samples = self.progress.began
         seconds, losses = max(time.perf_counter() - began, 1e-9), self.progress.losses
         return {
@@ -341,12 +340,12 @@ class RunContext:
         }
 
     def log_values(self, values: Mapping[str, Any]) -> None:
-        """Add values that are no step's to the history, and announce them to callbacks."""
+        """Append values that belong to no step to the log, and call `on_log`."""
         self.progress.log.append({**values, "epoch": self.epoch, "step": self.progress.step})
         self.events.call("on_log", self.progress.step, values)
 
     def log_evaluation(self, values: Values) -> None:
-        """Log the values of an evaluation, and announce the evaluation to callbacks."""
+        """Log the values of an evaluation, and call `on_evaluate`."""
         self.log_values(values)
         self.events.control.should_evaluate = False
         self.events.call("on_evaluate", self.progress.step, values)

@@ -1,8 +1,8 @@
-"""A batch on its way to the device, and what the host has seen in it before, so that nobody has to ask the device.
+"""A batch on its way to the device, with facts about its masks and positions that spare the device a synchronization.
 
-transformers' models look into masks and positions to find out whether attention needs a mask at all. On a device that makes the
-host wait, in every forward, until all is done that was launched before. The same was in the batch on the host, where it is seen at
-once: whether a padding mask pads anything, and whether positions are those of one sequence.
+transformers' models inspect masks and positions to decide if attention needs a mask at all. On an accelerator each such question
+synchronizes the host with the device in every forward. The host answers them instead, from the batch before its copy: padding masks
+without padding, and positions of a single sequence.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +20,8 @@ _Function = Callable[..., Any]
 
 
 class DeviceBatch(dict[str, Any]):
-    """A batch on its way to the device, whose tensors are there inside `present`. The host has counted `targets` in it; None: only
-    forward counts.
-    """
+    """A batch whose tensors are on the device inside `present`. `targets` is the host's count of targets; None: only forward
+    counts."""
 
     def __init__(
         self,
@@ -33,8 +32,8 @@ class DeviceBatch(dict[str, Any]):
         copies: torch.Stream | None,
         before: Self | None = None,
     ) -> None:
-        """Floating-point inputs become `compute`, but labels stay as they are. `copies` carries tensors to the device, from pinned
-        memory: the host would wait for any other. None: the device is the CPU. `before` is the batch that is computed on first."""
+        """Floating-point inputs become `compute`, except labels. `copies` is the stream of copies to the device, from pinned
+        memory, which the host does not wait for; None: the device is the CPU. `before` is the batch that is computed on first."""
         super().__init__(batch)
         self.targets = targets
         self._device, self._compute, self._copies = device, compute, copies
@@ -43,13 +42,13 @@ class DeviceBatch(dict[str, Any]):
             before._next = self
         self._copied: torch.Event | None = None
         self._masks: dict[torch.Size, bool] = {}
-        """True if padding masks pad nothing, by their shape."""
+        """True for padding masks without padding, by shape."""
         self._packed = False
-        """True if a row of positions has several sequences."""
+        """True if a row of `position_ids` packs several sequences."""
         self._on_device = is_accelerator(device)
 
     def send(self) -> None:
-        """Begin to copy the tensors, unless that has begun."""
+        """Start the copies of the tensors to the device, once."""
         if self._copies is None or self._copied is not None:
             return
         self._look()
@@ -62,7 +61,7 @@ class DeviceBatch(dict[str, Any]):
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Inside the block the tensors are on the device, and questions about masks are answered; the next batch is on its way."""
+        """Inside the block the tensors are on the device and mask queries are answered; the next batch is being copied."""
         self.send()
         if self._next is not None:
             self._next.send()
@@ -71,7 +70,6 @@ class DeviceBatch(dict[str, Any]):
             yield
 
     def _arrive(self) -> None:
-        """Have what is launched from now on find the tensors on the device."""
         if self._copied is not None:
             stream = current_stream(self._device)
             stream.wait_event(self._copied)
@@ -84,7 +82,6 @@ class DeviceBatch(dict[str, Any]):
             self[name] = value.to(self._device, dtype, non_blocking=True)
 
     def _look(self) -> None:
-        """Look at masks and positions while they are on the host."""
         for name, value in self.items():
             if isinstance(value, Tensor) and name.endswith("attention_mask") and value.dim() == 2:
                 self._masks[value.shape] = self._masks.get(value.shape, True) and bool(value.all())
@@ -94,7 +91,7 @@ class DeviceBatch(dict[str, Any]):
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Inside the block transformers' questions about masks and positions are answered by what the host has seen."""
+        """Inside the block, transformers' queries about masks and positions are answered from the host's inspection."""
         if not self._on_device:
             yield
             return
@@ -115,12 +112,12 @@ class DeviceBatch(dict[str, Any]):
             yield
 
     def _sequences(self, find: _Function) -> _Function:
-        """Sequences are looked for where the host has seen several, and without asking whether there are."""
+        """Skip the detection of packed sequences where the host has found none, and force it otherwise."""
 
         def found(position_ids: Tensor) -> Tensor | None:
             if not self._packed:
                 return None
-            # Under tracing it does not look whether it was worth while.
+            # Under tracing the library omits its own early exit.
             with replaced(masking_utils, {"is_tracing": lambda *_: True}):
                 sequences: Tensor = find(position_ids)
             return sequences
@@ -128,7 +125,7 @@ class DeviceBatch(dict[str, Any]):
         return found
 
     def _ignored(self, ignored: _Function) -> _Function:
-        """A mask can be ignored if it pads nothing, and otherwise as without one."""
+        """Treat a mask without padding as no mask."""
 
         def answer(padding_mask: Tensor | None = None, *arguments: Any, **named: Any) -> bool:
             pads_nothing = None if padding_mask is None else self._masks.get(padding_mask.shape)

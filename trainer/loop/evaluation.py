@@ -1,4 +1,4 @@
-"""Evaluations and predictions of a run: the loss, a user's metrics, the samples' outputs, and how long it took."""
+"""Evaluation and prediction during a run: the loss, the user's metrics, the outputs of samples, and throughput."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ from zeromesh.trainer.loop.batch_generation import BatchGeneration, settings_of
 from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
 
-_MUCH = 64 << 20
-"""Bytes of outputs of which an evaluation says how many it collects."""
+_NOTED_BYTES = 64 << 20
+"""Bytes of gathered outputs above which an evaluation notes their size."""
 
 
 def evaluate(
@@ -28,10 +28,11 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     generation: BatchGeneration | None = None,
 ) -> Values | None:
-    """Values of the evaluation set, or of several by name (`eval_NAME_loss`); None once `stop`, on all ranks or on none.
+    """Evaluate one dataset, or several by name (`eval_NAME_loss`), and return the values; None on all ranks once `stop` returns
+    True.
 
-    `ignored` are names of outputs that are not gathered; None: those that the model's configuration names. `generation` makes what
-    `compute_metrics` sees in their place.
+    `ignored` are the names of outputs that are not gathered, by default those of the model's configuration. With `generation`,
+    `compute_metrics` gets generated tokens instead of outputs.
 
     Raises:
         ConfigError: when there is no such set.
@@ -45,7 +46,7 @@ def evaluate(
     for suffix, each in sets.items():
         name = f"{prefix}{suffix}"
         outputs = run.inputs.compute_metrics is not None
-        found = _run_through(run, each, name, ignored, stop, generation, outputs=outputs, labelled=True)
+        found = _run_dataset(run, each, name, ignored, stop, generation, outputs=outputs, labelled=True)
         if found is None:
             return None
         targets, own, _ = found
@@ -56,7 +57,8 @@ def evaluate(
 
 
 def require_metric(run: RunContext) -> None:
-    """Raise `ConfigError` where `run.metric` is known to be no value of the evaluations, or not to say of which set."""
+    """Raise `ConfigError` where `run.metric` is known not to be a value of the evaluations, or is ambiguous between several
+    sets."""
     section, metric = run.config.run, run.config.run.metric.removeprefix("eval_")
     judges = section.load_best or section.patience or run.config.checkpoint.keep_best
     sets = list(run.data.eval) if isinstance(run.data.eval, Mapping) else []
@@ -76,13 +78,13 @@ def predict(
     ignored: Sequence[str] | None,
     generation: BatchGeneration | None = None,
 ) -> PredictionOutput:
-    """Outputs of the model for a dataset, or what it generates, as transformers returns them; `metrics` has a loss where there are
-    labels.
+    """Return the model's outputs for a dataset, or generated tokens, as transformers' `PredictionOutput`; `metrics` has a loss if
+    there are labels.
 
     Raises:
-        DataError: when it cannot be used.
+        DataError: when the dataset cannot be used.
     """
-    found = _run_through(run, dataset, prefix, ignored, lambda: False, generation, outputs=True, labelled=False)
+    found = _run_dataset(run, dataset, prefix, ignored, lambda: False, generation, outputs=True, labelled=False)
     if found is None or found[2] is None:
         raise PhaseError("a prediction has ended early that nothing was to end")
     return PredictionOutput(predictions=found[2].predictions, label_ids=found[2].label_ids, metrics=found[1])
@@ -91,9 +93,9 @@ def predict(
 def generation_of(
     run: RunContext, wanted: bool | None, fields: Mapping[str, Any], *, metrics: bool
 ) -> BatchGeneration | None:
-    """Return how an evaluation generates, by `fields` of `GenerationConfig` on top of the configuration's; None if it does not.
+    """Return the generation of an evaluation, by `fields` of `GenerationConfig` on top of the configuration's; None without one.
 
-    `wanted`: None: as the configuration says. `metrics`: what is generated is for `compute_metrics` alone.
+    `wanted` overrides the configuration unless it is None. With `metrics`, only `compute_metrics` sees the generated tokens.
 
     Raises:
         ConfigError: for fields or a model that do not go with it, or that differ between ranks, and where nothing sees the tokens.
@@ -115,7 +117,7 @@ def generation_of(
 
 
 def generation_by(run: RunContext, fields: Mapping[str, Any], asked: str) -> BatchGeneration:
-    """Return how a run generates by `fields` of `GenerationConfig` on top of the model's own, for what `asked` for it.
+    """Return the generation of a run by `fields` of `GenerationConfig` on top of the model's own; errors name `asked`, the setting.
 
     Raises:
         ConfigError: as `settings_of` does.
@@ -129,7 +131,7 @@ def generation_by(run: RunContext, fields: Mapping[str, Any], asked: str) -> Bat
     )
 
 
-def _run_through(
+def _run_dataset(
     run: RunContext,
     dataset: MapDataset,
     prefix: str,
@@ -140,10 +142,10 @@ def _run_through(
     outputs: bool,
     labelled: bool,
 ) -> tuple[int, Values, EvalPrediction | None] | None:
-    """Run the model over a dataset, with averaged weights where `ema.evaluate` says so; its targets, its values by name, and its
-    outputs where they are wanted. None once `stop`.
+    """Run the model over a dataset, with averaged weights if `ema.evaluate` is set. Returns the targets, the values by name, and
+    the gathered outputs if `outputs`; None once `stop` returns True.
 
-    `labelled`: False: there may be no labels, and then there is neither a loss nor a metric.
+    Without `labelled` a dataset may lack labels, and then has neither a loss nor metrics.
     """
     began = time.perf_counter()
     check_dataset(dataset, name="eval_dataset")
@@ -159,7 +161,7 @@ def _run_through(
     def go_on(done: int, total: int) -> bool:
         run.console.evaluating(done, total)
         expected = 0 if collector is None else collector.nbytes // done * total
-        if expected >= _MUCH and collector is not None and not collector.told:
+        if expected >= _NOTED_BYTES and collector is not None and not collector.told:
             collector.told = True
             run.console.note(
                 f"evaluation: each rank collects {human_bytes(expected)} of what the model returns; "
@@ -188,7 +190,6 @@ def _run_through(
 
 
 def _metrics(run: RunContext, prediction: EvalPrediction, prefix: str) -> Values:
-    """The values of `compute_metrics` over all samples; every rank computes them."""
     if run.inputs.compute_metrics is None:
         return {}
     found = run.inputs.compute_metrics(prediction)
@@ -197,7 +198,7 @@ def _metrics(run: RunContext, prediction: EvalPrediction, prefix: str) -> Values
             f"compute_metrics returned a {type(found).__name__}; it should return a mapping of names to numbers"
         )
     return {
-        # A number of NumPy's or PyTorch's becomes Python's.
+        # NumPy's and PyTorch's scalars become Python's.
         name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": (
             value.item() if hasattr(value, "item") and np.size(value) == 1 else value
         )
@@ -206,7 +207,7 @@ def _metrics(run: RunContext, prediction: EvalPrediction, prefix: str) -> Values
 
 
 def evaluation_line(run: RunContext, values: Mapping[str, float]) -> str:
-    """The line for a person about the latest evaluation, whose `values` are shown."""
+    """Return the console line of the latest evaluation."""
     loss, targets = values["eval_loss"], run.progress.evaluated_targets
     text = f"step {run.progress.step}: evaluation loss {loss:.4f}"
     text += " with averaged weights" if run.config.ema.evaluate else ""

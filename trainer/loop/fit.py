@@ -1,4 +1,4 @@
-"""One `fit`: resume where an earlier process was, train in the run's directory, and end with a report and a whole model."""
+"""One `fit`: resume from a checkpoint, train in the run's directory, and end with a report and a whole model."""
 
 import shlex
 
@@ -22,13 +22,13 @@ from zeromesh.trainer.tracking.tracking import Tracking
 
 
 def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None) -> FitReport:
-    """Train up to the last step, in a directory that is locked; `samples` continues prompts meanwhile.
+    """Train up to the last step, in a locked directory; `samples` generates the completions of `run.prompts`.
 
-    A run that was interrupted goes on where it was; one that has ended says so.
+    An interrupted run is resumed; for a finished one only a note is shown.
 
     Raises:
         DataError: where there is no training data.
-        ConfigError: for a model in which nothing would change.
+        ConfigError: for a model without trainable parameters.
         KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was asked to stop.
         NonFiniteError: at the end, where more than half of all steps made no update.
     """
@@ -43,7 +43,7 @@ def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None
     run.start_times.begin()
     with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as request:
         if run.data.eval is not None:
-            # What these refuse is better refused now than at the first evaluation.
+            # Invalid metrics are refused before training, not at the first evaluation.
             require_metric(run)
             generation_of(run, None, {}, metrics=True)
         checkpoints = RunCheckpoints(
@@ -77,7 +77,7 @@ def _train(
     request: StopRequest,
     samples: Samples | None,
 ) -> tuple[int, float | None]:
-    """Make the steps that are left; returns the signal that has stopped the run, or 0, and the loss of the last evaluation."""
+    """Return the signal that stopped the run, or 0, and the last evaluation loss."""
     config, mesh, progress, note = run.config, run.mesh, run.progress, run.console.note
     given = [name for name, how in run.inputs.names().items() if how == "given"]
     facts = {**start_facts(mesh, run.model.parameters), "given": given}
@@ -104,7 +104,6 @@ def _train(
 
 
 def _next_command(run: RunContext, directory: str) -> str:
-    """Return what a person would do next with a run that is over."""
     model, tokenizer = pretrained_of(run.model.module), run.model.processing_class
     if is_adapted(run.model.module):
         return f"zeromesh checkpoint export {directory} OUT --merge"
@@ -121,7 +120,7 @@ def _require_trained_parameters(run: RunContext) -> None:
 
 
 def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
-    """Go to where an earlier process was, if there was one; the evaluation loss there."""
+    """Resume from the newest checkpoint, if any; returns its evaluation loss."""
     run.console.status("looking for checkpoints")
     state = checkpoints.resume(run.settings)
     if state is None:
@@ -154,7 +153,7 @@ def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
 
 
 def _end(run: RunContext, eval_loss: float | None, checkpoints: RunCheckpoints, shown: str) -> FitReport:
-    """Make the model whole, with its best weights where wanted; returns the report, and shows it. `shown`: the directory."""
+    """Make the model whole, with its best weights if configured; returns the report, and shows it. `shown` is the directory."""
     progress, best, config = run.progress, run.progress.best, run.config.run
     if config.load_best and best.value is not None and best.step != progress.step:
         load_weights(checkpoints.store.path(best.step), run.model.require_engine(), run.mesh)

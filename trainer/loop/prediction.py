@@ -1,7 +1,7 @@
-"""Outputs of a model for an evaluation set, from all ranks, in the order of the set: for `compute_metrics` and `predict`.
+"""Outputs of a model for an evaluation set, gathered from all ranks in the dataset's order, for `compute_metrics` and `predict`.
 
-Each rank encodes what its microbatch gave, all ranks hold all of it, as in transformers' own trainer, and samples stand in the
-order of the dataset, so metrics do not depend on the layout. Nothing is padded to a common number of samples and dropped again.
+Each rank encodes the outputs of its microbatches, and every rank gathers all of them in the order of the dataset, so that metrics
+do not depend on the layout. No samples are padded to a common number and dropped again.
 """
 
 import json
@@ -24,12 +24,12 @@ PreprocessLogits = Callable[[Any, Any], Any]
 """`preprocess_logits_for_metrics(logits, labels)`, as transformers has it."""
 
 PADDING = -100
-"""The value after the end of a sequence that is shorter than the longest."""
+"""The padding value after the end of sequences shorter than the longest one."""
 _LABELS = ("labels", "label_ids", "label", "start_positions", "end_positions")
 
 
 class Collector:
-    """Gathers the outputs of microbatches for one evaluation; all ranks call `add` alike."""
+    """Gathers the outputs of microbatches for one evaluation; all ranks make the same calls of `add`."""
 
     def __init__(
         self,
@@ -38,24 +38,23 @@ class Collector:
         preprocess: PreprocessLogits | None,
         generation: BatchGeneration | None = None,
     ) -> None:
-        """`generation`: makes the tokens that are gathered in place of outputs."""
+        """`generation` generates the tokens that are gathered instead of outputs."""
         self.generation = generation
         self._mesh = mesh
         self._ignored = {"loss", *ignored}
         self._preprocess = preprocess
         self._found: list[Tree] = []
         self.nbytes = 0
-        """Bytes of all that is gathered so far, on each rank."""
+        """Bytes gathered so far, on each rank."""
         self.told = preprocess is not None or generation is not None
-        """True once nobody need be told any more how many they are."""
+        """True once the note about the size of the outputs is no longer due."""
 
     def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
-        """The outputs of a microbatch without the loss, or the tokens that were generated for it, and its labels; as arrays on the
-        CPU."""
-        labels = _alone([batch[name] for name in _LABELS if name in batch])
+        """Return a microbatch's outputs without the loss, or its generated tokens, and its labels, as arrays on the CPU."""
+        labels = _unwrapped([batch[name] for name in _LABELS if name in batch])
         if self.generation is not None:
             return {"predictions": _numpy(outputs), "label_ids": _numpy(labels)}
-        logits = _alone(self._logits(outputs))
+        logits = _unwrapped(self._logits(outputs))
         if self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return {"predictions": _numpy(logits), "label_ids": _numpy(labels)}
@@ -64,12 +63,12 @@ class Collector:
         if isinstance(outputs, Mapping):
             return [value for name, value in outputs.items() if name not in self._ignored and value is not None]
         if isinstance(outputs, tuple | list):
-            # A tuple with a loss begins with it: a scalar among what has a batch dim.
+            # A tuple with a loss begins with it: the only scalar among batched outputs.
             return [value for value in outputs if not isinstance(value, Tensor) or value.dim()]
         return [outputs]
 
     def add(self, parts: Sequence[Tree | None]) -> None:
-        """Add this rank's parts of as many microbatches as every rank runs in a round; None stands for no part."""
+        """Add this rank's outputs of one round of microbatches; None stands for no output."""
         for part in parts:
             payload = b"" if part is None else encode(part)
             gathered = self._mesh.world.gather_bytes(payload, "predictions of a microbatch")
@@ -78,8 +77,8 @@ class Collector:
             self.nbytes += sum(map(len, gathered))
 
     def result(self) -> EvalPrediction:
-        """All samples: `predictions` as the model returned them, without its loss, and `label_ids` as the batches had them, as one
-        array for each output.
+        """Return all samples: `predictions` as the model returned them, without the loss, and `label_ids` as in the batches, each
+        output as one array.
 
         Raises:
             DataError: where microbatches gave different kinds of outputs.
@@ -94,7 +93,7 @@ class Collector:
         return EvalPrediction(predictions=whole["predictions"], label_ids=whole["label_ids"])
 
     def _whole(self, name: str, padding: int) -> Tree:
-        """One kind of what was gathered, put together piece by piece: each is released when it is in the whole."""
+        """Release each piece once it is copied."""
         flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
         structure = flat[0][1]
         if any(other != structure for _, other in flat):
@@ -105,26 +104,25 @@ class Collector:
 
 
 def encode(tree: Tree) -> bytes:
-    """A tree as bytes: its arrays as safetensors, and its structure as JSON in their metadata."""
+    """Serialize a tree: its arrays as safetensors, and its structure as JSON in their metadata."""
     leaves, structure = pytree.tree_flatten(tree)
     arrays = {str(number): np.asarray(leaf, order="C") for number, leaf in enumerate(leaves) if leaf is not None}
     return bytes(save(arrays, {"tree": pytree.treespec_dumps(structure)}))
 
 
 def decode(content: bytes) -> Tree:
-    """The tree that `encode` has made into bytes; tuples stay tuples."""
+    """Deserialize the result of `encode`; tuples stay tuples."""
     length, arrays = int.from_bytes(content[:8], "little"), load(content)
     structure = pytree.treespec_loads(json.loads(content[8 : 8 + length])["__metadata__"]["tree"])
     return pytree.tree_unflatten([arrays.get(str(number)) for number in range(structure.num_leaves)], structure)
 
 
-def _alone(found: Sequence[Any]) -> Any:
-    """One element as it is, several as a tuple, none as None."""
+def _unwrapped(found: Sequence[Any]) -> Any:
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 
 def _numpy(tree: Any) -> Tree:
-    """Tensors as arrays; 16-bit floats, which NumPy has not all of, as 32-bit ones."""
+    """Convert tensors to NumPy arrays; 16-bit floats become float32, as NumPy has no bfloat16."""
     if isinstance(tree, Mapping):
         return {name: _numpy(value) for name, value in tree.items()}
     if isinstance(tree, tuple | list):
@@ -136,7 +134,7 @@ def _numpy(tree: Any) -> Tree:
 
 
 def _concatenated(parts: list[Any], padding: int) -> Any:
-    """The arrays of one output, along their first dim; padded where their second dims differ. It takes them out of the list."""
+    """Concatenate one output along dim 0, padded where dim 1 differs. The list is emptied meanwhile."""
     if parts[0] is None or parts[0].ndim < 2:
         return None if parts[0] is None else np.concatenate(parts) if parts[0].ndim else np.stack(parts)
     if len({part.shape[2:] for part in parts}) > 1:

@@ -1,6 +1,6 @@
-"""Stopping in order: a first signal to stop ends the run after the step that is going on, a second one at once.
+"""Graceful stops: the first signal ends the run after the current step, the second one at once.
 
-SIGHUP, of a terminal that is gone, and SIGUSR1, which schedulers send on request, are as SIGTERM.
+SIGHUP, of a lost terminal, and SIGUSR1, which schedulers send on request, are treated as SIGTERM.
 """
 
 import os
@@ -13,12 +13,12 @@ from typing import NoReturn
 
 from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
 
-_SAME_SECONDS = 1.0
-"""A terminal and a launcher both pass the same Ctrl-C on; within this time it is one."""
+_REPEAT_SECONDS = 1.0
+"""Seconds in which repeated signals count as one: a terminal and a launcher both forward the same Ctrl-C."""
 
 
 class StopRequest:
-    """The request to this process to stop, with the signal that made it."""
+    """A request to stop this process, and its signal."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self.signal = 0
@@ -26,27 +26,27 @@ class StopRequest:
         self._at = 0.0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first request; leave at the second."""
+        """Handle a signal: record the first one, and let a second one end the process by its default action."""
         now = time.monotonic()
         if not self.signal:
             self.signal, self._at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
             name = signal.Signals(number).name
             self._show(f"{name}: stopping after this step; a second one stops at once")
-        elif now - self._at > _SAME_SECONDS:
+        elif now - self._at > _REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
 
 @contextmanager
 def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Inside the block signals become requests, where nobody else handles them; `show` is called with a line for a person."""
+    """Inside the block signals become requests, unless a handler is installed already; `show` receives a line for the console."""
     request, ends = StopRequest(show), (signal.SIG_DFL, signal.default_int_handler)
     with handled_signals([each for each in STOP_SIGNALS if signal.getsignal(each) in ends], request.receive):
         yield request
 
 
 def leave(number: int) -> NoReturn:
-    """End as a process ends that the signal has ended, but through `finally` blocks.
+    """End the process as the signal does by default, but through `finally` blocks.
 
     Raises:
         KeyboardInterrupt: for SIGINT.

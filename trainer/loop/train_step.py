@@ -1,8 +1,8 @@
 """One optimizer step: fetch all its microbatches, count their targets once over all ranks, then run them.
 
-A loss is a sum and a count. Backward of every microbatch starts with one over the global count, so accumulation, data parallelism
-and ragged batches cannot change the scale of a gradient. A loss whose count is known only after forward starts with 1, and the
-update divides.
+A loss is a sum and a count. Backward of every microbatch starts with 1 / the global count, so accumulation, data parallelism and
+ragged batches cannot change the scale of a gradient. Backward of a loss whose count is known only after forward starts with 1, and
+the update divides by the count.
 """
 
 import math
@@ -35,7 +35,7 @@ from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
 
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
-"""The loss of a microbatch, its targets, and scalars to be logged; tensors are on the device, and nobody has read them."""
+"""A microbatch's loss, its targets, and scalars to be logged; tensors stay on the device until the end of the step."""
 
 
 class Stepper:
@@ -50,7 +50,7 @@ class Stepper:
         engine: ZeroEngine | None,
         pipeline: Pipeline | None = None,
     ) -> None:
-        """`engine` is None for a whole model; `pipeline`: the engine's model is some stages of it."""
+        """`engine` is None for a whole model; with `pipeline`, the engine's model is some stages of it."""
         self._model = model
         self._loss = loss
         self._mesh = mesh
@@ -59,15 +59,14 @@ class Stepper:
         self._driver: StepDriver = pipeline or StepDriver(mesh)
         self._modules = list(model.modules())
         self._modes = [module.training for module in self._modules]
-        """Which modules are in training mode; see `_restore_modes`."""
+        """The `training` flag of each module; see `_restore_modes`."""
         self._computed: list[_Computed] = []
-        """The results of each microbatch of the present step."""
         self.scalars = UserScalars()
-        """Values of losses and users that are to be logged."""
+        """Values of losses and users to be logged."""
         self.gradient_factor = 1.0
-        """The factor that makes gradients those of the mean loss, between the last backward and the update."""
+        """The factor that turns accumulated gradients into those of the mean loss, between the last backward and the update."""
         self._copies = torch.Stream(mesh.device) if is_accelerator(mesh.device) else None
-        """Copies batches to the device while it computes."""
+        """The stream of copies to the device, which overlap with computing."""
 
     def train_step(
         self,
@@ -80,27 +79,27 @@ class Stepper:
         before_update: Callable[[], None] | None,
         stop_signal: int = 0,
     ) -> StepResult | None:
-        """Run step `step` (from 0) on the data of step `data_step`, with the hyperparameters of its update; None where that has no
-        target on any rank, so that nothing was learnt.
+        """Run step `step` (from 0) on the data of step `data_step`, with the update's hyperparameters; None for data without a
+        target on any rank, which makes no update.
 
         Args:
-            substep_end: called after each microbatch but the last one that counts.
-            before_update: called between the last backward and the update, to read or change gradients; not all ranks need one.
+            substep_end: called after each microbatch except the last one with targets.
+            before_update: called between the last backward and the update, to read or change gradients; may be None on some ranks.
             stop_signal: the signal by which this rank was asked to stop after the step; 0: none.
 
         Raises:
             DataError: for a batch that cannot be trained on.
-            CollectiveError: when a peer is gone, late or elsewhere.
+            CollectiveError: when a peer is gone, late or in another collective.
         """
         engine, mesh = self._engine, self._mesh
         if engine is None:
             raise PhaseError("the model is whole again, and no longer trained")
         began, waited = time.perf_counter(), mesh.watch.waited
-        mesh.recorder.take_traffic()  # What was sent since the last step is no part of this one.
+        mesh.recorder.take_traffic()  # Traffic since the last step is not counted.
         mesh.recorder.begin_step(engine.waits)
         mesh.post(Activity.DATA, step=step)
 
-        # The batches of all microbatches, and how many targets all ranks have in them.
+        # Fetch the batches of all microbatches, and count their targets over all ranks.
         plan = loader.feed.plan
         microbatches, rounds = plan.microbatches(data_step, mesh.data_index), plan.rounds_of(data_step)
         with mesh.recorder.span(StepPhase.DATA):
@@ -114,7 +113,7 @@ class Stepper:
             mesh.post(Activity.IDLE)
             return None
 
-        # Forward and backward of each microbatch, which starts with its part of the mean's gradient.
+        # Forward and backward of each microbatch, seeded with its weight in the mean.
         engine.begin_step(step, groups)
         self._restore_modes()
         self._computed = []
@@ -122,7 +121,6 @@ class Stepper:
         seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
 
         def end(number: int) -> None:
-            """Forget a microbatch that is over, and announce it."""
             moved[number].clear()
             if number + 1 < rounds:
                 substep_end()
@@ -136,7 +134,7 @@ class Stepper:
         ]
         self._driver.train(engine, work, self._loss_of, end)
 
-        # What the device has computed is read at once, and summed over all ranks together with what the host knows.
+        # Results on the device are read once, and reduced over all ranks with the host's in one collective.
         counted = [number for number, each in enumerate(microbatches) if each.weight and self._counts]
         computed = [self._computed[number] for number in counted]
         values, squares = engine.read_step(_tensors_in(computed))
@@ -151,7 +149,6 @@ class Stepper:
         mesh.watch.ring.add(MEETING | (step + 1))
         loss_sum, targets, inputs, terminated, interrupted, had, squares, lacking = sums.tolist()
 
-        # The update.
         if not targets:
             engine.end_without_update()
             mesh.recorder.take_seconds()
@@ -189,11 +186,11 @@ class Stepper:
     def evaluate(
         self, loader: BatchLoader, go_on: Callable[[int, int], bool], collector: Collector | None = None
     ) -> tuple[float, int] | None:
-        """Mean loss over a feed's dataset, each sample once, as one batch of its plan, and the targets that it is over; nan where
-        there are none. None where it was not to go on.
+        """Return the mean loss over a feed's dataset, each sample once, as if it were one batch, and the number of targets; the
+        loss is NaN without targets. Returns None once `go_on` returns False.
 
-        `go_on(done, total)` is called after each of this rank's microbatches, and answers alike on all ranks. `collector` gets what
-        the model returns, or what it generates where the collector says how.
+        `go_on(done, total)` is called after each of this rank's microbatches, and must answer alike on all ranks. `collector`
+        gathers the model's outputs, or the tokens that it generates.
         """
         feed = loader.feed
         rounds = feed.plan.accumulation
@@ -205,14 +202,14 @@ class Stepper:
                 group = [feed.plan.microbatch(0, self._mesh.data_index, turn) for turn in range(start, done)]
                 fetched = [loader.batch(0, turn) for turn in range(start, done)]
                 require_same_batches(fetched, self._mesh)
-                # Where outputs are wanted, of batches that may be without targets, the host waits for them anyway.
+                # Collecting outputs synchronizes the host anyway, so counting in forward costs nothing.
                 counts = [None if collector is not None else self._loss.count(batch) for batch in fetched]
                 batches = self._to_device(fetched, counts)
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
                 generation = collector.generation if collector is not None else None
                 results: list[tuple[Tensor, int | Tensor, Any]] = [(torch.zeros(()), 0, None)] * len(batches)
-                # Where outputs are generated, a forward is for the loss alone.
+                # With generation, forward is needed for the loss alone.
                 if generation is None or self._loss.kind != "labels" or all("labels" in each for each in fetched):
                     plain = collector is not None and generation is None
                     results = self._forwards(batches, streams, outputs=plain)
@@ -239,7 +236,7 @@ class Stepper:
         return float(sums[0]) / targets if targets else float("nan"), targets
 
     def _restore_modes(self) -> None:
-        """Undo a `model.eval()` that nobody took back. A module that the user puts into evaluation mode by itself (frozen
+        """Undo a `model.eval()` that the user did not revert. A module that the user has put into evaluation mode alone (frozen
         statistics) stays in it."""
         if self._modules[0].training:
             self._modes = [module.training for module in self._modules]
@@ -249,14 +246,14 @@ class Stepper:
 
     @property
     def _counts(self) -> bool:
-        """True if this rank, of those that compute a batch together, counts it: one tensor rank of the stage that has the loss."""
+        """True if this rank counts the loss: one tensor rank of the stage with the loss."""
         last = self._mesh.pipeline.index == 0 if self._engine is None else self._driver.is_last
         return self._mesh.tensor.index == 0 and last
 
     def _forwards(
         self, batches: Sequence[DeviceBatch], streams: Sequence[Streams], *, outputs: bool
     ) -> list[tuple[Tensor, int | Tensor, Any]]:
-        """The loss of each batch, its targets and, if they are wanted, the model's outputs, where this rank counts them."""
+        """Return each batch's loss, targets and, with `outputs`, the model's outputs, on ranks that count them."""
         results: list[tuple[Tensor, int | Tensor, Any]] = []
 
         def loss_of(batch: Any, seed: float) -> Tensor:
@@ -280,7 +277,7 @@ class Stepper:
         return results
 
     def _loss_of(self, batch: Any, seed: float) -> Tensor:
-        """The sum of the losses of a microbatch on the device, whose backward starts with `seed`."""
+        """Return the summed loss of a microbatch, on the device; its backward starts with `seed`."""
         loss = self._loss(self._model, batch, seed=seed, targets=batch.targets)
         count, scalars = self._loss.last_count, self._loss.last_scalars
         self._computed.append((loss.detach(), count, {name: _detached(each) for name, each in scalars.items()}))
@@ -294,8 +291,8 @@ class Stepper:
     def _count_targets(
         self, plan: BatchPlan, microbatches: tuple[Microbatch, ...], counts: Sequence[int | None]
     ) -> tuple[int | None, list[float]]:
-        """Targets of the global batch, of which this rank's microbatches have `counts`, or None where the loss counts them only in
-        forward; and a factor for the summed losses of each microbatch, which is 1 for a mean over targets."""
+        """Return the targets of the global batch, and the weight of each microbatch's summed loss: 1 for a mean over targets.
+        `counts` are those of this rank's microbatches, or None where only forward counts."""
         if any(count is None for count in counts):
             return None, [1.0] * len(counts)
         known = [count or 0 for count in counts]
@@ -304,7 +301,7 @@ class Stepper:
         targets, samples = self._mesh.data.sum_(torch.tensor(own), "count of targets").tolist()
         if plan.average == "tokens":
             return int(targets), [1.0] * len(counts)
-        # A microbatch's mean counts by its samples: sum of losses / count x samples / all samples, in terms of 1 / targets.
+        # A microbatch mean is weighted by its samples: sum of losses / count * samples / all samples, in units of 1 / targets.
         shares = [
             len(each.samples) / samples * targets / max(1, count)
             for count, each in zip(known, microbatches, strict=True)
@@ -312,7 +309,7 @@ class Stepper:
         return int(targets), shares
 
     def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> list[DeviceBatch]:
-        """The batches, each of which begins to be copied to the device before what computes on the one before it is launched."""
+        """Yield batches whose copies to the device begin before the previous batch is computed."""
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
             told = with_documents(self._model, batch)
@@ -322,7 +319,7 @@ class Stepper:
 
 
 def _detached(value: Any) -> Any:
-    """A value that was given to be logged, without its graph; what is no number becomes None."""
+    """Detach a logged value; a value that is no number becomes None."""
     if not isinstance(value, Tensor):
         return value
     return value.detach() if value.numel() == 1 else None
@@ -333,13 +330,12 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _with_values(tree: Any, values: Iterable[float]) -> Any:
-    """The tree, with numbers in place of its tensors."""
     found = iter(values)
     return pytree.tree_map_only(Tensor, lambda _: next(found), tree)
 
 
 def _inputs_of(batch: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the unit that throughput counts, tokens where a batch has `input_ids` and else samples, and how many the batch has."""
+    """Return the unit of throughput, `tokens` for a batch with `input_ids` and otherwise samples, and the batch's number of it."""
     ids = batch.get("input_ids")
     if isinstance(ids, Tensor):
         return "tokens", ids.numel()

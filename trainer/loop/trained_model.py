@@ -20,30 +20,31 @@ from zeromesh.trainer.monitoring.profiler import explained
 
 @dataclass(kw_only=True)
 class TrainedModel(PlacedModel):
-    """This rank's part of the model of a run, and what all ranks do with the whole of it. `engine` is None once it is whole."""
+    """This rank's part of a run's model, and the collective operations on the whole. `engine` is None once the model is whole."""
 
     owner: ClassVar[str] = "trainer"
     steps_made: Callable[[], int]
-    """How many steps the run has made."""
+    """Returns the number of steps that the run has made."""
     described: Mapping[str, Any]
-    """Its class and configuration before its first forward, as `description_of` reads them: a model may write into the latter."""
+    """The model's class and configuration before its first forward, by `description_of`: a forward may write into its
+    configuration."""
     loss: Loss
     put_back: Callable[[], None]
-    """Gives modules back the attributes that the run has changed."""
+    """Restores the attributes of modules that the run has changed."""
     feeds: Feeds
     flops: ModelFlops | None
     parameters: int
-    """How many parameters the whole model has, with embeddings; tied ones count once."""
+    """The number of parameters of the whole model, embeddings included; tied ones count once."""
     counted: int
-    """How many of them transformers estimates operations by: no embeddings."""
+    """The number of parameters in transformers' estimate of operations, without embeddings."""
     optimizer: OptimizerSettings
     stepper: Stepper
     generations: int = 0
-    """How often the model has generated."""
+    """The number of calls of `generate` so far."""
     _gradients_ready: bool = False
 
     def take_written(self, settings: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-        """Describe the model as in `settings`, those of the run's first process, where a model has `written` into its own since."""
+        """Take over the `settings` of the run's first process, in which the model has `written` to its configuration since."""
         kept = {name: value for name, value in self.described.items() if f"model.{name}" not in written}
         first = {name.removeprefix("model."): settings[name] for name in written if name in settings}
         self.described = kept | first
@@ -53,12 +54,12 @@ class TrainedModel(PlacedModel):
         return f"this run ended after {steps} with {self.failure}. It cannot go on; make a new Trainer"
 
     def explain(self, error: BaseException) -> BaseException:
-        """The error that says what holds this rank's memory, if it ran out."""
+        """Return an out-of-memory error that says what holds this rank's memory; other errors are returned as they are."""
         directory = Path(self.config.run.output_dir).expanduser() / self.config.run.name
         return explained(error, self.engine, self.mesh, directory, self.steps_made())
 
     def replace_save_pretrained(self) -> None:
-        """Until the model is whole again, its own `save_pretrained`, which callbacks call, writes all of it as `save` does."""
+        """Redirect the model's own `save_pretrained`, which callbacks call, to `save` until the model is whole."""
         own = getattr(self.module, "save_pretrained", None)
         if own is None:
             return
@@ -72,7 +73,7 @@ class TrainedModel(PlacedModel):
 
     @contextmanager
     def gradients_to_read(self) -> Iterator[None]:
-        """Inside the block, between the last backward of a step and its update, `gradient` answers."""
+        """Inside the block, between the last backward of a step and its update, `gradient` may be called."""
         self._gradients_ready = True
         try:
             yield
@@ -80,17 +81,17 @@ class TrainedModel(PlacedModel):
             self._gradients_ready = False
 
     def gradient(self, name: str) -> Tensor | None:
-        """The whole gradient of a parameter, as `Trainer.gradient` gives it."""
+        """Return the whole gradient of a parameter; see `Trainer.gradient`."""
         if self.engine is None or not self._gradients_ready:
             raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
-        # A name that no parameter has is refused before ranks wait for one another.
+        # Unknown names are refused before any collective.
         self.engine.state.nbytes_of([name])
         with self.mesh.call(f"trainer.gradient({name!r})"):
             gradient = self.engine.state.gradient(name)
         return None if gradient is None else gradient.mul_(self.stepper.gradient_factor)
 
     def make_whole(self) -> None:
-        """End the engine and leave the model whole, if every rank has memory for it; else it stays partitioned."""
+        """Close the engine and gather the model on every rank, if all have memory for it; otherwise it stays partitioned."""
         engine = self.engine
         if engine is None:
             return
@@ -114,7 +115,7 @@ class TrainedModel(PlacedModel):
         self.stepper = Stepper(self.module, self.loss, self.mesh, master, None)
 
     def close(self) -> None:
-        """Give back what the run has taken: files, shared memory, hooks of the model."""
+        """Release the run's files, shared memory and hooks."""
         self.put_back()
         super().close()
         self.engine = None

@@ -1,7 +1,6 @@
-"""The display of a run for a person: a progress bar on a terminal, one line that changes in a notebook, plain lines elsewhere.
+"""The display of a run: a progress bar on a terminal, a single updated line in a notebook, plain lines elsewhere.
 
-Training never fails for the sake of its display: a terminal that goes away or a closed pipe makes the console
-silent.
+Display errors never end training: after a lost terminal or a closed pipe the console is silent.
 """
 
 import logging
@@ -25,35 +24,35 @@ from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 _LOG = logging.getLogger(__name__)
 _REFRESH_SECONDS = 0.25
-_SILENCE_SECONDS = 5.0  # after which a log file gets a line of status
+_SILENCE_SECONDS = 5.0  # Seconds of silence after which a log file gets a status line.
 _DISPLAY_ERRORS = (OSError, ValueError, ConsoleError)
 
 
 class _Terminal(RichConsole):
-    """rich's console, but a closed pipe is an error of this file's, where rich would end the process."""
+    """rich's console, except that a closed pipe raises an error, where rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the reader of the output has gone")
 
 
 class Console(AbstractContextManager["Console"]):
-    """Shows a run to a person, on `stream` (standard output if None). Without `shown`, as on ranks above 0, it shows nothing.
+    """Shows a run on `stream` (standard output if None). Without `shown`, as on ranks above 0, it shows nothing.
 
-    On a terminal: a bar with steps, time left and the numbers of the last logged step, drawn a few times a second at most; notes
-    stand above it. In a notebook: one line with the latest step or status. Elsewhere: a line per logged step, and a line of status
-    where nothing has been shown for a while. Methods may be called in any order, and none raises.
+    A terminal gets a bar with steps, remaining time and the numbers of the last logged step, drawn at most a few times a second,
+    with notes above it. A notebook gets one line with the latest step or status. Other streams get a line per logged step, and a
+    status line after some silence. Methods may be called in any order, and none raises.
     """
 
     def __init__(self, stream: TextIO | None = None, *, shown: bool = True, verbose: bool = False) -> None:
-        """`verbose`: show details to a person too; a log has them always."""
+        """`verbose` shows details on terminals too; logs always have them."""
         self._rich = _Terminal(file=stream, highlight=False, markup=False, emoji=False, force_jupyter=False)
         interactive = sys.modules.get("IPython") if stream is None else None
         self._notebook = interactive is not None and hasattr(interactive.get_ipython(), "kernel")
-        # The output of a kernel says of itself that it is a terminal.
+        # A kernel's output claims to be a terminal.
         self._is_terminal = self._rich.is_terminal and not (self._rich.is_dumb_terminal or self._notebook)
-        self._live_line: Any = None  # IPython's handle of it
+        self._live_line: Any = None  # IPython's handle of the line
         self._details = verbose or not (self._is_terminal or self._notebook)
-        # Of what others print, only what goes to the same terminal is put above the display.
+        # Output of other code is printed above the display only if it goes to the same terminal.
         own = self._rich.file is sys.stdout
         self._redirected: dict[str, Any] = {
             "redirect_stdout": own,
@@ -71,18 +70,19 @@ class Console(AbstractContextManager["Console"]):
         self._numbers = ""
 
     def note(self, *lines: str | None) -> None:
-        """Show lines once; None stands for no line. A `Detail` is shown in a log, and to those who asked for it."""
+        """Show lines once; None stands for no line. A `Detail` is shown in logs, and on terminals if `verbose`."""
         for line in filter(None, lines):
             if isinstance(line, Detail) and not self._details:
                 continue
             self._attempt(partial(self._print, line))
 
     def status(self, text: str) -> None:
-        """Show what goes on now, until anything else is shown."""
+        """Show the current activity until the next output."""
         self._attempt(partial(self._show_status, text))
 
     def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
-        """Begin to show progress: `first_step` of `total_steps` are done, and what comes `after` them takes as long as so many."""
+        """Start to show progress: `first_step` of `total_steps` are done, and the work after the last step takes about `after`
+        steps."""
         self._attempt(self._end_status, always=True)
         self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
         self._after = after
@@ -90,7 +90,7 @@ class Console(AbstractContextManager["Console"]):
             self._attempt(self._start_steps)
 
     def evaluating(self, done: int, total: int) -> None:
-        """Show how many batches of an evaluation are done: on a terminal by a bar of its own, which goes when all are."""
+        """Show the number of finished batches of an evaluation: on a terminal by a second bar, which disappears at the end."""
         shown = partial(self._show_status, f"evaluating: {done} of {counted(total, 'batch')}")
         self._attempt(partial(self._move_part, done, total) if self._is_terminal else shown)
 
@@ -102,7 +102,7 @@ class Console(AbstractContextManager["Console"]):
     def step(self, metrics: StepMetrics) -> None:
         """Show a logged step."""
         if self._progress is not None:
-            # Short enough for 80 columns, beside the bar.
+            # Short enough for 80 columns beside the bar.
             self._numbers = (
                 f"loss {metrics.loss:.3f}  {human_count(metrics.tokens_per_second)} {metrics.unit.replace('tokens', 'tok')}/s  "
                 f"{human_bytes(metrics.peak_memory_bytes)}"
@@ -115,20 +115,20 @@ class Console(AbstractContextManager["Console"]):
             self._attempt(lambda: self._print(self._line(metrics)))
 
     def close(self) -> None:
-        """Stop showing progress and leave the terminal as it was. Closing twice is allowed."""
+        """Stop showing progress and restore the terminal. Closing twice is allowed."""
         self._attempt(self._end_status, always=True)
         if self._notebook:
             self._drawn = -math.inf
             self._attempt(lambda: self._update_line(self._numbers))
         progress, self._progress, self._task, self._part = self._progress, None, None, None
         if progress is not None:
-            self._attempt(progress.stop, always=True)  # it also gives standard output back
+            self._attempt(progress.stop, always=True)  # This also restores standard output.
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _attempt(self, action: Callable[[], None], *, always: bool = False) -> None:
-        """Run an action on the stream; after the first that fails, only those to be tried `always`."""
+        """Run an output action; after the first failure, only those with `always`."""
         if not (self._shown or always):
             return
         try:
@@ -143,7 +143,7 @@ class Console(AbstractContextManager["Console"]):
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, numbers=self._numbers)
         lines = printable_lines(text).split("\n")
-        # A log file's lines are not wrapped, whatever width rich assumes of it.
+        # Lines of a log file are not wrapped, whatever width rich assumes.
         shown = wrapped(lines, self._rich.width if self._is_terminal else None)
         self._rich.print(Text("\n".join(shown)), soft_wrap=True)
         self._rich.file.flush()
@@ -168,7 +168,7 @@ class Console(AbstractContextManager["Console"]):
     def _end_status(self) -> None:
         live, self._live = self._live, None
         if live is not None:
-            live.stop()  # it also gives standard output back
+            live.stop()  # This also restores standard output.
             self._drawn = -math.inf
 
     def _start_steps(self) -> None:
@@ -191,7 +191,7 @@ class Console(AbstractContextManager["Console"]):
             bar.stop()
 
     def _started_bar(self) -> Progress:
-        # No thread draws the bar: it would take time from those that train, and not live through a fork.
+        # The bar has no thread: it would take time from training, and not survive a fork.
         bar = Progress(
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
@@ -206,7 +206,6 @@ class Console(AbstractContextManager["Console"]):
         return bar
 
     def _update_line(self, text: str) -> None:
-        """Change the line of a notebook, a few times a second at most."""
         now = time.monotonic()
         if now - self._drawn < _REFRESH_SECONDS:
             return
@@ -232,7 +231,6 @@ class Console(AbstractContextManager["Console"]):
             bar.refresh()
 
     def _line(self, metrics: StepMetrics) -> str:
-        """A logged step as one line, with the time left at the pace since the start."""
         line = step_line(metrics, total_steps=self._total_steps)
         done = metrics.step - self._first_step
         left = self._total_steps + self._after - metrics.step
@@ -243,7 +241,7 @@ class Console(AbstractContextManager["Console"]):
 
 
 def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
-    """A logged step in plain text, numbers in units for people, extras last."""
+    """Return a logged step as plain text, numbers with units, extras last."""
     of_total = f"/{total_steps}" if total_steps else ""
     extras = {name: f"{value:.1%}" if name == "mfu" else value for name, value in metrics.extras.items()}
     parts = [f"step {metrics.step}{of_total}", f"loss {metrics.loss:.4f}"]

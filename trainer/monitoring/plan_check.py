@@ -1,6 +1,6 @@
-"""A run beside its plan: predicted and measured seconds by phase, and bytes by purpose, at the end of the run.
+"""The comparison of a run with its plan at the end: predicted and measured seconds by phase, and bytes by purpose.
 
-Nothing here loads torch: reports read what a run has recorded.
+Nothing here loads torch, as reports read such records.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
 
 UNCOUNTED = "uncounted"
-"""Bytes of the peak that no purpose of the ledger has."""
+"""The name of peak bytes that no purpose of the ledger covers."""
 _WORDS = {UNCOUNTED: "activations and libraries"}
 ComparisonRow = tuple[str, str, str, str]
-"""The name of a term, predicted, measured, and by how much the plan was off, for a person."""
+"""The name of a term, its predicted and measured value, and the relative error of the plan, as text."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PlanCheck:
-    """What a plan predicts for a step of one rank, and what is measured. Seconds are medians of the steps after the first."""
+    """A plan's prediction for one rank's step, and the measurements. Seconds are medians of the steps after the first."""
 
     layout: str
     phases: Mapping[str, float]
@@ -29,17 +29,17 @@ class PlanCheck:
     memory: Mapping[str, Mapping[str, int]]
     """Predicted bytes of states and buffers at the end of a step, by tier and purpose."""
     peak: int
-    """Predicted bytes of the process, or of its accelerator, at the highest moment."""
+    """The predicted peak bytes of the process, or of its accelerator."""
     result: dict[str, Any] = field(default_factory=dict)
     """The latest comparison."""
     _steps: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
 
     def add(self, seconds: float, phases: Mapping[str, float]) -> None:
-        """Take the seconds of a step, and their phases."""
+        """Add the seconds of a step, and its phases."""
         self._steps.append((seconds, phases))
 
     def record(self, memory: Mapping[str, Mapping[str, int]], peak: int) -> dict[str, Any]:
-        """The comparison for a line of metrics: `[predicted, measured]` of each term.
+        """Return the comparison for a line of metrics: `[predicted, measured]` of each term.
 
         `memory` are measured bytes by tier and purpose, as in the line of a step, and `peak` those of the process.
         """
@@ -53,7 +53,7 @@ class PlanCheck:
             said, seen = self.memory.get(tier, {}), memory.get(tier, {})
             tiers[tier] = {name: [said.get(name, 0), seen.get(name, 0)] for name in {**said, **seen}}
         here = tiers["device"]
-        here.pop("activations", None)  # They come and go, and nobody counts all of them.
+        here.pop("activations", None)  # Activations are transient, and only partly in the ledger.
         here[UNCOUNTED] = [most - sum(pair[at] for pair in here.values()) for at, most in enumerate(highest)]
         self.result = {
             "layout": self.layout,
@@ -66,10 +66,10 @@ class PlanCheck:
 
 
 def comparison_rows(record: Mapping[str, Any]) -> Iterator[ComparisonRow]:
-    """The terms of a record: the step and its phases, the highest memory, and bytes by tier and purpose.
+    """Yield the terms of a record: the step and its phases, the peak memory, and bytes by tier and purpose.
 
     Raises:
-        ValueError, LookupError, TypeError: for what no record is.
+        ValueError, LookupError, TypeError: for a malformed record.
     """
     yield _row("step", human_seconds, record["seconds"])
     for name, pair in dict(record["phases"]).items():
@@ -81,7 +81,7 @@ def comparison_rows(record: Mapping[str, Any]) -> Iterator[ComparisonRow]:
 
 
 def comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """A record as a table."""
+    """Yield the lines of a record as a table."""
     columns = (f"plan of {record['layout']}", "predicted", "measured", "off")
     yield from table_lines(columns, list(comparison_rows(record)), right=columns[1:])
 

@@ -1,7 +1,7 @@
-"""The records of this rank's time and memory, in files of the run's directory: traces of a few steps by torch's profiler, the
-memory over one step, and what holds memory when it runs out.
+"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, a memory timeline of one step, and a
+memory snapshot after an out-of-memory error.
 
-Beside operators, traces show the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each,
+Beside operators, traces have the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each unit,
 collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
 """
 
@@ -37,17 +37,15 @@ _ROW = re.compile(r'(?<="tid": )[^,\s]+')
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """The profile of one run on one rank, a context manager: a run that ends early, in order, writes what there is.
-
-    `note` shows a line.
-    """
+    """The profile of one run on one rank, a context manager; a run that ends early, in order, writes the steps so far. `note` shows
+    a line."""
 
     def __init__(
         self, section: ProfileSection, directory: Path, engine: ZeroEngine, note: Callable[[str], None]
     ) -> None:
         first, last = section.steps or (0, -1)
         self.steps = range(first, last + 1)
-        """The steps that are recorded, counted from 1."""
+        """The profiled steps, counted from 1."""
         self._memory = section.memory
         self._folder = directory / FOLDER
         self._mesh = engine.mesh
@@ -65,7 +63,7 @@ class Profile(AbstractContextManager["Profile"]):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record step `number`, one of `steps`, in the block."""
+        """Profile step `number`, one of `steps`, in the block."""
         if self._profiler is None:
             activities = profiled(self._mesh.device)
             made = profile(activities=activities, record_shapes=self._memory, profile_memory=self._memory)
@@ -79,11 +77,10 @@ class Profile(AbstractContextManager["Profile"]):
             self._mesh.meet("writing of traces")
 
     def _stop(self) -> None:
-        """End recording, and write what there is. A full disk is no reason to end a run.
+        """Stop recording, and write the trace. A full disk does not end a run.
 
-        A collective that was begun under torch's profiler writes its end into the profiler's memory, from a thread of gloo's, even
-        after the profiler has ended and freed it: so it has to end before. After an error with peers nobody can wait for that,
-        and recording is left to end with the process.
+        gloo's threads write the end of a profiled collective into the profiler's memory even after the profiler has freed it, so
+        collectives have to end first. After an error of a peer they may never end, and recording goes on until the process exits.
         """
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -94,7 +91,7 @@ class Profile(AbstractContextManager["Profile"]):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             _write(profiler, path)
-        except (OSError, RuntimeError) as error:  # torch has no narrower kind for a file that it cannot write
+        except (OSError, RuntimeError) as error:  # torch has no narrower error for a failed write
             self._note(f"WARNING: {path} was not written: {error}")
             return
         steps = f"{self._recorded[0]} to {self._recorded[-1]}"
@@ -102,16 +99,15 @@ class Profile(AbstractContextManager["Profile"]):
 
 
 def _write(profiler: profile, path: Path) -> None:
-    """The trace, compressed. Ranges of units in backward get a row of their own: they begin and end amid operators of autograd's,
-    and viewers drop what is neither inside another range nor beside it.
-    """
+    """Write the compressed trace. Backward ranges of units get a separate row: they begin and end amid autograd's operators,
+    and viewers drop ranges that neither nest nor are disjoint."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         plain, packed = Path(folder, "trace.json"), Path(folder, "trace.json.gz")
         profiler.export_chrome_trace(str(plain))
         own = False
         with plain.open(encoding="utf-8") as lines, gzip.open(packed, "wt", encoding="utf-8", compresslevel=5) as out:
             for line in lines:
-                own = own or _NAME in line  # An event says its name before its row.
+                own = own or _NAME in line  # An event has its name before its row.
                 if own and _ROW.search(line):
                     line, own = _ROW.sub('"units in backward"', line), False
                 out.write(line)
@@ -119,11 +115,11 @@ def _write(profiler: profile, path: Path) -> None:
 
 
 _WORDS = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
-"""How allocators say it, whose errors are of no kind of their own."""
+"""Messages of out-of-memory errors, which have no common class."""
 
 
 def ran_out(error: BaseException) -> bool:
-    """Return True if an error says that memory could not be allocated."""
+    """Return True for an out-of-memory error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     of_zeromesh = isinstance(error, ZeromeshError) and not isinstance(error, StorageError)
@@ -131,10 +127,8 @@ def ran_out(error: BaseException) -> bool:
 
 
 def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, directory: Path, step: int) -> BaseException:
-    """Write down what holds this rank's memory if it ran out, and return the error that says so; return any other error as it is.
-
-    `step`: the whole steps that were done.
-    """
+    """Write a snapshot of this rank's memory after an out-of-memory error, and return an error that refers to it; return any other
+    error as it is. `step` is the number of finished steps."""
     if not ran_out(error):
         return error
     path = directory / f"memory-rank-{mesh.rank}.json"
@@ -163,9 +157,9 @@ _CURES = (
 
 
 def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
-    """Count the bytes of this rank: of the process, and by tier and purpose.
+    """Return the bytes of this rank: of the process, and by tier and purpose.
 
-    `uncounted` is what the process holds beside: activations, the libraries, and what is private to other people's code.
+    `uncounted` are bytes outside the ledger: activations, libraries, and other code's private memory.
     """
     process = {"resident": resident_bytes(), "resident_peak": peak_bytes(), "available": available_bytes()}
     on_device = is_accelerator(mesh.device)
@@ -191,12 +185,12 @@ _MOST_EVENTS = 20_000
 
 @contextmanager
 def recorded_memory(path: Path, step: int, ledger: Ledger) -> Iterator[None]:
-    """Write to `path` when bytes of each purpose come and go in the block, which is step `step`, counted from 1.
+    """Write to `path` the changes of bytes by purpose in the block, which is step `step`, counted from 1.
 
         {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
 
-    An event says how many bytes of a purpose there are on a tier from that moment on. The ledger counts what is allocated on
-    purpose: states, gathered parameters, gradients, kept inputs of blocks; not what autograd keeps between.
+    An event is a time, a tier, a purpose and its bytes from then on. The ledger covers states, gathered parameters, gradients
+    and saved inputs of blocks, but no other activations.
     """
     began = time.perf_counter()
     with ledger.recording(_MOST_EVENTS) as changes:
@@ -207,5 +201,5 @@ def recorded_memory(path: Path, step: int, ledger: Ledger) -> Iterator[None]:
         for change in changes
     ]
     content = {"step": step, "seconds": round(seconds, 6), "events": events}
-    with suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.
+    with suppress(OSError):  # Nothing depends on this file, and later writes report a full disk.
         write_whole(path, json.dumps(content).encode(), sync=False)

@@ -1,11 +1,11 @@
 """The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`).
 
-    blames(rows)       whom ranks wait for now, at the end of every chain of waits, and what that rank is doing
-    recent(rows)       seconds of a step by rank and what they went to, over the latest steps
-    verdicts(rows)     sentences: which rank the others wait for in these steps and why, or what of them is the link's
+    blames(rows)       the ranks at the end of all chains of waits, and their current activity
+    recent(rows)       seconds per step by rank and phase, over the latest steps
+    verdicts(rows)     sentences about the slowest rank and its cause, or about the link
 
-A rank that comes last to what ranks do together waits there for nobody: what it spends there is the link's time. So the link has
-what the rank with the fewest seconds of communication has, and what others have more is waiting for ranks that are late.
+The last rank to enter a collective waits for no peer, so its communication is the link's time. The least communication of any rank
+is therefore attributed to the link, and the excess of the others to waiting for late ranks.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from zeromesh.errors import ranks_text
 Row = Mapping[str, Any]
 BUSY = ("data", "compute", "offload", "between")
 _PART, _LEAST_SECONDS = 0.15, 1e-3
-"""The part of a step, and the seconds, that a wait must reach to be reported."""
+"""The fraction of a step, and the seconds, above which a wait is reported."""
 _WORDS = {
     "data": "data",
     "compute": "computation",
@@ -29,20 +29,20 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blame:
-    """A rank that is waited for, or the link where all have come: `rank` is None then."""
+    """A late rank, or the link if all ranks have arrived; `rank` is None then."""
 
     rank: int | None
     cause: str
-    """`data`, `compute`, `disk`, `between steps`, `failed`, `stopped`, `link`, or `each other` where ranks wait in a circle."""
+    """The cause: `data`, `compute`, `disk`, `between steps`, `failed`, `stopped`, `link`, or `each other` for a cycle of waits."""
     doing: str
     seconds: float
-    """For how long it does that; of a link or a circle, for how long it was waited for."""
+    """Seconds of the rank's present activity; for a link or a cycle, seconds of the wait."""
     waiting: tuple[int, ...]
-    """Ranks that wait for it, at once or through others."""
+    """The ranks that wait for it, directly or indirectly."""
 
 
 def blames(rows: Sequence[Row]) -> list[Blame]:
-    """Whom ranks wait for, those first for whom most do."""
+    """Return the ranks that others wait for, those with the most waiting ranks first."""
     by_rank = {row["rank"]: row for row in rows}
     waiting: dict[int | str, list[int]] = {}
     for row in rows:
@@ -65,7 +65,7 @@ def blames(rows: Sequence[Row]) -> list[Blame]:
 
 
 def _ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
-    """The ranks at the ends of the chains of waits that begin at a rank; `link` where all ranks have come."""
+    """Return the ranks at the ends of the chains of waits from a rank; `link` if all ranks have arrived."""
     ends: set[int | str] = set()
     seen, following = {rank}, [rank]
     while following:
@@ -78,7 +78,7 @@ def _ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
                 seen.add(each)
             else:
                 ends.add(each)
-    # Where a late rank is at the end of some chain, what others transfer meanwhile is no news.
+    # With a late rank at the end of a chain, transfers between others do not matter.
     return {each for each in ends if each != "link"} or ends or {"each other"}
 
 
@@ -93,7 +93,7 @@ def _cause(row: Row) -> str:
 
 
 def sentences(found: Sequence[Blame]) -> list[str]:
-    """The same in words, a line each."""
+    """Return one sentence for each blame."""
     lines = []
     for each in found:
         who, wait = ranks_text(each.waiting, 8), "wait" if len(each.waiting) > 1 else "waits"
@@ -109,7 +109,7 @@ def sentences(found: Sequence[Blame]) -> list[str]:
 
 
 def recent(rows: Sequence[Row]) -> dict[int, dict[str, float]]:
-    """Seconds of a step of each rank that has made some, by what they went to; `communication` as `link` and `waiting`."""
+    """Return the seconds per step of each rank by phase, with `communication` split into `link` and `waiting`."""
     known = {row["rank"]: row["recent"] for row in rows if row.get("recent")}
     link = min((each["communication"] for each in known.values()), default=0.0)
     return {
@@ -119,7 +119,8 @@ def recent(rows: Sequence[Row]) -> dict[int, dict[str, float]]:
 
 
 def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> list[str]:
-    """Sentences about the latest steps; none before there are some. `traffic`: by axis and collective, as in `metrics.jsonl`."""
+    """Return sentences about the latest steps; none before the first. `traffic` is by axis and collective, as in
+    `metrics.jsonl`."""
     parts = recent(rows)
     if len(parts) < 2:
         return []
@@ -150,7 +151,6 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
 
 
 def _largest(traffic: Mapping[str, Any]) -> str:
-    """The collective that takes the longest, in words."""
     rows = [
         (row["seconds"], axis, name, row["bytes"]) for axis, found in traffic.items() for name, row in found.items()
     ]

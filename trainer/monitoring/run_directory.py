@@ -1,4 +1,4 @@
-"""The directory of a run: its resolved configuration, its metrics, when processes of it have begun, and where ranks are."""
+"""The directory of a run: its resolved configuration, its metrics, the starts of its processes, and the activity of ranks."""
 
 import contextlib
 import errno
@@ -40,7 +40,7 @@ class RunDirectory:
     """The directory into which rank 0 writes a run's files.
 
     Raises:
-        StorageError: at birth, if it cannot be written; what was in it is still there then.
+        StorageError: in the constructor, if it cannot be written; existing files are kept then.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -61,7 +61,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other run writes here inside the block; the lock goes with the process, however that ends.
+        """Lock the directory against other runs inside the block; the lock ends with the process, even when killed.
 
         Raises:
             StorageError: when another run has it.
@@ -79,7 +79,7 @@ class RunDirectory:
             _note(file, ENDED)
 
     def _lock(self, stack: contextlib.ExitStack) -> io.FileIO:
-        """The file that is locked until `stack` ends. What killed processes have left half-written is removed."""
+        """Return the file that is locked until `stack` ends. Temporary files of killed processes are removed."""
         path = self.path / LOCK
         try:
             file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
@@ -101,10 +101,10 @@ class RunDirectory:
     def open(
         self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
     ) -> Iterator[MetricsWriter | None]:
-        """Write the resolved configuration, without secrets, and hand out the writer of metrics, which continues after `step`.
+        """Write the resolved configuration, without secrets, and yield the writer of metrics, which continues after `step`.
 
-        `facts` about the model and the machine go into the line of this start. Inside the block a file says where every rank is,
-        and at its end, however that comes, each rank writes its latest events.
+        `facts` about the model and the machine go into the line of this start. Inside the block a file has the activity of every
+        rank, and at any end of it each rank writes its latest events.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._traced(mesh))
@@ -112,13 +112,13 @@ class RunDirectory:
 
     @contextmanager
     def _traced(self, mesh: Mesh) -> Iterator[None]:
-        """Write this rank's latest events whenever they are asked for inside the block, and at its end."""
+        """Write this rank's latest events on request inside the block, and at its end."""
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
         facts = {"rank": mesh.rank, "host": mesh.places[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
         facts["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names.get(mesh.rank, ())]
 
         def write() -> None:
-            with contextlib.suppress(OSError):  # Nothing depends on it, and a full disk is reported by what matters.
+            with contextlib.suppress(OSError):  # Nothing depends on this file, and later writes report a full disk.
                 mesh.watch.ring.write(self.path / FOLDER / f"rank-{mesh.rank}.ring", facts)
 
         mesh.watch.on_request = write
@@ -131,7 +131,6 @@ class RunDirectory:
     def _writer(
         self, stack: contextlib.ExitStack, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
     ) -> MetricsWriter:
-        """Do what `open` does on rank 0, until `stack` ends."""
         redaction = Redaction(secret_values())
         try:
             text = config.to_yaml(redaction.values)
@@ -150,7 +149,7 @@ class RunDirectory:
 
 
 def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
-    """The facts that a start records: the number of parameters, the hardware, and versions of packages."""
+    """Return the facts of a start: the number of parameters, the hardware, and versions of packages."""
     device, size = mesh.device, mesh.shape.world_size
     name = device_name(device) if is_accelerator(device) else cpu_name()
     versions = {"zeromesh": __version__, "python": platform.python_version()}
@@ -160,7 +159,7 @@ def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
 
 
 def _note(file: io.FileIO, text: str) -> None:
-    """Put one line into the file of the lock. A disk that is full now is reported by what matters."""
+    """Write one line to the lock file; errors of a full disk are ignored, as later writes report them."""
     with contextlib.suppress(OSError):
         os.pwrite(file.fileno(), f"{text}\n".encode(), 0)
         file.truncate(len(text) + 1)

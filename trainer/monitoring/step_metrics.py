@@ -1,6 +1,5 @@
-"""`metrics.jsonl` and its like, one line of strict JSON per logged step, on disk as soon as the step is over; and how long a run
-takes to begin, from its command to the end of its first step, by what the time goes to.
-"""
+"""`metrics.jsonl` and similar files, one line of strict JSON per logged step, on disk at the end of the step; and startup times,
+from the command to the end of its first step."""
 
 import errno
 import io
@@ -19,18 +18,18 @@ from zeromesh.files import open_regular, read_whole, refusals, write_whole
 from zeromesh.trainer.config.yaml_reader import MAX_DEPTH
 
 METRICS = "metrics.jsonl"
-"""A line for each logged step: a record of `StepMetrics`."""
+"""The file with a line per logged step: a record of `StepMetrics`."""
 EVALUATIONS = "evaluations.jsonl"
-"""A line for each evaluation: `step` after which, `eval_loss`, and what else it gave."""
+"""The file with a line per evaluation: its `step`, `eval_loss`, and its other values."""
 SAMPLES = "samples.jsonl"
-"""A line for each prompt of `run.prompts` and time: `step`, `prompt` and `completion`."""
+"""The file with a line per prompt of `run.prompts` and time: `step`, `prompt` and `completion`."""
 STARTS = "starts.jsonl"
-"""A line for each start or resume of the run: `step` after which it was, `host` of rank 0, `ranks`, `hardware`, `parameters` of the
+"""The file with a line per start or resume: `step` before it, `host` of rank 0, `ranks`, `hardware`, `parameters` of the
 model, and `versions` of packages."""
 RANKS = "ranks.json"
-"""The file with the present place of every rank, which `StateMonitor` writes."""
+"""The file with the present activity of every rank, which `StateMonitor` writes."""
 LOCK = "run.lock"
-"""Locked by the process of rank 0, which it names, also after a kill. After any other end it says how the run has ended."""
+"""The lock file of rank 0's process, which it names, even after a kill. After any other end it has the outcome of the run."""
 ENDED = "ended"
 
 
@@ -39,9 +38,9 @@ class StepMetrics:
     """The figures of one optimizer step.
 
     `step` counts finished steps from 1. `loss` is the mean over the targets of the global batch, `grad_norm` the norm before
-    clipping (None where it was not computed). `tokens` counts all tokens since the start of training; where the model takes no
-    tokens, `unit` says that these are samples. `peak_memory_bytes` is the largest of any rank. `extras` are further values, such
-    as `skipped` or `loss_scale`.
+    clipping (None where it was not computed). `tokens` counts all tokens since the start of training; for a model without token
+    inputs `unit` is samples. `peak_memory_bytes` is the largest of any rank. `extras` are further values, such as `skipped` or
+    `loss_scale`.
     """
 
     step: int
@@ -56,17 +55,17 @@ class StepMetrics:
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """The line of `metrics.jsonl`: the fields in their order, then the extras."""
+        """Return the line of `metrics.jsonl`: the fields in their order, then the extras."""
         own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
         own |= {} if self.unit == "tokens" else {"unit": self.unit}
         return own | {name: value for name, value in self.extras.items() if name not in own}
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Appends lines to a file of JSON lines, each handed to the operating system at once.
+    """Appends lines to a file of JSON lines, each passed to the operating system at once.
 
-    A line that a kill cut short is removed when the file is opened again. `keep_through`: lines of later
-    steps are removed as well, because a run that resumes from that step will write them anew; None keeps all.
+    An incomplete last line is removed when the file is opened. Lines of steps after `keep_through` are removed as well, since a
+    run that resumes from that step writes them anew; None keeps all.
     Raises `StorageError`, which names the file, where it cannot be opened or written.
     """
 
@@ -76,10 +75,10 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _repair(self.path, keep_through)
             descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            self._file = io.FileIO(descriptor, "ab")  # nothing waits in a buffer for a kill
+            self._file = io.FileIO(descriptor, "ab")  # A kill must lose no buffered line.
 
     def write(self, record: StepMetrics | Mapping[str, Any]) -> None:
-        """Append one line, and `time` (seconds since 1970) in it. NaN and infinities become the strings "nan", "inf" and "-inf".
+        """Append one line, with `time` (seconds since 1970). NaN and infinities become the strings "nan", "inf" and "-inf".
 
         After a line that could not be written whole the file is closed: the next one would continue it.
         """
@@ -87,7 +86,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         values = {**values, "time": round(time.time(), 3)}
         try:
             text = json.dumps(values, allow_nan=False, default=strict)
-        except ValueError:  # Not all numbers are finite.
+        except ValueError:  # A number is not finite.
             text = json.dumps(strict(values), allow_nan=False)
         line = text.encode("ascii") + b"\n"
         try:
@@ -109,7 +108,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; one that a kill cut short, at its end, is left out.
+    """Return the complete lines of a metrics file, without a last line that a kill has cut short.
 
     Raises `StorageError` for a file that cannot be read or holds a line that is no JSON object; with `broken` such lines are left
     out too, and their errors go there.
@@ -128,17 +127,17 @@ def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) 
 
 
 def metrics_of_steps(path: Path, first: int, last: int) -> list[dict[str, Any]]:
-    """The lines of the steps from `first` to `last`, with numbers as they were before `strict`; none where there is no such file.
+    """Return the lines of steps `first` to `last`, with numbers as before `strict`; none where there is no file.
 
     Raises:
-        StorageError: where it cannot be read, or holds a line that is no JSON object.
+        StorageError: where the file cannot be read, or has a line that is no JSON object.
     """
     lines = read_metrics(path) if path.exists() else []
     return [{name: unstrict(value) for name, value in line.items()} for line in lines if first <= _step(line) <= last]
 
 
 def _repair(path: Path, keep_through: int | None) -> None:
-    """Cut off an unfinished last line; with `keep_through`, replace the file by one without later steps."""
+    """Truncate an incomplete last line; with `keep_through`, replace the file by one without later steps."""
     try:
         descriptor = open_regular(path, os.O_RDWR)
     except FileNotFoundError:
@@ -156,7 +155,7 @@ def _repair(path: Path, keep_through: int | None) -> None:
 
 
 def _step(record: Mapping[str, Any]) -> float:
-    """The step that a line is about; one that names none is about all of them, and stays."""
+    """Return the step of a line; a line without one counts as before all steps, and is kept."""
     step = record.get("step")
     return step if isinstance(step, int) else -math.inf
 
@@ -173,7 +172,7 @@ def _parse(line: bytes, path: str | os.PathLike[str], number: int) -> dict[str, 
 
 
 def strict(value: Any) -> Any:
-    """`value` in types of strict JSON: NumPy's and PyTorch's numbers as numbers, non-finite ones as text."""
+    """Convert `value` to types of strict JSON: NumPy's and PyTorch's numbers to numbers, non-finite ones to strings."""
     if isinstance(value, bool | int | str | None):
         return value
     if isinstance(value, float):
@@ -182,20 +181,20 @@ def strict(value: Any) -> Any:
         return {str(name): strict(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [strict(item) for item in value]
-    if callable(getattr(value, "tolist", None)):  # a tensor or an array of any shape
+    if callable(getattr(value, "tolist", None)):  # A tensor or an array of any shape.
         return strict(value.tolist())
     return str(value)
 
 
 def unstrict(value: Any) -> Any:
-    """A value of a line, with the numbers back for which strict JSON has only text."""
+    """Invert `strict` for the non-finite numbers of a value."""
     if isinstance(value, Mapping):
         return {name: unstrict(item) for name, item in value.items()}
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
 def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every value of nested mappings, with the keys that lead to it; empty and very deep mappings are values too."""
+    """Yield every leaf of nested mappings with its path of keys; empty and very deep mappings are leaves too."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value and len(above) < MAX_DEPTH:
             yield from leaves(value, (*above, key))
@@ -205,16 +204,15 @@ def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _LEAST_SHOWN = 0.05
-"""Seconds. Shorter parts are left out of the sentence."""
 
 
 def now() -> float:
-    """Seconds since the machine was started; all processes of a machine have the same clock."""
+    """Seconds since boot, on a clock that all processes of a machine share."""
     return time.clock_gettime(_CLOCK)
 
 
 def process_began() -> float:
-    """When the operating system started this process, on the clock of `now`; where that is not known, the present."""
+    """Return the start time of this process on the clock of `now`; the present where it is unknown."""
     with suppress(OSError, ValueError, IndexError):
         words = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return min(now(), int(words[19]) / os.sysconf("SC_CLK_TCK"))
@@ -222,7 +220,7 @@ def process_began() -> float:
 
 
 class StartTimes:
-    """Seconds by part, in the order of the parts, until the first step of a run in this process has been made.
+    """Seconds of startup by part, in order, until the first step of a run in this process has ended.
 
     `began`: when the first part did, on the clock of `now`.
     """
@@ -231,14 +229,14 @@ class StartTimes:
         self._last = now() if began is None else began
         self.parts: dict[str, float] = {}
         self.over = False
-        """True if the first step has been made."""
+        """True after the first step."""
 
     def begin(self) -> None:
-        """The next part begins now: what the caller of the trainer did since the last one belongs to none."""
+        """Begin a part now; the time since the last part, in the trainer's caller, is not counted."""
         self._last = now()
 
     def end(self, part: str, at: float | None = None) -> None:
-        """Count the seconds since the last part ended, up to `at` (default: the present), as those of `part`."""
+        """Add the seconds since the end of the last part, up to `at` (default: the present), to `part`."""
         if not self.over:
             at = now() if at is None else at
             self.parts[part] = self.parts.get(part, 0.0) + max(0.0, at - self._last)
@@ -246,6 +244,6 @@ class StartTimes:
 
 
 def sentence(parts: Mapping[str, float]) -> str:
-    """The total and its parts: `5.8 s (imports 3.6, data 1.1, first step 1.1)`."""
+    """Return the total and its parts: `5.8 s (imports 3.6, data 1.1, first step 1.1)`."""
     shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= _LEAST_SHOWN)
     return f"{sum(parts.values()):.1f} s" + (f" ({shown})" if shown else "")

@@ -1,4 +1,4 @@
-"""The figures of one step that are logged: its result, users' values, utilisation, memory, and the rank that others wait for."""
+"""The logged figures of one step: its result, users' values, utilization, memory, and the slowest rank."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,13 @@ from zeromesh.trainer.models.flops import ModelFlops, peak_flops
 from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 RESERVED_NAMES = frozenset(each.name for each in fields(StepMetrics)) | {"time"}
-"""Names that a step's line has already."""
+"""The field names of a step's line."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """A step, over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause`: why it was skipped."""
+    """The result of a step over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause` is the reason of a
+    skip."""
 
     loss: float
     targets: int
@@ -38,19 +39,19 @@ class StepResult:
     idle: float = 0.0
     """Seconds in which this rank has waited for others."""
     waited: Mapping[str, float] = field(default_factory=dict)
-    """Seconds that this rank stood still for bytes of a tier, by its name."""
+    """Seconds in which this rank has waited for transfers of a tier, by tier."""
     communication: Figures = field(default_factory=dict)
-    """The figures of what this rank sent to others, by axis and collective."""
+    """The figures of this rank's traffic, by axis and collective."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """This rank's seconds in the step, by what they went to."""
+    """This rank's seconds of the step, by phase."""
     bubble: Mapping[str, float] = field(default_factory=dict)
-    """The part of the step in which ranks of a pipeline did not compute, `predicted` and `measured`."""
+    """The pipeline bubble as a fraction of the step, `predicted` and `measured`."""
     stop_signal: int = 0
     """The signal by which some rank was asked to stop after this step; 0: none."""
 
 
 class StepStats:
-    """Makes the lines of the steps of one run; all ranks make it together. `samples` is the size of a global batch."""
+    """Makes the lines of the steps of one run; all ranks create it together. `samples` is the size of a global batch."""
 
     def __init__(
         self, flops: ModelFlops | None, mesh: Mesh, compute: torch.dtype, samples: int, ledger: Ledger
@@ -60,7 +61,7 @@ class StepStats:
         self._ledger = ledger
         self._peak = 0.0
         self.notes: list[str] = []
-        """Lines for a person that say which peak utilisation is measured against, if it is."""
+        """Lines about the peak throughput that utilization refers to, if any."""
         if flops is not None:
             own_peak, how = peak_flops(mesh.device, compute)
             self._peak = float(sum(row[0] for row in mesh.world.gather_integers([int(own_peak)])))
@@ -70,10 +71,10 @@ class StepStats:
             )
 
     def line(self, result: StepResult, *, step: int, lr: float, tokens: int, peak: int) -> StepMetrics:
-        """The line of metrics of a step; `tokens` since the start of training, `peak` bytes of the rank with the most.
+        """Return the metrics of a step; `tokens` since the start of training, `peak` bytes of the rank with the most.
 
-        Among the extras are `mfu`, model FLOPs utilisation; `phases`, this rank's seconds by what they went to; and `memory`, the
-        most bytes of this rank in the step, by tier and purpose.
+        Among the extras are `mfu`, model FLOPs utilization; `phases`, this rank's seconds by phase; and `memory`, the peak bytes
+        of this rank in the step, by tier and purpose.
         """
         extras: dict[str, Any] = {"skipped": True, "cause": result.cause} if result.skipped else {}
         if result.loss_scale != 1.0:
@@ -107,14 +108,13 @@ class StepStats:
 
 
 class UserScalars:
-    """The means of values since the last logged line, over all that any rank has given: of losses, `trainer.log`, and callbacks."""
+    """The means since the last logged line of the values of losses, `trainer.log` and callbacks, over all ranks."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Tensor | float]] = {}
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Take numbers, or tensors of one element, which are not read before the next line. What is neither, and what has a
-        reserved name, is left out."""
+        """Add numbers, or one-element tensors, which are read at the next line. Other values and reserved names are left out."""
         for name, value in values.items():
             if name in RESERVED_NAMES:
                 continue
@@ -124,7 +124,7 @@ class UserScalars:
                 self._values.setdefault(name, []).append(float(value))
 
     def take(self, mesh: Mesh) -> dict[str, float]:
-        """The means, which begin anew; all ranks call it, and any of them may have given other names than others."""
+        """Return the means, and reset them; all ranks call it, and their names may differ."""
         sums = {name: [sum(map(float, values)), len(values)] for name, values in self._values.items()}
         self._values = {}
         if not int(mesh.world.max_(torch.tensor([len(sums)]), "values that are logged")[0]):
@@ -139,7 +139,7 @@ class UserScalars:
 
 
 def require_free_names(values: Mapping[str, Any], whose: str) -> None:
-    """Raise `ConfigError` for names that fields of a step's line have already."""
+    """Raise `ConfigError` for names of fields of a step's line."""
     reserved = sorted(RESERVED_NAMES.intersection(values))
     if reserved:
         raise ConfigError(
@@ -148,51 +148,51 @@ def require_free_names(values: Mapping[str, Any], whose: str) -> None:
 
 
 def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]:
-    """The highest peak memory of any rank by now, in bytes, and every rank's `busy`, its seconds at work in a step; all ranks
-    call it."""
+    """Return the peak memory of any rank so far, in bytes, and every rank's `busy`, its seconds at work in a step; all ranks call
+    it."""
     peak = device_memory(mesh.device).peak if is_accelerator(mesh.device) else peak_bytes()
     rows = mesh.world.gather_integers([peak, int(1e6 * busy)])
     return max(rows)[0], tuple([row[1] / 1e6 for row in rows])
 
 
 _WINDOW = 10
-"""The fewest steps that are looked at together."""
+"""The least number of steps that are compared together."""
 _FACTOR = 1.5
 _LEAST_SECONDS = 0.05
-"""A step. Less is not worth a person's time."""
+"""The least delay per step, in seconds, that is reported."""
 _SILENT_STEPS = 100
-"""Between two lines about the same rank."""
+"""The least number of steps between two lines about the same rank."""
 
 
 class Stragglers:
-    """Looks at the seconds that ranks were at work in steps, without those that they have waited there for one another.
+    """Compares the ranks' seconds at work in steps, without their waits for one another.
 
-    What is between steps, such as evaluations and checkpoints, is no part of it, nor is the first step, in which much is done once.
+    Work between steps, such as evaluations and checkpoints, is not counted, nor is the first step with its setup.
     """
 
     def __init__(self) -> None:
-        self._own: list[float] = []
-        """This rank's seconds at work in each step since ranks were compared."""
+        self._busy_seconds: list[float] = []
+        """This rank's seconds at work in each step since the last comparison."""
         self._last_note: dict[int, int] = {}
         self._begun = False
 
     def add(self, seconds: float, waited: float) -> None:
-        """This rank has made a step of so many seconds, of which it has waited `waited` for other ranks."""
+        """Add a step of `seconds`, `waited` of which were spent waiting for other ranks."""
         if self._begun:
-            self._own.append(max(0.0, seconds - waited))
+            self._busy_seconds.append(max(0.0, seconds - waited))
         self._begun = True
 
     @property
     def busy(self) -> float:
-        """Seconds that this rank was at work in a step, on average since ranks were compared."""
-        return sum(self._own) / max(1, len(self._own))
+        """The mean seconds per step that this rank was at work since the last comparison."""
+        return sum(self._busy_seconds) / max(1, len(self._busy_seconds))
 
     def look(self, step: int, busy: Sequence[float]) -> str | None:
-        """Compare `busy` of each rank after enough steps; returns a line about a slow rank, when there is news of one."""
-        steps = len(self._own)
+        """Compare `busy` of each rank after enough steps; returns a line about a slow rank, when that is news."""
+        steps = len(self._busy_seconds)
         if steps < _WINDOW:
             return None
-        self._own = []
+        self._busy_seconds = []
         slowest = max(range(len(busy)), key=busy.__getitem__)
         others = statistics.median([*busy[:slowest], *busy[slowest + 1 :]] or busy)
         silent = step - self._last_note.get(slowest, -_SILENT_STEPS) < _SILENT_STEPS
@@ -206,7 +206,7 @@ class Stragglers:
 
 
 def traffic_table(figures: Figures, *, steps: int = 1) -> list[str]:
-    """A table of `figures`, which are sums over `steps` steps: calls, MiB and milliseconds of one step on average."""
+    """Return a table of `figures`, which are sums over `steps` steps: calls, MiB and milliseconds per step."""
     rows = [
         (
             axis,

@@ -1,10 +1,10 @@
-"""Rings of all ranks (see `EventRing`) as one trace in Chrome's JSON format, which https://ui.perfetto.dev opens.
+"""Conversion of the event rings of all ranks (see `EventRing`) to one trace in Chrome's JSON format for https://ui.perfetto.dev.
 
-A rank is a process with rows: its steps; the phases of a step, and in them collectives and waits; what it does, to which unit; and
-when it starts to gather and to reduce. Slices say their step and microbatch; a wait says who came last, where that is known, and an
-arrow leads from there. In collectives in which ranks stand together (`_TOGETHER`), who came last is read from their beginnings.
+A rank is a process with rows: its steps; the phases of a step, with collectives and waits inside; its activity, by unit; and the
+launches of gathers and reductions. Slices have their step and microbatch; a wait names the last rank to arrive, where known, with
+an arrow from there. In collectives of `_TOGETHER`, the last arrival is computed from the begin times.
 
-The clocks of hosts are aligned by the moments at which all ranks are at one place once a step: the median over these steps.
+Clocks of hosts are aligned by the median over steps of a moment that all ranks share once per step.
 """
 
 import gzip
@@ -24,12 +24,12 @@ STEPS, PHASES, DOING, LAUNCHES = range(1, 5)
 _ROWS = {STEPS: "steps", PHASES: "phases, collectives and waits", DOING: "what it does", LAUNCHES: "launches"}
 _TOGETHER = ("agreement over ", "all-reduce over ", "all-to-all over ", "broadcast over ")
 _ARROW_NS = 200_000
-"""Waits that are shorter get no arrow."""
+"""The least nanoseconds of a wait with an arrow."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Slice:
-    """Something that a rank does from `begin` to `end`, nanoseconds of the clock of the first rank."""
+    """An activity of a rank from `begin` to `end`, in nanoseconds of the first rank's clock."""
 
     row: int
     name: str
@@ -40,7 +40,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRing:
-    """The events that one rank has written, with its place in the mesh and its clocks."""
+    """The events of one rank, with its mesh coordinates and its clocks."""
 
     rank: int
     host: str
@@ -49,12 +49,12 @@ class RankRing:
     names: Sequence[str]
     clock: int
     wall: int
-    """The wall's clock at the moment `clock`."""
+    """The wall clock at the moment `clock`."""
     events: Sequence[tuple[int, int]]
 
 
 def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
-    """The rings in a folder, by rank, and remarks about those that are left out.
+    """Read the rings in a folder, by rank; returns them with remarks about those that are left out.
 
     Raises:
         StorageError: where there is none.
@@ -69,7 +69,7 @@ def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             remarks.append(f"{path} cannot be read: {error}")
     latest = max((ring.wall for ring in rings), default=0)
-    # What another process has left, of more ranks or of an earlier start, lies before all that the latest one knows.
+    # Rings of other processes, of more ranks or an earlier start, end before all events of the latest ring.
     began = min(
         (ring.wall - ring.clock + ring.events[0][0] for ring in rings if ring.wall == latest and ring.events), default=0
     )
@@ -84,7 +84,7 @@ def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
 
 
 def trace_content(trace: Mapping[str, Any], *, packed: bool) -> bytes:
-    """A trace as the bytes of a file."""
+    """Return a trace as JSON bytes, with gzip if `packed`."""
     content = json.dumps(trace, separators=(",", ":")).encode()
     return gzip.compress(content, 6, mtime=0) if packed else content
 
@@ -92,9 +92,9 @@ def trace_content(trace: Mapping[str, Any], *, packed: bool) -> bytes:
 def trace_of(
     rings: Sequence[RankRing], metrics: Sequence[Mapping[str, Any]] = (), steps: range | None = None
 ) -> dict[str, Any]:
-    """The trace of rings; of some `steps` alone where these are given. `metrics`: lines of `metrics.jsonl`, for rank 0's memory."""
+    """Return the trace of rings, optionally of some `steps` alone. `metrics` are lines of `metrics.jsonl`, for rank 0's memory."""
     sliced = {ring.rank: list(_slices(ring, _offset(ring, rings[0]))) for ring in rings}
-    arrows = [*_met_together(rings, sliced), *_late(sliced)]
+    arrows = [*_collective_arrows(rings, sliced), *_wait_arrows(sliced)]
     kept = {
         rank: [each for each in slices if steps is None or each.facts.get("step") in steps]
         for rank, slices in sliced.items()
@@ -115,29 +115,28 @@ def trace_of(
             end = max(waits.begin, waits.end - 1)
             events.append({"ph": "f", "bp": "e", "pid": waiter, "tid": waits.row, "ts": _micro(end, zero), **common})
     events += _memory(metrics, kept.get(0, []), zero)
-    # Of slices that begin together the longer one holds the other.
+    # Of slices with equal begin the longer one is the parent.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
     return {"traceEvents": [*_titles(rings), *events], "displayTimeUnit": "ms"}
 
 
 def _offset(ring: RankRing, base: RankRing) -> int:
-    """Return the offset that turns the times of `ring` into those of the clock of `base`."""
     if ring.host == base.host:
         return 0
     own, others = (
         {code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base)
     )
     differences = [others[step] - own[step] for step in own.keys() & others.keys()]
-    # Without a meeting that both know, the walls' clocks have to do.
+    # Without a shared moment, the wall clocks have to do.
     return int(statistics.median(differences)) if differences else (base.clock - base.wall) - (ring.clock - ring.wall)
 
 
 def _slices(ring: RankRing, offset: int) -> Iterator[Slice]:
-    """Everything that a rank has done, as slices that end; what has not ended yet does at the time of writing."""
+    """Yield all activities of a rank as slices; unfinished ones end at the time of writing."""
     facts: dict[str, Any] = {}
     nested: list[Slice] = []
     single: dict[int, Slice] = {}
-    """In each row but that of the phases: what goes on."""
+    """The open slice of each row except that of the phases."""
 
     def ended(row: int, at: int) -> Iterator[Slice]:
         if row in single:
@@ -186,11 +185,11 @@ def _slices(ring: RankRing, offset: int) -> Iterator[Slice]:
 
 
 Arrow = tuple[int, int, int, tuple[int, Slice]]
-"""From which rank, when and in which row; and to which rank's slice."""
+"""The source rank, time and row; and the target rank and slice."""
 
 
-def _met_together(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
-    """Say of each collective in which ranks stand together who came last and how long the rest took."""
+def _collective_arrows(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
+    """Yield an arrow from the last rank of each collective of `_TOGETHER` to each rank that waited."""
     axes = {ring.rank: ring.axes for ring in rings}
     found: dict[tuple[Any, ...], dict[int, Slice]] = defaultdict(dict)
     for rank, slices in sliced.items():
@@ -199,7 +198,7 @@ def _met_together(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice
         for each in sorted(slices, key=lambda each: each.begin):
             step = each.facts.get("step", 0)
             members = axes[rank].get(each.name.rpartition(" over ")[2], ()) if each.name.startswith(_TOGETHER) else ()
-            if len(members) > 1 and step > first:  # Of the first step some may have been overwritten.
+            if len(members) > 1 and step > first:  # The ring may have overwritten events of the first step.
                 place = (each.name, step, tuple(members))
                 counts[place] += 1
                 found[*place, counts[place]][rank] = each
@@ -216,8 +215,7 @@ def _met_together(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice
                 yield last, came, PHASES, (rank, each)
 
 
-def _late(sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
-    """The arrows of waits that have seen themselves who came last."""
+def _wait_arrows(sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
     for rank, slices in sliced.items():
         for each in slices:
             late = each.facts.get("waited for rank", -1)
@@ -226,7 +224,7 @@ def _late(sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
 
 
 def _memory(metrics: Sequence[Mapping[str, Any]], slices: Sequence[Slice], zero: int) -> Iterator[dict[str, Any]]:
-    """The most bytes of rank 0 in each step that was logged, by tier and purpose, at the end of the step."""
+    """Yield rank 0's peak bytes of each logged step, by tier and purpose, at the end of the step."""
     lines = {line.get("step"): line.get("memory") for line in metrics}
     for each in slices:
         memory = lines.get(each.facts.get("step")) if each.row == STEPS else None

@@ -1,1 +1,1 @@
-"""The plans of runs before they start: layouts, and the memory and the seconds that each will take on a machine."""
+"""The plans of runs before they start: layouts, and their estimated memory and time on a machine."""

@@ -1,4 +1,4 @@
-"""Plans of configurations, and what `auto` becomes: the keys of a layout from those of a configuration, and back."""
+"""Plans of configurations, and the values of `auto`: conversions between configuration keys and fields of a layout."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from zeromesh.trainer.planning.subject import Subject, tokens_of
 from zeromesh.trainer.setup.model import build_whole_model
 
 _CARDS = 8
-"""The cards of a host, at most, where nobody says how many it has."""
 
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:
-    """The machine of a name, a size or a file; without one that which was measured here, or the one that has this host's
-    accelerators. `devices` are the cards of a host that nothing else says.
+    """Return the machine with a name, a size or a file; by default the one measured here, or one with this host's accelerators.
+    `devices` is the number of cards per host where it is unknown.
 
     Raises:
         ConfigError: for a machine that is not known.
@@ -42,14 +41,14 @@ def machine_here(name: str | None, devices: int = 1) -> Machine:
 
 
 def ranks_here(machine: Machine | None = None) -> int:
-    """Accelerators of this host, or else its cores; of another kind of machine, the ranks of one host."""
+    """Return the number of this host's accelerators, or else its cores; for another kind of machine, its ranks per host."""
     if accelerator.found() is not None and not (machine and machine.is_cpu):
         return len(accelerator.begin())
     return available_cores() if machine is None or machine.is_cpu else machine.host.devices
 
 
 def fixed_fields(config: TrainerConfig, keys: Sequence[str]) -> dict[str, Any]:
-    """Fields of a layout that a configuration decides by these keys."""
+    """Return the fields of a layout that these keys of a configuration decide."""
     found: dict[str, Any] = {}
     for key in keys:
         field = FIELDS.get(key.partition("=")[0].strip())
@@ -71,9 +70,9 @@ def plan_config(
     host: int | None = None,
     more: bool = False,
 ) -> tuple[Plan, Plan | None]:
-    """Plan a configuration; `given` are keys (`section.key` or `section.key=value`) that every layout is to have as it says.
+    """Plan a configuration; `given` are keys (`section.key` or `section.key=value`) that every layout keeps.
 
-    Returns the plan; and with `more` that of one rank more, or of one host more where ranks fill hosts.
+    Returns the plan, and with `more` also the plan for one more rank, or for one more host where ranks fill hosts.
 
     Raises:
         ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
@@ -84,7 +83,7 @@ def plan_config(
     ranks = ranks or ranks_here(machine)
     plan, after = planner.plan(ranks), None
     each = host or machine.host.devices
-    # So many ranks may divide nothing.
+    # The number of ranks may divide nothing.
     with suppress(ConfigError):
         after = planner.plan(ranks + (1 if ranks < each else each)) if more else None
     return plan, after
@@ -94,7 +93,7 @@ _AXES = ("pipeline", "replicate", "shard", "tensor", "sequence", "schedule", "ch
 
 
 def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment) -> tuple[TrainerConfig, Estimate]:
-    """Give what is automatic the values of the fastest plan that fits, with the estimate of that.
+    """Replace `auto` by the values of the fastest plan that fits, and return its estimate too.
 
     Raises:
         ConfigError: where no layout fits, and for a model or a machine that cannot be planned.
@@ -129,8 +128,8 @@ def plan_inputs(
     device: str | None = None,
     free: Collection[str] | None = None,
 ) -> Plan:
-    """Plan a trainer with its own model and data for so many ranks, `host` of them on each host. `free` are the keys that the plan
-    chooses, by default those that are automatic, or all where none is.
+    """Plan a trainer with its model and data for `ranks` ranks, `host` of them per host. `free` are the keys that the plan
+    chooses, by default the `auto` ones, or all where there are none.
 
     Raises:
         ConfigError, LayoutError: for a model, a machine or ranks that cannot be planned.
@@ -146,7 +145,6 @@ def plan_inputs(
 
 
 def _free(config: TrainerConfig) -> set[str]:
-    """The keys that a plan may choose: those that are automatic, or all where none is."""
     automatic = config.parallel.auto
     if not automatic:
         return set(FIELDS)
@@ -155,11 +153,10 @@ def _free(config: TrainerConfig) -> set[str]:
 
 
 def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, device: str = "cpu") -> Subject:
-    """Return the subject of a plan for a configuration, or for a trainer: its own model and data where it was given some. The model
-    may be without values.
+    """Return the subject of a plan for a configuration, or for a trainer with its own model and data. The model may lack values.
 
     Raises:
-        ConfigError, DataError: for a model, a tokenizer or data that cannot be had, and a task whose data are no texts.
+        ConfigError, DataError: for a missing model, tokenizer or data, and for a task without text data.
     """
     inputs = inputs or UserInputs()
     named = config.data.tokenizer or (BYTES if config.model.source is None else None)

@@ -1,12 +1,11 @@
-"""The estimate of a layout and of its step: bytes by tier and purpose, seconds by phase, of the rank that has the most.
+"""The estimate of a layout: bytes by tier and purpose of the rank with the most, and seconds of a step by phase.
 
-    bytes      states by `zero/memory_model.py`, activations of the trace over the microbatches that the schedule has in flight,
-               and what libraries take
-    seconds    the work of each stage at the machine's rates, put together by the simulator of schedules; what crosses between data
-               ranks beside it, as far as it is not hidden; the update; tiers
+    bytes      states by `zero/memory_model.py`, activations of the trace over the schedule's microbatches in flight, and libraries
+    seconds    the work of each stage at the machine's rates, combined by the simulator of schedules; communication between data
+               ranks as far as it is not hidden; the update; transfers from and to tiers
 
-On an accelerator gathers and reductions run while it computes, and only what is longer than that counts. On CPUs the cores that
-compute also move, so both count.
+On an accelerator, gathers and reductions overlap with computing, and only the excess counts. On CPUs the same cores compute and
+communicate, so both count.
 """
 
 from __future__ import annotations
@@ -31,44 +30,44 @@ from zeromesh.trainer.planning.subject import StageUnits, Subject
 from zeromesh.zero.memory_model import MemoryModel, predict_layouts
 
 LIBRARY, GATHERED, ACTIVATIONS = "libraries", "parameters around their use", "activations"
-"""Names of bytes that have no purpose in the ledger."""
+"""Purposes of bytes that the ledger does not have."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A layout, with what it needs and takes. Bytes are of the rank that needs most."""
+    """A layout with its estimated memory and time. Bytes are of the rank with the most."""
 
     layout: Layout
     device: Mapping[str, int]
-    """Bytes by purpose in the memory where ranks compute."""
+    """Bytes by purpose in the memory of the compute device."""
     host: Mapping[str, int]
-    """Bytes by purpose in the host's memory beside an accelerator, for each rank."""
+    """Bytes by purpose in the host's memory beside an accelerator, per rank."""
     disk: int
-    """Bytes of swap files, for each rank."""
+    """Bytes of swap files, per rank."""
     phases: Mapping[StepPhase, float] = field(default_factory=dict)
-    """Seconds of a step. What stages of a pipeline wait for each other is communication."""
+    """Seconds of a step by phase. Idle time of pipeline stages counts as communication."""
     bubble: float = 0.0
-    """The part of the step in which stages wait for each other."""
+    """The pipeline bubble as a fraction of the step."""
     rank: int = 0
-    """The pipeline rank that needs most."""
+    """The pipeline rank with the most bytes."""
 
     @property
     def device_bytes(self) -> int:
-        """Bytes at the peak."""
+        """The peak bytes on the device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the host for each rank, beside an accelerator."""
+        """Bytes in the host's memory beside an accelerator, per rank."""
         return sum(self.host.values())
 
     @property
     def seconds(self) -> float:
-        """The seconds of a step."""
+        """Seconds of a step."""
         return sum(self.phases.values())
 
     def check(self) -> PlanCheck:
-        """Return what a run compares itself with."""
+        """Return the prediction that a run compares with its measurements."""
         here, beside = (
             {purpose.name.lower(): tier[purpose.value] for purpose in Purpose if purpose.value in tier}
             for tier in (self.device, self.host)
@@ -78,17 +77,17 @@ class Estimate:
         return PlanCheck(layout=str(self.layout), phases=phases, memory=memory, peak=self.device_bytes)
 
 
-_DISTINCT = 4
-"""Pipeline ranks whose memory is looked at: the first ones and the last one."""
-_ROUNDS = 4
-"""Rounds of microbatches after which memory has had its peak."""
+_ESTIMATED_RANKS = 4
+"""The number of pipeline ranks whose memory is estimated: the first ones and the last one."""
+_PEAK_ROUNDS = 4
+"""The rounds of microbatches after which memory has reached its peak."""
 
 
 class Estimator:
-    """Estimates layouts of one subject on one machine."""
+    """Estimates the memory and the seconds of layouts of one subject on one machine."""
 
     def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
-        """`host` is the ranks of a host."""
+        """`host` is the number of ranks per host."""
         self._subject, self._machine, self._host = subject, machine, host
         self._device = torch.device(machine.device.kind)
         self._times = StageTimes(subject, machine, host)
@@ -97,9 +96,9 @@ class Estimator:
         self._options = cache(partial(self._options_of, zero=subject.zero))
 
     def options(self, layout: Layout) -> ZeroOptions:
-        """The options of the engine for a layout."""
+        """Return the engine's options for a layout."""
         tiers = {name: getattr(layout, name) for name in TIERS}
-        # Layouts that differ in other things alone share them.
+        # Cached by the fields that matter.
         return self._options(
             Layout(stage=layout.stage, accumulation=layout.accumulation, prefetch=layout.prefetch, **tiers)
         )
@@ -117,28 +116,27 @@ class Estimator:
         )
 
     def _staging(self, zero: ZeroOptions) -> int | None:
-        """Bytes of buffers on the way from tiers, as the machine's device would have them."""
         given = zero.offload.staging_bytes
         if given is not None or self._machine.is_cpu:
             return given
         return max(STAGING_BYTES, self._machine.device.memory_bytes // STAGING_SHARE)
 
     def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
-        """Estimate a layout. Without `exact` a pipeline's time is a lower bound, which takes no simulation.
+        """Estimate a layout. Without `exact` a pipeline's time is a lower bound without simulation.
 
         Raises:
-            ConfigError, LayoutError: for a layout that the model does not allow, or a machine without figures of what it needs.
+            ConfigError, LayoutError: for a layout that the model does not allow, or a machine without the required figures.
         """
         subject, options = self._subject, self.options(layout)
         trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
         cut = subject.cut(layout.pipeline * layout.chunks)
         ranks = layout.pipeline
-        looked_at = sorted({*range(min(ranks, _DISTINCT)), ranks - 1})
+        looked_at = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
         pipeline = self._times.stages(trace, cut, layout)
         chunks = pipeline.chunks
         found: list[tuple[int, dict[str, int], MemoryModel, StageUnits]] = []
-        # After a few rounds of microbatches a schedule repeats itself.
-        few = min(layout.accumulation, _ROUNDS * layout.pipeline * layout.chunks)
+        # After a few rounds of microbatches a schedule is periodic.
+        few = min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks)
         schedule = schedule_of(layout.schedule, ranks, few, layout.chunks)
         for rank in looked_at:
             stages = range(rank, len(cut), ranks)
@@ -150,7 +148,7 @@ class Estimator:
         _, device, memory, _ = found[most]
         phases, bubble = self._phases(layout, options, pipeline, found, exact=exact)
         host = {purpose.value: nbytes for purpose, nbytes in memory.hosted.items()}
-        away = self._activations_away(layout, chunks)
+        away = self._offloaded_activations(layout, chunks)
         disk = memory.on_disk
         if layout.activations.tier == "host" and not self._machine.is_cpu:
             host[Purpose.ACTIVATIONS.value] = away
@@ -161,8 +159,6 @@ class Estimator:
         return Estimate(
             layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble, rank=looked_at[most]
         )
-
-    # Bytes
 
     def _states(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> MemoryModel:
         transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts(layout))
@@ -185,8 +181,8 @@ class Estimator:
         gradients = device.pop(Purpose.GRADIENTS.value, 0)
         stay = options.gradients_stay(self._device)
         activations = self._activations(layout, own, schedule, rank)
-        # Gradient shards come while activations go, in the blocks that an accelerator's allocator has just got back. The C
-        # library's heap on a CPU seldom finds them room there.
+        # Gradient shards reuse the blocks that freed activations return to an accelerator's allocator. The C
+        # library's heap on a CPU seldom can.
         beside = 0 if stay or self._machine.is_cpu else min(gradients + memory.passing, activations)
         library = self._machine.library
         busy = min(self._host, layout.ranks)
@@ -224,14 +220,11 @@ class Estimator:
         leaves = layout.activations.leaves(self._device) and layout.recompute != "none"
         return stays - int(layout.activations.fraction * chunk.kept) if leaves else stays
 
-    def _activations_away(self, layout: Layout, chunks: Sequence[Chunk]) -> int:
-        """Bytes of the inputs of blocks that rest elsewhere, of one rank."""
+    def _offloaded_activations(self, layout: Layout, chunks: Sequence[Chunk]) -> int:
         if not layout.activations.leaves(self._device) or layout.recompute == "none":
             return 0
         most = max(chunk.kept for chunk in chunks) * layout.chunks
         return int(layout.activations.fraction * most) * min(layout.accumulation, layout.pipeline)
-
-    # Seconds
 
     def _phases(
         self,
@@ -253,7 +246,7 @@ class Estimator:
         data = [self._data_seconds(layout, options, memory, units, compute) for memory, units in distinct]
         updates = [self._update_seconds(layout, options, units) for _, units in distinct]
         optimizer, offload = max(updates, key=sum)
-        away = max(self._away_seconds(layout, options, pipeline, units, compute) for _, units in distinct)
+        away = max(self._offload_seconds(layout, options, pipeline, units, compute) for _, units in distinct)
         phases = {
             StepPhase.FORWARD: forward * (1 - share),
             StepPhase.BACKWARD: backward * (1 - share),
@@ -270,7 +263,7 @@ class Estimator:
     def _data_seconds(
         self, layout: Layout, options: ZeroOptions, memory: MemoryModel, units: StageUnits, compute: float
     ) -> float:
-        """Seconds of gathers and reductions between data ranks that are not hidden behind `compute` seconds."""
+        """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""
         machine, shard, hosts = self._machine, layout.shard, self._hosts(layout)
         busy, total = min(self._host, layout.ranks), 0.0
         on_device = not machine.is_cpu
@@ -280,7 +273,7 @@ class Estimator:
         )
 
         def moved(kind: Collective, nbytes: float, ranks: int, spread: int) -> float:
-            # One exchange for each unit.
+            # One collective per unit.
             number = max(1, len(units.layouts))
             return number * self._times.collective_seconds(
                 kind.value, nbytes / number, ranks=ranks, hosts=spread, ranks_on_host=busy
@@ -301,12 +294,12 @@ class Estimator:
             total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
         if machine.is_cpu:
             return total
-        # The first gather and the last reduction have nothing beside them.
+        # The first gather and the last reduction overlap with nothing.
         least = total / max(1, len(units.layouts) * layout.accumulation)
         return max(total - compute, min(total, least))
 
     def _sum_seconds(self, options: ZeroOptions, units: StageUnits, shard: int, busy: int) -> float:
-        """Seconds in which a rank adds the gradients of a microbatch to the sum of a step, or puts them where they are reduced."""
+        """Return the seconds in which a rank accumulates a microbatch's gradients, or copies them to buckets for reduction."""
         moved = 0.0
         sums = options.precision.sums.itemsize
         for dtype, (whole, own) in units.trained.items():
@@ -316,10 +309,10 @@ class Estimator:
                 moved += whole * 2 * dtype.itemsize + own * sums * (2 if options.accumulation > 1 else 1)
         return self._machine.moved_seconds(moved, ranks_on_host=busy)
 
-    def _away_seconds(
+    def _offload_seconds(
         self, layout: Layout, options: ZeroOptions, pipeline: StageChunks, units: StageUnits, compute: float
     ) -> float:
-        """Seconds in which parameters and activations come from tiers and go there, which are not hidden behind computing."""
+        """Return the seconds of transfers of parameters and activations from and to tiers that are not hidden behind computing."""
         machine, busy, count = self._machine, min(self._host, layout.ranks), layout.accumulation
         offload, hidden, open_ = options.offload, 0.0, 0.0
 
@@ -332,7 +325,7 @@ class Estimator:
             trained = sum(own * dtype.itemsize for dtype, (_, own) in units.trained.items())
             resting = units.gathered_bytes / layout.shard
             if not offload.optimizer.leaves(self._device) and options.precision.master != options.precision.compute:
-                resting -= trained  # They are made of master weights, which are here.
+                resting -= trained  # Parameters are made from the master weights on the device.
             seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, trained)
             hidden, open_ = (seconds, 0.0) if layout.prefetch else (0.0, seconds)
         if layout.recompute != "none" and offload.activations.leaves(self._device):
@@ -343,7 +336,7 @@ class Estimator:
         return open_ + max(hidden - compute, first)
 
     def _update_seconds(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> tuple[float, float]:
-        """Seconds of the update of what a rank owns, and those for which it waits for tiers besides."""
+        """Return the seconds of the update of a rank's shards, and the further seconds of waiting for tiers."""
         machine, busy = self._machine, min(self._host, layout.ranks)
         whole = options.placements.optimizer is Placement.REPLICATED
         own = sum(each[0 if whole else 1] for each in units.trained.values())

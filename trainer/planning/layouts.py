@@ -1,4 +1,4 @@
-"""Layouts: how a run is spread over ranks and tiers, and which ones a number of ranks allows. Arithmetic alone."""
+"""Layouts, which distribute a run over ranks and memory tiers, and their enumeration for a number of ranks. Arithmetic alone."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zeromesh.trainer.models.prepare import Mode
 _HERE = TierChoice()
 TIERS = ("optimizer", "parameters", "activations")
 FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-"""The parts of states that are looked at away from the device."""
+"""The candidate fractions of states that are offloaded."""
 MICROS = (1, 2, 4, 8, 16, 32, 64)
-"""The microbatches that are looked at, in samples."""
+"""The candidate microbatch sizes, in samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """One way to run a configuration. `accumulation` follows: microbatches of a rank in a step."""
+    """One way to distribute a run. `accumulation` is derived: the microbatches of a rank in a step."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -38,29 +38,29 @@ class Layout:
     accumulation: int = 1
     recompute: Mode = "none"
     prefetch: int = 1
-    """Units that are gathered ahead at stage 3."""
+    """The number of units gathered ahead at stage 3."""
     optimizer: TierChoice = _HERE
-    """The tier in which master weights, moments and gradient shards rest."""
+    """The tier of master weights, moments and gradient shards."""
     parameters: TierChoice = _HERE
     activations: TierChoice = _HERE
 
     @property
     def ranks(self) -> int:
-        """Ranks of the mesh."""
+        """The number of ranks of the mesh."""
         return self.pipeline * self.replicate * self.shard * self.tensor
 
     @property
     def data(self) -> int:
-        """Ranks that take other samples."""
+        """The number of data-parallel ranks."""
         return self.replicate * self.shard
 
     @property
     def gathers(self) -> bool:
-        """True if parameters are gathered around their use, and so can rest elsewhere between uses."""
+        """True if parameters are gathered around their use, and so can be offloaded between uses."""
         return STAGES[self.stage].parameters is Placement.SHARDED
 
     def keys(self) -> dict[str, Any]:
-        """The keys of a configuration that say so, with their values."""
+        """Return the configuration keys of this layout, with their values."""
         return {
             **{f"parallel.{axis}": getattr(self, axis) for axis in ("pipeline", "replicate", "shard", "tensor")},
             "parallel.sequence": self.sequence,
@@ -99,25 +99,25 @@ def _key_of(choice: TierChoice) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """The values that fields of layouts may take. `fixed` has fields of `Layout` that are given."""
+    """The values that fields of layouts may take. `fixed` has the fields of `Layout` that the user has set."""
 
     ranks: int
     host: int
-    """Ranks of a host."""
+    """The number of ranks per host."""
     samples: int
-    """Samples of a global batch."""
+    """The number of samples of a global batch."""
     blocks: int
-    """Blocks that can be cut into stages; 0: none can."""
+    """The number of blocks that a pipeline can divide into stages; 0: none."""
     tensors: Sequence[int]
-    """Numbers of tensor ranks that the model allows."""
+    """The numbers of tensor ranks that the model allows."""
     sequence: bool = True
-    """True if blocks can pass on shares of the sequence."""
+    """True if blocks support sequence parallelism."""
     recompute: bool = True
-    """True if there are blocks to recompute."""
+    """True if blocks can be recomputed."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def layouts(self) -> Iterator[Layout]:
-        """Every layout without offload, those with fewer tensor ranks and stages first."""
+        """Yield every layout without offload, those with fewer tensor ranks and stages first."""
         for tensor, pipeline in product(self.tensors, self._pipelines()):
             rest, odd = divmod(self.ranks, tensor * pipeline)
             if odd or tensor > self.host:
@@ -155,8 +155,8 @@ class Space:
                 )
 
     def shorter(self, layout: Layout, tiers: Sequence[TierName]) -> Iterator[Sequence[dict[str, Any]]]:
-        """For each thing that can leave the device the changes of a layout that leave less and less of it there, none first.
-        Parameters leave it at stage 3 alone, which on one rank of the shard axis is as any other."""
+        """Yield for each kind of state that can be offloaded the changes of a layout, in order of decreasing bytes on the device.
+        Parameters are offloaded at stage 3 alone, which on one rank of the shard axis equals the others."""
         parts = [TierChoice(tier=tier, fraction=fraction) for tier in tiers for fraction in FRACTIONS]
         if "optimizer" not in self.fixed:
             yield [{}, *({"optimizer": choice} for choice in parts)]
@@ -177,7 +177,7 @@ class Space:
         return [size for size in divisors(self.ranks) if size == 1 or size <= self.blocks]
 
     def _replicas(self, data: int, tensor: int) -> list[int]:
-        """Replicas that are worth a look: none, or one on each host, or on each group of 8 hosts."""
+        """Return the numbers of replicas to try: one, one on each host, or one on each group of 8 hosts."""
         if "replicate" in self.fixed or isinstance(self.fixed.get("shard"), int):
             wanted = self.fixed.get("replicate", 1)
             shard = self.fixed.get("shard", "auto")
@@ -201,17 +201,17 @@ class Space:
 
 
 NAMES = frozenset(each.name for each in fields(Layout)) - {"accumulation"}
-"""Fields of a layout that can be given."""
+"""The fields of a layout that a user can set."""
 FIELDS: dict[str, str] = {key: key.rpartition(".")[2] for key in dict(Layout().keys())} | {
     "zero.stage": "stage",
     "batch.micro_size": "micro",
     "model.activation_checkpointing": "recompute",
 }
-"""The field of a layout for each key of a configuration that it decides."""
+"""The field of a layout for each configuration key that a layout decides."""
 
 
 def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str] = FIELDS.keys()) -> TrainerConfig:
-    """The configuration with the keys of `free` as a layout has them, and nothing automatic any more."""
+    """Return the configuration with the keys of `free` set by a layout, and no `auto` left."""
     changes: dict[str, dict[str, Any]] = {"parallel": {"auto": ()}}
     for key, value in layout.keys().items():
         if key in free:
@@ -226,5 +226,5 @@ def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str] = F
 
 
 def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, ascending."""
+    """Return all divisors of a number, in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,9 +1,9 @@
-"""The description of a machine for a plan: its rates in numbers, and the seconds that they predict.
+"""The description of a machine for a plan: its measured rates, and the seconds that they predict.
 
-Every prediction is a formula of a few figures: products by the roofline, exchanges by latency and bandwidth, updates and all other
-operations by the bytes that they move. `machine_files` reads machines from files and knows those that many have.
+Every prediction is a formula of a few figures: products by the roofline, collectives by latency and bandwidth, updates and all
+other operators by the bytes that they move. `machine_files` reads machines from files and has descriptions of common ones.
 
-Bytes are bytes (not bits), rates are a second, times are seconds.
+Rates are per second, times in seconds, and sizes in bytes.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from zeromesh.trainer.planning.tracing.work import Product, Work
 
 Place = Literal["device", "host"]
 _TURN_SECONDS = 2e-3
-"""Seconds that a rank on a CPU waits at an exchange for one that has no core just then: a turn of Linux's scheduler."""
+"""Seconds that a CPU rank in a collective waits for a peer without a core: a time slice of Linux's scheduler."""
 _ADAMW_FIXED, _ADAMW_MOMENT = 12, 8
-"""Bytes of an element that an update moves in float32: the parameter is read and written and its gradient read; each moment is read
+"""The bytes per element that a float32 update moves: the parameter is read and written and its gradient read; each moment is read
 and written."""
 
 
 class HostCopies(Section):
-    """Copies between the memory of a device and that of its host, through pinned memory."""
+    """Copies between the memory of a device and pinned host memory."""
 
     to_device: Positive
-    """Bytes a second."""
+    """Bytes per second."""
     to_host: Positive
-    """Bytes a second."""
+    """Bytes per second."""
     latency_seconds: NotNegative = 0.0
 
 
 class DeviceRates(Section):
-    """The rates of what one rank computes on: an accelerator, or its part of the processor."""
+    """The rates of one rank's compute device: an accelerator, or its part of the processor."""
 
     kind: Text
-    """As torch calls it, `cpu` for a processor."""
+    """The type of the device in torch, such as `cpu`."""
     memory_bytes: Annotated[Bytes, Field(gt=0)]
-    """Bytes that torch can use; of a CPU, the host's memory."""
+    """Bytes that torch can use; for a CPU, the host's memory."""
     memory_bandwidth: Positive
-    """Bytes a second that operations read and write which are no products."""
+    """Bytes per second that operators other than matrix products read and write."""
     launch_seconds: NotNegative
-    """Seconds that launching one operation takes, with what Python and autograd do around it."""
+    """Seconds to launch one operator, with Python's and autograd's overhead."""
     products: Annotated[dict[Text, Positive], Field(min_length=1)]
-    """Floating-point operations a second that products of matrices reach, by dtype as in `precision.compute`."""
+    """Floating-point operations per second of matrix products, by dtype as in `precision.compute`."""
     copies: HostCopies | None = None
 
 
@@ -67,24 +67,24 @@ class HostRates(Section):
     """The resources that the ranks of one host share."""
 
     devices: Count
-    """Ranks of a host."""
+    """The number of ranks per host."""
     cores: Count
     memory_bytes: Annotated[Bytes, Field(gt=0)]
     memory_bandwidth: Positive
-    """Bytes a second, of all cores together."""
+    """Bytes per second of all cores together."""
 
 
 class LinkRates(Section):
-    """How ranks reach each other by one transport."""
+    """The latency and bandwidth between ranks by one transport."""
 
     latency_seconds: NotNegative
-    """Seconds of a message of no bytes."""
+    """Seconds of an empty message."""
     bandwidth: Positive
-    """Bytes a second that each rank sends and receives while all do; between hosts, a rank's share of its host's network."""
+    """Bytes per second that each rank sends and receives while all do; between hosts, a rank's share of its host's network."""
 
 
 class TransportRates(Section):
-    """Links by transport, as `parallel.transport` names them."""
+    """The links by transport, as `parallel.transport` names them."""
 
     shared: LinkRates | None = None
     gloo: LinkRates | None = None
@@ -92,42 +92,42 @@ class TransportRates(Section):
 
 
 class LinkSet(Section):
-    """Links between ranks of one host, and between hosts."""
+    """The links between ranks of one host, and between hosts."""
 
     inside: TransportRates = Field(default_factory=TransportRates)
     between: TransportRates = Field(default_factory=TransportRates)
 
 
 class DiskRates(Section):
-    """The disk of `offload.directory`, which the ranks of a host share, past the page cache."""
+    """The disk of `offload.directory`, which the ranks of a host share, without the page cache."""
 
     read: Positive
-    """Bytes a second."""
+    """Bytes per second."""
     written: Positive
-    """Bytes a second."""
+    """Bytes per second."""
     latency_seconds: NotNegative = 0.0
 
 
 class UpdateRates(Section):
-    """Seconds in which AdamW updates one element in float32 by two moments, on one rank; null: as its memory allows."""
+    """Seconds per element of one rank's float32 AdamW update; null: derived from the memory bandwidth."""
 
     device: Positive | None = None
     host: Positive | None = None
 
 
 class LibraryBytes(Section):
-    """The memory that torch and the communicators of a rank take before a model is there."""
+    """The memory that torch and a rank's communicators take before a model is built."""
 
     device: Bytes = 0
     """Bytes of an accelerator."""
     host: Bytes = 0
-    """Bytes of the host for each rank, buffers and holes of the heap among them."""
+    """Bytes of the host per rank, buffers and fragmentation of the heap included."""
     shared: Bytes = 0
     """Bytes of files that all ranks of a host map together."""
 
 
 class Machine(Section):
-    """A machine of equal hosts with equal devices. `read_machine` reads one from a file, `find_machine` by name."""
+    """A machine of equal hosts with equal devices. `read_machine` reads one from a file, `find_machine` finds one by name."""
 
     name: Text
     sources: Texts
@@ -141,14 +141,14 @@ class Machine(Section):
 
     @property
     def is_cpu(self) -> bool:
-        """True if ranks compute on the host's cores: then operations are not launched ahead, and device and host share memory."""
+        """True if ranks compute on the host's cores: operators are then not launched ahead, and device and host share memory."""
         return self.device.kind == "cpu"
 
     def product_seconds(self, product: Product) -> float:
-        """Seconds of one product, alone on its host.
+        """Return the seconds of one matrix product, alone on its host.
 
-        They are those of the roofline of Williams, Waterman and Patterson (2009): operations over their rate, or bytes over the
-        memory's, whichever is longer. Raises `ConfigError` for a dtype that the machine file has no rate of.
+        The formula is the roofline of Williams, Waterman and Patterson (2009): operations over their rate, or bytes over the
+        memory bandwidth, whichever is longer. Raises `ConfigError` for a dtype without a rate in the machine file.
         """
         rate = self.device.products.get(product.dtype)
         if rate is None:
@@ -160,13 +160,13 @@ class Machine(Section):
         return max(product.flops / rate, product.nbytes / self.device.memory_bandwidth)
 
     def moved_seconds(self, nbytes: float, *, ranks_on_host: int = 1) -> float:
-        """Seconds in which operations that are no products read and write `nbytes` altogether, without their launches, while
-        `ranks_on_host` do so. Ranks of a CPU share the host's memory."""
+        """Return the seconds in which operators other than products read and write `nbytes`, without their launches, while
+        `ranks_on_host` ranks do so. CPU ranks share the host's memory bandwidth."""
         rate = self.device.memory_bandwidth
         return nbytes / (min(rate, self.host.memory_bandwidth / ranks_on_host) if self.is_cpu else rate)
 
     def work_seconds(self, work: Work, *, ranks_on_host: int = 1) -> float:
-        """Seconds of one pass through a part of a model, without what its ranks exchange, when `ranks_on_host` compute at once.
+        """Return the seconds of one pass through a part of a model, without exchanges, when `ranks_on_host` ranks compute at once.
 
         On a CPU products, moves and launches follow each other, and ranks share cores. On an accelerator the host launches ahead,
         so that the longer of launching and computing counts.
@@ -179,11 +179,11 @@ class Machine(Section):
         return max(products + moves, launches)
 
     def crowding(self, ranks_on_host: int) -> float:
-        """The number of ranks that share a core of a CPU when so many compute at once; 1 on accelerators."""
+        """Return the number of ranks that share a CPU core when `ranks_on_host` compute at once; 1 on accelerators."""
         return max(1.0, ranks_on_host / self.host.cores) if self.is_cpu else 1.0
 
     def transport(self, hosts: int = 1) -> str:
-        """The transport that `parallel.transport: auto` takes for ranks of so many hosts."""
+        """Return the transport that `parallel.transport: auto` selects for ranks on so many hosts."""
         if not self.is_cpu:
             return "nccl"
         return "shared" if hosts == 1 else "gloo"
@@ -191,13 +191,13 @@ class Machine(Section):
     def collective_seconds(
         self, kind: str, nbytes: float, *, ranks: int, hosts: int = 1, ranks_on_host: int = 1
     ) -> float:
-        """Seconds in which `ranks` ranks, evenly on `hosts` hosts, exchange a tensor of `nbytes` bytes as a whole, while
-        `ranks_on_host` ranks compute on each host.
+        """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a
+        whole, while `ranks_on_host` ranks compute on each host.
 
         `nbytes` is what each rank has after an all-gather, and before a reduce-scatter, an all-reduce or an all-to-all. The formula
         is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of 1/n of the bytes, twice as
-        many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is that of all networks
-        which its ranks of one host have. All-reduces may have the latency of a tree instead, as NCCL chooses.
+        many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is the sum over
+        the networks of one host's ranks. All-reduces may have the latency of a tree instead, as NCCL chooses.
 
         Raises `ConfigError` where the machine file has no such link.
         """
@@ -211,7 +211,7 @@ class Machine(Section):
             return turn + (between if hosts > 1 else inside) + nbytes * per_byte
         if kind != Collective.ALL_REDUCE:
             return turn + ring + part
-        # Trees between hosts, and chains inside, as NCCL builds them.
+        # Trees between hosts, and chains inside, as in NCCL.
         tree = (on_host - 1) * inside + math.ceil(math.log2(hosts)) * between
         return turn + 2 * (min(ring, tree) + part)
 
@@ -226,7 +226,7 @@ class Machine(Section):
         return rates
 
     def _message(self, ranks: int, hosts: int) -> tuple[float, float, float]:
-        """Seconds of a message without bytes inside a host and between hosts, and of a byte around a ring of all ranks."""
+        """Return the seconds of an empty message within a host and between hosts, and of one byte around a ring of all ranks."""
         transport = self.transport(hosts)
         if hosts == 1:
             link = self._link("inside", transport)
@@ -239,7 +239,7 @@ class Machine(Section):
         return near.latency_seconds, between.latency_seconds, 1.0 / bandwidth
 
     def copy_seconds(self, nbytes: float, *, to: Place = "host") -> float:
-        """Seconds of a copy of `nbytes` between an accelerator and its host; on a CPU, of one within memory."""
+        """Return the seconds of a copy of `nbytes` between an accelerator and its host; on a CPU, of a copy within memory."""
         if not nbytes:
             return 0.0
         if self.device.copies is None:
@@ -248,7 +248,7 @@ class Machine(Section):
         return self.device.copies.latency_seconds + nbytes / rate
 
     def disk_seconds(self, read: float, written: float, *, ranks_on_host: int = 1) -> float:
-        """Seconds in which each of `ranks_on_host` ranks reads and writes so many bytes of the disk that they share.
+        """Return the seconds in which each of `ranks_on_host` ranks reads and writes so many bytes of their shared disk.
 
         Raises `ConfigError` where the machine file has no disk.
         """
@@ -265,10 +265,11 @@ class Machine(Section):
     def update_seconds(
         self, elements: float, *, moments: int = 2, on: Place = "device", ranks_on_host: int | None = None
     ) -> float:
-        """Seconds in which one rank updates `elements` of float32 by as many moments, 2 for AdamW, where they lie.
+        """Return the seconds in which one rank updates `elements` float32 elements with so many moments (2 for AdamW) on their
+        tier.
 
         An update is limited by memory: it moves 12 bytes and 8 for each moment. Where its rate is not measured, the memory of the
-        device, or its share of the host's (`ranks_on_host`, by default all of a host), says how fast that is.
+        device, or its share of the host's (`ranks_on_host`, by default all of a host), determines the rate.
         """
         per_element = self.update.device if on == "device" else self.update.host
         nbytes = _ADAMW_FIXED + _ADAMW_MOMENT * moments
@@ -279,7 +280,7 @@ class Machine(Section):
         return elements * nbytes / (self.device.memory_bandwidth if on == "device" else shared)
 
     def to_yaml(self) -> str:
-        """The text of a machine file that `read_machine` reads back to an equal machine."""
+        """Return the text of a machine file, which `read_machine` parses to an equal machine."""
         data = self.model_dump(mode="json", exclude_defaults=True)
         return yaml.dump(
             data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
@@ -287,7 +288,7 @@ class Machine(Section):
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name as in `precision.compute`. Raises `ConfigError` for a name that is none."""
+    """Return the dtype with a name as in `precision.compute`. Raises `ConfigError` for an unknown name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"{name} is no dtype of torch; allowed is a name such as bfloat16")

@@ -1,4 +1,4 @@
-"""Machines from files, and those that many have: by name, by the name that a driver gives a card, or by the size of its memory."""
+"""Machines from files, and common ones by name, by a driver's name of a card, or by the size of its memory."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml, read_yaml
 from zeromesh.trainer.planning.machine import Machine
 
 SHIPPED = Path(__file__).resolve().parent.parent / "machines"
-"""Files of hosts that many have and the table of cards, from public data."""
+"""The directory of files of common hosts and of the table of cards, from public data."""
 
 
 def machine_file() -> Path:
-    """Return the path to which `zeromesh plan --measure` writes, and where plans look first."""
+    """Return the path that `zeromesh plan --measure` writes, and that plans read first."""
     return Path(setting("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zeromesh" / "machine.yaml"
 
 
 def shipped() -> tuple[str, ...]:
-    """The names of the machines that zeromesh knows."""
+    """Return the names of the known machines."""
     return tuple(sorted({*(path.stem for path in SHIPPED.glob("*.yaml")), *_cards()["cards"]} - {"cards"}))
 
 
 def named_in(text: str) -> str | None:
-    """The known machine whose name is most of `text`, such as `NVIDIA GeForce RTX 4090`; None where there is none."""
+    """Return the known machine whose name covers most of `text`, such as `NVIDIA GeForce RTX 4090`; None for no match."""
     words = _words(text)
     parts = {"".join(words[start:end]) for start, end in combinations(range(len(words) + 1), 2)}
     return max((name for name in shipped() if _plain(name) in parts), key=len, default=None)
 
 
 def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
-    """The machine of a name (`h100`), a size (`24GB`) or a file, or, for None, the one that was measured here. `devices` are the
-    cards of a host, where a name or a size says nothing of hosts. Raises `ConfigError` for what describes no machine.
-    """
+    """Return the machine with a name (`h100`), a size (`24GB`) or a file, or, for None, the one measured here. `devices` is the
+    number of cards per host where the description has none. Raises `ConfigError` for an unknown machine."""
     if given in (None, "cpu") and machine_file().exists():
         return read_machine(machine_file())
     wanted = _plain("laptop" if given == "cpu" else given or "")
@@ -59,7 +58,7 @@ def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
 
 
 def _words(name: str) -> list[str]:
-    """A name without what people write or leave out: `NVIDIA GeForce RTX 4090` is `4090`."""
+    """Return the words of a name without vendor and series: `NVIDIA GeForce RTX 4090` is `4090`."""
     left_out = r"nvidia|geforce|rtx|tesla|amd|instinct|sxm\d?|(?<=\d) ?gb"
     return re.findall("[a-z0-9]+", re.sub(left_out, " ", name.lower()))
 
@@ -75,7 +74,7 @@ def _cards() -> dict[str, Any]:
 
 
 def _of_card(name: str, devices: int) -> Machine:
-    """The machine of a row of the table, with so many cards in a host: what is not in the row is as `every` has it."""
+    """Return the machine of a row of the table, with `devices` cards per host; missing fields are those of `every`."""
     row, every = _cards()["cards"][name], _cards()["every"]
     products = {dtype: part * row[dtype] for dtype, part in every["parts_of_peak"].items() if dtype in row}
     copies = {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]}
@@ -102,7 +101,7 @@ def _of_card(name: str, devices: int) -> Machine:
 
 
 def _of_size(gigabytes: float, devices: int) -> Machine:
-    """The slowest card of the table of about that size that multiplies bfloat16, with no more memory than that."""
+    """Return the slowest card of the table with bfloat16 products and about that much memory, limited to that size."""
     seen = int(0.97 * gigabytes * 2**30)
     every = (_of_card(name, devices) for name in _cards()["cards"])
 
@@ -117,7 +116,7 @@ def _of_size(gigabytes: float, devices: int) -> Machine:
 
 
 def read_machine(path: Path) -> Machine:
-    """Read a machine file. Raises one `ConfigError` with all that is wrong in it."""
+    """Read a machine file. Raises one `ConfigError` with all errors of the file."""
     where = str(path)
     data = read_yaml(path, "no such machine file; zeromesh plan --measure writes one", where=where)
     if not isinstance(data, dict):
@@ -132,13 +131,12 @@ def read_machine(path: Path) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """Write a machine file, and the folders above it."""
+    """Write a machine file, and create its parent directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, machine.to_yaml().encode())
 
 
 def _problem(detail: Any) -> str:
-    """Describe what is wrong at one place of a machine file, what is allowed there, and what may have been meant."""
     name = ".".join(map(str, detail["loc"]))
     section, known = name.rpartition(".")[0], known_paths(Machine)
     if detail["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""The plan: every layout that a number of ranks allows, which of them fit, and the fastest first."""
+"""The plan: every layout that a number of ranks allows, those that fit first, and the fastest of them first."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ from zeromesh.trainer.planning.subject import Subject
 from zeromesh.zero.memory_model import MemoryBytes
 
 _SIMULATED = 48
-"""Layouts whose schedules are simulated; of the others the order is that of lower bounds."""
-_SLACK = 0.05
-"""The part of an accelerator's memory that its allocator loses to fragments."""
-_ROOM_FOR = 12
-"""Layouts with states on tiers are looked for until so many that fit are faster than any other can be."""
+"""The number of layouts whose schedules are simulated; the others are sorted by lower bounds."""
+_FRAGMENTATION = 0.05
+"""The fraction of an accelerator's memory lost to fragmentation."""
+_ENOUGH_FITTING = 12
+"""The number of fitting layouts with offload, faster than all remaining candidates, after which the search ends."""
 GIB = 1 << 30
 
 
 _DISK = 1 << 42
-"""Bytes of disk for each rank where nobody has said how many there are."""
 
 
 def room_of(machine: Machine, ranks_on_host: int) -> MemoryBytes:
-    """Return the room that a machine has for each of so many ranks of a host."""
+    """Return the memory that a machine has for each of `ranks_on_host` ranks."""
     each, disk = machine.host.memory_bytes // ranks_on_host, _DISK if machine.disk else 0
     if machine.is_cpu:
         return MemoryBytes(device=0, host=each, disk=disk)
-    return MemoryBytes(device=int(machine.device.memory_bytes * (1 - _SLACK)), host=each, disk=disk)
+    return MemoryBytes(device=int(machine.device.memory_bytes * (1 - _FRAGMENTATION)), host=each, disk=disk)
 
 
 def lacks(estimate: Estimate, room: MemoryBytes) -> str:
-    """Describe what a layout has too little room for; returns an empty text where all fits."""
+    """Describe the tiers in which a layout does not fit; empty where it fits."""
     here, beside = estimate.device_bytes, estimate.host_bytes
     needs = (
         MemoryBytes(device=here, host=beside, disk=estimate.disk)
@@ -63,20 +62,20 @@ def lacks(estimate: Estimate, room: MemoryBytes) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRow:
-    """A layout of a plan. `lacks` says why it does not fit."""
+    """A layout of a plan. `lacks` is the reason why it does not fit."""
 
     estimate: Estimate
     lacks: str = ""
 
     @property
     def fits(self) -> bool:
-        """True if there is room for it."""
+        """True if the layout fits in every tier."""
         return not self.lacks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Layouts of a subject on a machine, the fastest that fits first, then those that do not fit."""
+    """The layouts of a subject on a machine: those that fit, the fastest first, then the others."""
 
     subject: str
     parameters: int
@@ -85,11 +84,11 @@ class Plan:
     room: MemoryBytes
     rows: Sequence[PlanRow]
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Why layouts are not in the plan: reasons that a run gives, each with the first layout that it gives it for."""
+    """The reasons why a run refuses other layouts, each with the first layout that it refuses."""
 
     @cached_property
     def least(self) -> PlanRow:
-        """The row that needs least memory: of those that fit, or of all where none does."""
+        """The row with the fewest device bytes: of those that fit, or of all where none does."""
         fitting = [row for row in self.rows if row.fits]
         return min(fitting or self.rows, key=lambda row: row.estimate.device_bytes)
 
@@ -100,12 +99,13 @@ class Plan:
 
 
 class Planner:
-    """Plans one subject on one machine."""
+    """Plans the layouts of one subject on one machine."""
 
     def __init__(
         self, subject: Subject, machine: Machine, *, host: int | None = None, fixed: Mapping[str, Any] | None = None
     ) -> None:
-        """`host` is the ranks of a host, by default the machine's. `fixed` are fields of layouts that are given."""
+        """`host` is the number of ranks per host, by default the machine's. `fixed` are the fields of layouts that the user has
+        set."""
         self._subject, self._machine = subject, machine
         self._host = host or machine.host.devices
         self._fixed = dict(fixed or {})
@@ -113,7 +113,7 @@ class Planner:
         self._refused: dict[str, str] = {}
 
     def plan(self, ranks: int) -> Plan:
-        """Estimate every layout of so many ranks.
+        """Estimate every layout for `ranks` ranks.
 
         Raises:
             ConfigError: for ranks that fill no hosts, a model that cannot be traced, and ranks that no layout divides.
@@ -134,7 +134,7 @@ class Planner:
             raise ConfigError(
                 f"no layout has {counted(ranks, 'rank')}{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
             )
-        rows += self._shorter(space, rows, room)
+        rows += self._offloaded(space, rows, room)
         return Plan(
             subject=self._subject.model_name,
             parameters=self._subject.parameters,
@@ -179,11 +179,11 @@ class Planner:
             else:
                 yield PlanRow(estimate=estimate, lacks=lacks(estimate, room))
 
-    def _shorter(self, space: Space, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
-        """Layouts with less on the device than those of `rows`: the fastest that fit, and those that need least.
+    def _offloaded(self, space: Space, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
+        """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory.
 
-        What leaves the device takes time, so layouts that fit need not be looked at, and one is no faster than the layout that it
-        was made of: its time and what each thing adds to that is a lower bound of any combination.
+        Offload takes time, so layouts that fit need none, and no layout with offload is faster than its base: the base's time plus
+        that of each kind of offload alone is a lower bound of any combination.
         """
         tiers: list[TierName] = [] if self._machine.is_cpu else ["host"]
         tiers += ["file"] if self._machine.disk else []
@@ -197,7 +197,7 @@ class Planner:
         found: list[PlanRow] = []
         for row in sorted(rows, key=lambda row: row.estimate.seconds):
             layout = row.estimate.layout
-            bound = seconds[_ROOM_FOR - 1] if len(seconds) >= _ROOM_FOR else math.inf
+            bound = seconds[_ENOUGH_FITTING - 1] if len(seconds) >= _ENOUGH_FITTING else math.inf
             wanted = not row.fits and row.estimate.seconds < bound
             lowest = id(row) in smallest
             if not (wanted or lowest):
@@ -241,7 +241,7 @@ class Planner:
 
 
 def _most(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
-    """The change of `part` that moves most to a tier, or else the last one."""
+    """Return the change of `part` that moves most to a tier, or else the last one."""
     on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
     return (on or part)[-1]
 

@@ -1,4 +1,4 @@
-"""A plan as a person reads it, as a picture, and as JSON."""
+"""A plan as text, as a page of charts, and as JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from zeromesh.trainer.tools.html_report.charts import Chart, go
 
 SHOWN = 12
-"""Rows of a table."""
+"""The number of rows shown."""
 _REFUSALS = 6
 
 
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
-    """The plan as lines: a table, why others do not fit, and what more ranks would buy. `more` is the plan of more
-    ranks, `width` the columns of a terminal."""
+    """Yield the lines of a plan: a table, the reasons why other layouts do not fit, and the gain of more ranks. `more` is the
+    plan for more ranks, `width` the columns of a terminal."""
     ranks = f"{counted(plan.ranks, 'rank')}"
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
@@ -43,7 +43,7 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
 
 
 def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """Rows in groups with the same milliseconds and first two digits, which a plan cannot tell apart."""
+    """Group rows with equal milliseconds and equal first two digits, below the accuracy of a plan."""
     groups: dict[str, list[PlanRow]] = {}
     for row in rows:
         groups.setdefault(f"{round(row.estimate.seconds, 3):.2g}", []).append(row)
@@ -51,7 +51,6 @@ def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
 
 
 def _table(plan: Plan, rows: Sequence[Sequence[PlanRow]], width: int | None, title: str = "layout") -> list[str]:
-    """The table of the first rows of groups, without columns that are empty."""
     columns = (title, "step", "memory", "of", "host", "disk", "longest", "as fast")
     cells = [_cells(plan, row, others) for row, *others in rows]
     used = [at for at in range(len(columns)) if any(row[at] for row in cells)]
@@ -87,7 +86,7 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
         after = more.best.estimate
         gain = float("inf") if best is None else best.estimate.seconds / after.seconds
         took = "" if best is None else f", {gain:.2f} times as fast"
-        if gain > 1.03:  # A plan is no better than that.
+        if gain > 1.03:  # The accuracy of a plan is not better.
             yield f"{counted(more.ranks, 'rank')}: {human_seconds(after.seconds)} a step{took}: {after.layout}"
 
 
@@ -98,13 +97,13 @@ def _plain(value: Any) -> str:
 
 
 def plan_json(plan: Plan) -> list[dict[str, Any]]:
-    """The rows as plain data: `layout` (keys of a configuration), `fits`, `why_not`, `bytes` by tier and purpose, `seconds` and
+    """Return the rows as JSON values: `layout` (configuration keys), `fits`, `why_not`, `bytes` by tier and purpose, `seconds` and
     their `phases`."""
     return [row_json(row.estimate) | {"fits": row.fits, "why_not": row.lacks} for row in plan.rows]
 
 
 def row_json(estimate: Estimate) -> dict[str, Any]:
-    """An estimate as plain data."""
+    """Return an estimate as JSON values."""
     return {
         "layout": {**estimate.layout.keys(), "accumulation": estimate.layout.accumulation},
         "bytes": {"device": dict(estimate.device), "host": dict(estimate.host), "file": estimate.disk},
@@ -116,11 +115,11 @@ def row_json(estimate: Estimate) -> dict[str, Any]:
 
 
 def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
-    """A page of HTML: a table of the first rows, their memory by purpose, and the seconds of their steps by phase.
+    """Return a page of HTML: a table of the first rows, their memory by purpose, and the seconds of their steps by phase.
 
     Raises `ConfigError` without plotly.
     """
-    from zeromesh.trainer.tools.html_report.page import document, table_of  # Plotly takes a while to load.
+    from zeromesh.trainer.tools.html_report.page import document, table_of  # Importing plotly takes a while.
 
     charts = plan_charts(plan, shown=shown)
     estimates = [row.estimate for row in plan.rows[:shown]]
@@ -135,7 +134,7 @@ def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
 
 
 def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Chart]:
-    """The charts of `plan_picture`."""
+    """Return the charts of `plan_picture`."""
     from zeromesh.trainer.tools.html_report.charts import COLORS, Chart
 
     estimates = [row.estimate for row in plan.rows[:shown]]

@@ -1,4 +1,4 @@
-"""How long stages of a pipeline take for a microbatch, and a step for all of them. A model in one stage is a pipeline of one."""
+"""The seconds of pipeline stages per microbatch, and of a whole step. A model in one stage is a pipeline of one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.trace import Trace
 from zeromesh.trainer.planning.tracing.work import Work
 
-_AROUND = 400
-"""How many launches take as long as what the engine and the loop do around forward, or backward, of a microbatch: streams of random
-numbers, hooks, checks. Found with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does it ahead."""
+_OVERHEAD_LAUNCHES = 400
+"""The overhead of the engine and the loop around forward or backward of a microbatch (random states, hooks, checks), in launches.
+Measured with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does this ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SegmentSeconds:
-    """Seconds of a segment with what tensor ranks exchange; of backward, those of the gradients of weights."""
+    """Seconds of a segment with the exchanges of tensor ranks; `weights` is the part of backward for gradients of weights."""
 
     forward: float
     backward: float
@@ -41,36 +41,36 @@ class _SegmentSeconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A chunk of a pipeline rank for one microbatch."""
+    """A pipeline rank's model chunk, with its costs per microbatch."""
 
     kept: int
     forward_peak: int
     backward_peak: int
     deferred: int
-    """Bytes that wait for gradients of weights, where these come later."""
+    """Bytes kept until a deferred computation of gradients of weights."""
     received: int
-    """Bytes that come from the stage before."""
+    """Bytes received from the previous stage."""
     forward: float
     backward: float
     weights: float
     exchanges: float
-    """Seconds of exchanges between tensor ranks, which are in `forward` and `backward` too."""
+    """Seconds of exchanges between tensor ranks, which `forward` and `backward` include."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageChunks:
-    """The chunks of all stages, in their order, which `ranks` pipeline ranks have in turn."""
+    """The chunks of all stages in order, assigned round-robin to `ranks` pipeline ranks."""
 
     chunks: Sequence[Chunk]
     ranks: int
 
     def of_rank(self, rank: int) -> Sequence[Chunk]:
-        """The chunks of a rank."""
+        """Return the chunks of a rank."""
         return self.chunks[rank :: self.ranks]
 
     @cached_property
     def busy(self) -> Sequence[float]:
-        """Seconds that each rank computes for a microbatch."""
+        """Seconds that each rank computes per microbatch."""
         return [sum(each.forward + each.backward for each in self.of_rank(rank)) for rank in range(self.ranks)]
 
     @cached_property
@@ -80,23 +80,24 @@ class StageChunks:
         return list(accumulate(times, initial=0.0))
 
     def bound(self, microbatches: int, transfer: float) -> float:
-        """A lower bound of seconds: what a rank computes, and what comes before its first and after its last action."""
+        """Return a lower bound of the step's seconds: a rank's compute time, and the time before its first and after its last
+        action."""
         both = enumerate(zip(self.busy, self.ends, strict=True))
         return max(microbatches * busy + ends + 2 * rank * transfer for rank, (busy, ends) in both)
 
 
 class StageTimes:
-    """Times stages of one subject on one machine."""
+    """Estimates the seconds of the stages of one subject on one machine."""
 
     def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
-        """`host` is the ranks of a host."""
+        """`host` is the number of ranks per host."""
         self._subject, self._machine, self._host = subject, machine, host
         self._seconds: dict[tuple[int, int, int], _SegmentSeconds] = {}
         self._stages: dict[tuple[int, int, int, int], StageChunks] = {}
         self.collective_seconds = cache(machine.collective_seconds)
 
     def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> StageChunks:
-        """The chunks of all stages. Layouts that differ in other things alone share them."""
+        """Return the chunks of all stages, cached by the fields that matter."""
         key = (id(trace), len(cut), layout.pipeline, min(self._host, layout.ranks))
         if key not in self._stages:
             alike: dict[tuple[int, ...], Chunk] = {}
@@ -115,7 +116,7 @@ class StageTimes:
         times = [self._segment_seconds(segment, layout) for segment in segments]
         later = segments[0] is not trace.segments[0]
         around = self._around(layout)
-        # Each stage makes the masks and positions of its blocks itself.
+        # Each stage computes the masks and positions of its blocks.
         prepares = self._segment_seconds(trace.segments[0], layout).forward if later else 0.0
         for segment in segments:
             forward_peak = max(forward_peak, base + segment.forward_peak)
@@ -157,7 +158,7 @@ class StageTimes:
         return self._seconds[key]
 
     def length(self, layout: Layout, pipeline: StageChunks, *, exact: bool) -> float:
-        """Seconds of all forwards and backwards of a step."""
+        """Return the seconds of all forwards and backwards of a step."""
         if not exact:
             return pipeline.bound(layout.accumulation, self._transfer(layout, pipeline))
         return self.timeline(layout, pipeline).duration
@@ -172,7 +173,7 @@ class StageTimes:
         )
 
     def timeline(self, layout: Layout, pipeline: StageChunks) -> Timeline:
-        """When each rank does what."""
+        """Simulate the schedule of a step."""
         chunks, ranks, around = pipeline.chunks, layout.pipeline, self._around(layout)
 
         def seconds(rank: int, action: Action) -> float:
@@ -190,7 +191,7 @@ class StageTimes:
 
     def _around(self, layout: Layout) -> float:
         machine = self._machine
-        launches = _AROUND * machine.device.launch_seconds if machine.is_cpu else 0.0
+        launches = _OVERHEAD_LAUNCHES * machine.device.launch_seconds if machine.is_cpu else 0.0
         return launches * machine.crowding(min(self._host, layout.ranks))
 
 

@@ -1,4 +1,4 @@
-"""The subject of a plan: a model, its loss and its data, with what traces and arithmetic say of it, each worked out once."""
+"""The subject of a plan: a model, its loss and its data, and cached results of traces and arithmetic about them."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from zeromesh.trainer.setup.engine_options import engine_options, exempted
 from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.plan import ROOT, UnitPlan
 
-_TRACED = (1, 2)
-"""Samples of the microbatches that are traced; what others need and do follows from them, since both are straight lines."""
+_TRACED_SAMPLES = (1, 2)
+"""The sizes of traced microbatches, in samples; other sizes are extrapolated, since memory and work are linear in the size."""
 T = TypeVar("T")
 Batches = Callable[[int], Mapping[str, Any]]
-"""Makes a microbatch of so many samples."""
+"""Makes a microbatch of the given number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageUnits:
-    """The units that one pipeline rank has, as layouts for so many data ranks."""
+    """The ZeRO units of one pipeline rank, with bucket layouts for a number of data ranks."""
 
     layouts: list[list[BucketLayout]]
-    """The layouts of each unit's buckets, the root's first."""
+    """The bucket layouts of each unit, the root unit first."""
 
     @cached_property
     def gathered_bytes(self) -> int:
-        """Bytes of all parameters, in the dtype that computes."""
+        """Bytes of all parameters in the compute dtype."""
         return sum(layout.nbytes for unit in self.layouts for layout in unit)
 
     @cached_property
     def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
-        """The numbers of elements of parameters that are trained, in whole buckets and in one rank's shards, by dtype."""
+        """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
         found: dict[torch.dtype, tuple[int, int]] = {}
         for layout in (layout for unit in self.layouts for layout in unit if layout.first.requires_grad):
             whole, shard = found.get(layout.first.dtype, (0, 0))
@@ -60,12 +60,12 @@ class StageUnits:
 
 
 class Subject:
-    """A model that is planned. `close` gives it back as it was."""
+    """A model that is planned. `close` restores the model."""
 
     def __init__(
         self, model: nn.Module, loss: Loss, config: TrainerConfig, batches: Batches, *, device: str = "cpu"
     ) -> None:
-        """`model` is whole, and may have values or not; `device` is the kind that will compute."""
+        """`model` is whole, with or without values; `device` is the kind of device of the planned run."""
         self.config, self.device = config, device
         self.model_name = type(model).__name__
         self.parameters = sum(each.numel() for each in model.parameters())
@@ -76,8 +76,8 @@ class Subject:
             ]
             for axes in product((1, 2), (1, 2))
         }
-        """Why the model cannot be trained on this many ranks that divide it, and data ranks; of each 2 stands for more."""
-        self._disagreeing: dict[Layout, str] = {}
+        """The reason why the model cannot be trained, by whether tensor ranks and data ranks are 1 or more, with 2 for more."""
+        self._refusals: dict[Layout, str] = {}
         self._batches = batches
         self._whole = model
         self._not_cut, self._anatomy = _refused(lambda: examine(model, batches(1)))
@@ -85,36 +85,36 @@ class Subject:
         self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute)
         self._trace_exactly = cache(lambda options, micro: tracer.trace(batches(micro), options))
         self._traced, self.cut, self.units = cache(self._trace_of), cache(self._cut_into), cache(self._units_of)
-        self.stage_units = cache(self._alike_units)
+        self.stage_units = cache(self._shared_units)
         self._alike: dict[tuple[int, ...], StageUnits] = {}
         self._layouts: dict[tuple[tuple[ParameterSpec, ...], int], list[BucketLayout]] = {}
 
     def close(self) -> None:
-        """Give the model back what it had."""
+        """Restore the values of the model."""
         self._tracer.close()
 
     @property
     def blocks(self) -> int:
-        """Blocks that can be cut into stages."""
+        """The number of blocks that a pipeline can divide into stages."""
         return 0 if self._anatomy is None else self._anatomy.count
 
     def mesh_refusal(self, *, tensor: int = 1, pipeline: int = 1, data: int = 1) -> str:
-        """Why a run refuses the model on a mesh, by what the run itself asks; empty where it takes it."""
+        """Return the reason why a run refuses the model on a mesh, from the run's own checks; empty if it is accepted."""
         refused = self._refused_meshes[min(2, tensor * pipeline), min(2, data)] or (pipeline > 1 and self._not_cut)
         refused = refused or (tensor > 1 and self._unequal)
         return refused or _refused(lambda: self.units(tensor))[0]
 
     def refusal(self, layout: Layout) -> str:
-        """Why a run refuses a layout: for its mesh, or since keys of the configuration disagree with it; else empty."""
-        # The sizes of data axes are in no rule.
+        """Return the reason why a run refuses a layout, for its mesh or for conflicting keys of the configuration; empty if it is
+        accepted."""
+        # No rule depends on the sizes of data axes.
         key = replace(layout, replicate=1, shard=1, accumulation=1)
-        if key not in self._disagreeing:
+        if key not in self._refusals:
             config = with_layout(self.config, layout)
             shares = _refused(lambda: check_sequence_shards(config, self._batches(1)))[0]
-            self._disagreeing[key] = shares or "; ".join(disagreements(config))
+            self._refusals[key] = shares or "; ".join(disagreements(config))
         return (
-            self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
-            or self._disagreeing[key]
+            self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data) or self._refusals[key]
         )
 
     @cached_property
@@ -124,13 +124,13 @@ class Subject:
 
     @cached_property
     def can_share_sequence(self) -> bool:
-        """True if blocks can pass on shares of the sequence."""
+        """True if blocks support sequence parallelism."""
         options = self._options(2, sequence=True, recompute="none")
         return not _refused(lambda: self._trace_exactly(options, 1))[0]
 
     @cached_property
     def can_recompute(self) -> bool:
-        """True if the model has blocks that can be recomputed."""
+        """True if the model has blocks with activation checkpointing."""
         options = self._options(1, sequence=False, recompute="block")
         return not _refused(lambda: self._trace_exactly(options, 1))[0]
 
@@ -145,18 +145,18 @@ class Subject:
         )
 
     def trace(self, tensor: int, micro: int, *, sequence: bool = False, recompute: Mode = "none") -> Trace:
-        """Return what a microbatch of `micro` samples needs and does on a tensor rank. Raises as `Tracer.trace` does."""
+        """Return the trace of a microbatch of `micro` samples on one tensor rank. Raises as `Tracer.trace` does."""
         found: Trace = self._traced(self._options(tensor, sequence=sequence, recompute=recompute), micro)
         return found
 
     def _trace_of(self, options: TraceOptions, micro: int) -> Trace:
-        if micro in _TRACED:
+        if micro in _TRACED_SAMPLES:
             return self._trace_exactly(options, micro)
-        one, other = (self._trace_exactly(options, size) for size in _TRACED)
-        return _on_the_line(one, other, micro)
+        one, other = (self._trace_exactly(options, size) for size in _TRACED_SAMPLES)
+        return _extrapolated(one, other, micro)
 
     def _cut_into(self, stages: int) -> tuple[range, ...]:
-        """The blocks of each stage. Raises `LayoutError` for a model that cannot be cut so."""
+        """Raise `LayoutError` for a model that cannot be divided into so many stages."""
         return tuple(range(start, end) for start, end in pairwise(accumulate(self._counts(stages), initial=0)))
 
     def _counts(self, stages: int) -> Sequence[int]:
@@ -171,17 +171,17 @@ class Subject:
         return cut_by_cost(costs, stages=stages, first=first, last=last)
 
     def segments(self, trace: Trace, stage: int, cut: Sequence[range]) -> list[Segment]:
-        """The segments of one stage of a cut."""
+        """Return the traced segments of the blocks of one stage."""
         before, *blocks, after = trace.segments
         own = [blocks[index] for index in cut[stage]]
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]
 
     def _units_of(self, tensor: int) -> tuple[UnitPlan, ...]:
-        """All units of a tensor rank. Raises `LayoutError` for a model that cannot be divided so."""
+        """Return all units of a tensor rank. Raises `LayoutError` for a model that cannot be divided over tensor ranks."""
         return self._tracer.plan(self.zero, self._options(tensor, sequence=False, recompute="none")).units
 
-    def _alike_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
-        """The units of a rank that has these stages of a cut, for `parts` data ranks: one object where they are alike."""
+    def _shared_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
+        """Return the units of a rank with these stages, for `parts` data ranks; equal units are one object."""
         found = self._units_of_stages(tensor, stages, cut, parts)
         return self._alike.setdefault(tuple(map(id, found.layouts)), found)
 
@@ -210,7 +210,7 @@ class Subject:
         return StageUnits(layouts=found)
 
     def _layouts_of(self, unit: UnitPlan, parts: int) -> list[BucketLayout]:
-        """Layouts of a unit's buckets. Blocks that are alike have one tuple of specs, and so one list."""
+        """Return the bucket layouts of a unit. Equal blocks share one tuple of specs, and so one list."""
         key = (unit.specs, parts)
         if key not in self._layouts:
             self._layouts[key] = [
@@ -226,8 +226,8 @@ def _refused(call: Callable[[], T]) -> tuple[str, T | None]:
         return str(error), None
 
 
-def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:
-    """Return the trace of `micro` samples that lies on the straight line through those of one and two samples."""
+def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
+    """Extrapolate linearly from the traces of one and two samples to `micro` samples."""
 
     def line(first: Any, second: Any) -> Any:
         return first + (micro - 1) * (second - first)
@@ -236,7 +236,7 @@ def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:
         if [count for _, count in first.products] != [count for _, count in second.products]:
             return second * (
                 micro // 2
-            )  # A loop over tokens, as that of the loss: twice as many go round twice as often.
+            )  # A loop over tokens, as in the loss: twice the tokens take twice the iterations.
         products = tuple(
             (Product(a.dtype, *map(line, a[1:], b[1:])), count)
             for (a, count), (b, _) in zip(first.products, second.products, strict=True)
@@ -253,7 +253,7 @@ def _on_the_line(one: Trace, other: Trace, micro: int) -> Trace:
         a, b = kinds[forward, backward]
         return work(a.forward, b.forward), work(a.backward, b.backward)
 
-    # Blocks that are alike share their counts.
+    # Equal blocks share their counts.
     kinds = {(id(a.forward), id(a.backward)): (a, b) for a, b in zip(one.segments, other.segments, strict=True)}
     segments = []
     for a, b in zip(one.segments, other.segments, strict=True):
@@ -267,7 +267,7 @@ _SIZES = ("kept", "forward_peak", "backward_peak", "output")
 
 
 def tokens_of(config: TrainerConfig) -> Batches:
-    """Make microbatches of tokens for the task of a configuration. Raises `ConfigError` for a task whose data are no texts."""
+    """Return a factory of token microbatches for the configuration's task. Raises `ConfigError` for a task without text data."""
     head, length = config.model.head, config.data.sequence_length
     ids = {"causal_lm": "labels", "masked_lm": "labels", "seq2seq_lm": "labels", "token_classification": "labels"}
     single = {"sequence_classification": "labels", "question_answering": "start_positions"}
@@ -279,7 +279,7 @@ def tokens_of(config: TrainerConfig) -> Batches:
         )
 
     def batches(micro: int) -> dict[str, Any]:
-        # Token 1, which no architecture takes for padding when a mask says otherwise.
+        # Token 1, as no architecture treats it as padding against the mask.
         tokens = torch.ones(micro, length, dtype=torch.long)
         batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if config.data.tokenizer in (None, BYTES) and head == "causal_lm":

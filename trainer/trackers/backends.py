@@ -1,7 +1,7 @@
-"""The trackers that a run can send figures to: `TRACKERS` has a row for each, and adding one is a row, or a class and a row.
+"""The trackers of a run: `TRACKERS` has a row for each, and adding one is a row, or a class and a row.
 
-Nothing of the machine, the command line, the code, the repository or the output goes to a tracker. Most look at all of that unless
-they are told not to, each in words of its own. This file knows no configuration: the names that one may hold are read from here.
+Nothing of the machine, the command line, the code, the repository or the output is sent to a tracker. Most trackers collect all of
+that by default, and each has other switches against it. This file reads no configuration, but validation reads the names from here.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
     from psutil import Process
 
 GLOBAL_STEP = "train/global_step"
-"""The name under which each row says its step; transformers' own callback calls it the same."""
+"""The name of the step in each row, as in transformers' own callback."""
 _EVALUATED = "eval/global_step"
-"""The same of evaluations alone, in wandb."""
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
-"""The first: wandb's service writes a row down at once, so that a kill loses none that `tracking-wandb.json` counts as sent."""
+"""Seconds. With the first, wandb's service writes a row at once, so that a kill loses none that `tracking-wandb.json` counts as
+sent."""
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 
 
 class Place(NamedTuple):
-    """The place of a row among all rows: first that of a step, then that of the evaluation after it."""
+    """The position of a row among all rows: first that of a step, then that of the evaluation after it."""
 
     step: int
     evaluation: bool = False
 
 
 UNKNOWN = Place(-1)
-"""How far a tracker has got of which nobody knows that."""
+"""The position of a tracker whose last row is unknown."""
 
 
 class TrackedRow(NamedTuple):
@@ -49,12 +49,12 @@ class TrackedRow(NamedTuple):
     place: Place
     values: Mapping[str, float]
     samples: tuple[tuple[str, str], ...] = ()
-    """Prompts and what the model has written to them, which trackers with tables or text show."""
+    """Prompts and their completions, for trackers that show tables or text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """The facts that trackers know about a run. `config` holds no secrets; `step` is the one after which this process goes on."""
+    """The facts about a run for trackers. `config` holds no secrets; `step` is the one after which this process continues."""
 
     ident: str
     name: str
@@ -65,27 +65,27 @@ class TrackedRun:
     step: int
     config: Mapping[str, Any]
     settings: Mapping[str, str | int | float] = field(default_factory=dict)
-    """The configuration by whole keys, for trackers that have no nested ones."""
+    """The flattened configuration, for trackers without nested values."""
 
     def folder(self, name: str) -> str:
-        """The place in the run's directory where a tracker keeps what it writes."""
+        """Return the path in the run's directory for a tracker's files."""
         return str(self.directory / name)
 
 
 class Tracker:
-    """One of accelerate's trackers in a run, by the calls that all of them have; `TRACKERS` has what each begins with.
+    """One of accelerate's trackers in a run, by the calls that all have; `TRACKERS` has the arguments of each.
 
-    Few can be asked how far they have got, so a file of the run's directory says it. Any call may raise anything that the tracker's
-    own library does.
+    Few trackers can be asked for their last row, so it is stored in a file of the run's directory. Any call may raise any error of
+    the tracker's library.
     """
 
     def __init__(self, name: str, run: TrackedRun, *, sent: Place = UNKNOWN, tracker: Any = None) -> None:
         self.name, self.run, self.tracker = name, run, tracker
         self.sent = sent
-        """The last row that the tracker has got."""
+        """The position of the last row sent."""
 
     def start(self) -> None:
-        """Begin, or go on with a run of this id."""
+        """Begin, or resume a run with this id."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         run, kind = self.run, LOGGER_TYPE_TO_CLASS[self.name]
@@ -95,20 +95,20 @@ class Tracker:
         self.sent, _ = self._noted()
 
     def log(self, row: TrackedRow) -> None:
-        """Hand a row over."""
+        """Send a row."""
         self._note(row.place)
         if row.values:
             self.tracker.log(dict(row.values), step=row.place.step)
 
     def finish(self) -> None:
-        """Hand over what is left, and end."""
+        """Flush pending rows, and end."""
         self.tracker.finish()
 
     def give_up(self, error: BaseException) -> None:
-        """A call has raised `error`, and none will follow."""
+        """Handle a call that has raised `error`; no call follows."""
 
     def abandon(self) -> None:
-        """A call has not returned for so long that nobody waits for it any more, and the end of the process should not either."""
+        """Handle a call that hangs, so that neither the run nor the exit of the process waits for it."""
 
     def _make(self, *arguments: Any, **keywords: Any) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
@@ -117,7 +117,7 @@ class Tracker:
         self.tracker.start()
 
     def _noted(self) -> tuple[Place, int]:
-        """The last row by the file, and the number that the tracker has given it."""
+        """Return the last row by the file, and the tracker's own number of it."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             ident, step, evaluated, *number = json.loads(read_whole(self._file))
             if ident == self.run.ident and int(step) >= 0:
@@ -128,7 +128,7 @@ class Tracker:
         return Place(0), -1
 
     def _note(self, place: Place, *number: int) -> None:
-        """Write down that a row is about to be handed over: a kill just now rather loses it than has it there twice."""
+        """Record a row before it is sent: a kill in between loses the row rather than sending it twice."""
         write_whole(self._file, json.dumps([self.run.ident, *place, *number]).encode(), sync=False)
 
     @property
@@ -140,7 +140,7 @@ _FRAMEWORKS = (
     "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm hydra tfdefines joblib megengine "
     "catboost gradio jsonargparse"
 )
-"""The names of what ClearML would watch; only all of them keep it from the repository and from files that are saved."""
+"""The names of the frameworks that ClearML would watch; only all of them keep it from reading the repository and saved files."""
 _COMET_WATCHES = (
     "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details auto_output_logging auto_param_logging "
     "auto_metric_logging auto_log_co2"
@@ -148,7 +148,7 @@ _COMET_WATCHES = (
 
 
 class WandbTracker(Tracker):
-    """wandb, which numbers rows itself; the step is one of their values. Nothing of the machine or the code goes to it."""
+    """wandb, which numbers rows itself, so that the step is one of their values. Nothing of the machine or the code is sent."""
 
     _next: int | None = None
 
@@ -189,13 +189,13 @@ class WandbTracker(Tracker):
         if not run.online:
             self.sent, self._next = sent, number + 1
         elif made.resumed:
-            summary = dict(made.summary)  # The server's: the latest value of each name.
+            summary = dict(made.summary)  # The server's summary: the latest value of each name.
             step = summary.get(GLOBAL_STEP)
             if isinstance(step, int):
                 self.sent = Place(step, summary.get(_EVALUATED) == step)
 
     def log(self, row: TrackedRow) -> None:
-        # The number of the first row alone is given: after it wandb counts, beside what callbacks log.
+        # Only the first row has a number: wandb counts from there, beside rows that callbacks log.
         first, self._next = self._next, None
         step, evaluation = row.place
         self._note(row.place, self.tracker.tracker.step if first is None else first)
@@ -211,7 +211,7 @@ class WandbTracker(Tracker):
         if not _services():
             import wandb
 
-            wandb.teardown()  # Its service is gone, and would be called once more when this process ends.
+            wandb.teardown()  # Its service has exited, and atexit would call it once more.
 
     def abandon(self) -> None:
         for each in _services():
@@ -219,7 +219,6 @@ class WandbTracker(Tracker):
 
 
 def _services() -> list[Process]:
-    """The processes that wandb has started in this one, and that have not ended."""
     import psutil
 
     children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
@@ -227,13 +226,13 @@ def _services() -> list[Process]:
 
 
 class TensorBoardTracker(Tracker):
-    """TensorBoard, which can be told to leave out what earlier processes have written from some step on; they are written anew."""
+    """TensorBoard, which supports purging the rows of earlier processes from a step on; they are written anew."""
 
     def start(self) -> None:
         run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._noted()
         first = run.step + 1 if noted == UNKNOWN else min(noted.step, run.step + 1)
         self.sent = Place(max(0, first - 1), first > 0)
-        _pass_second(folder)
+        _await_next_second(folder)
         self._make("", folder, purge_step=first, flush_secs=_FLUSH_SECONDS)
         text = yaml.safe_dump(dict(run.config), sort_keys=False)
         self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=run.step)
@@ -245,11 +244,11 @@ class TensorBoardTracker(Tracker):
             self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.place.step)
 
 
-def _pass_second(folder: Path) -> None:
-    """Wait until a new file of events is named by a later second than all that are there.
+def _await_next_second(folder: Path) -> None:
+    """Wait until a new event file is named by a later second than all existing ones.
 
-    TensorBoard reads them in the order of their names, `events.out.tfevents.SECOND.HOST.PID...`: of two that began within one
-    second the later could come first, and the other would purge what it says.
+    TensorBoard sorts them by name, `events.out.tfevents.SECOND.HOST.PID...`: of two files of one second the later one could sort
+    first, and the other would purge its rows.
     """
     started = [int(match[1]) for path in folder.glob("events.out.tfevents.*") if (match := _EVENTS.match(path.name))]
     wait = max(started, default=0) + 1 - time.time()
@@ -287,7 +286,7 @@ def _comet_ml(run: TrackedRun) -> dict[str, Any]:
         display_summary_level=0,
         **dict.fromkeys(_COMET_WATCHES.split(), False),
     )
-    # A key has 32 characters at least.
+    # A key has at least 32 characters.
     key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]
     where = {} if run.online else {"online": False}
     return {"experiment_key": key, "mode": "get_or_create", "experiment_config": settings, **where}
@@ -308,10 +307,10 @@ class TrackerKind:
     """A row of the table of trackers."""
 
     arguments: Callable[[TrackedRun], dict[str, Any]] = lambda run: {}
-    """Keyword arguments for accelerate's class."""
+    """The keyword arguments of accelerate's class."""
     make: type[Tracker] = Tracker
     modules: tuple[str, ...] = ()
-    """The modules of which one has to be installed; by default that of the tracker's name."""
+    """The alternative modules, one of which must be installed; by default the tracker's name."""
 
 
 TRACKERS = {
@@ -320,21 +319,21 @@ TRACKERS = {
     ),
     "clearml": TrackerKind(_clearml),
     "comet_ml": TrackerKind(_comet_ml),
-    # An experiment of DVC's would be a commit of all that is in the repository. In a directory of its own, `dvc.yaml` would name
-    # each file once more with every step.
+    # DVC's experiments commit the whole repository. In a separate directory, `dvc.yaml` would name
+    # each file once more at every step.
     "dvclive": TrackerKind(
         lambda run: (
             {"dir": run.folder("dvclive"), "dvcyaml": run.folder("dvc.yaml")}
             | {"resume": run.step > 0, "save_dvc_exp": False}
         )
     ),
-    # Its tags have names, of few characters.
+    # Its tags have names of few characters.
     "mlflow": TrackerKind(
         lambda run: {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}
     ),
     "swanlab": TrackerKind(_swanlab),
     "tensorboard": TrackerKind(make=TensorBoardTracker, modules=("tensorboard", "tensorboardX")),
-    # It knows runs by their names alone.
+    # It identifies runs by name alone.
     "trackio": TrackerKind(
         lambda run: {"name": f"{run.name}-{run.ident}", "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
     ),
@@ -344,5 +343,5 @@ TRACKERS = {
 
 
 def kind_of(name: str) -> TrackerKind:
-    """The row of a tracker; of one that a user has registered, the row without anything special."""
+    """Return the row of a tracker; for one registered by the user, the default row."""
     return TRACKERS.get(name, TrackerKind())

@@ -1,4 +1,4 @@
-"""The rows that trackers get, from lines of `metrics.jsonl` and `evaluations.jsonl`, and those that a kill has kept from them."""
+"""The rows of trackers from lines of `metrics.jsonl` and `evaluations.jsonl`, and rows that a killed process did not send."""
 
 import re
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ _NAMES = {
 
 
 _OF_A_SET = re.compile(r"eval_(.+)_runtime")
-"""The value of an evaluation that each of several sets has, whatever else its values are called."""
+"""A value that every evaluation of several sets has, from which the set's name is parsed."""
 
 
 def step_row(record: Mapping[str, Any]) -> TrackedRow:
-    """The row of a step, from its line in `metrics.jsonl`."""
+    """Return the row of a step, from its line in `metrics.jsonl`."""
     values: dict[str, float] = {}
     for (name, *keys), value in leaves(record):
         if isinstance(value, int | float) and name not in ("step", "time"):
@@ -37,7 +37,8 @@ def step_row(record: Mapping[str, Any]) -> TrackedRow:
 
 
 def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
-    """The row of an evaluation after `step`, those of several sets as `eval/NAME/...`; what is no number is left out."""
+    """Return the row of an evaluation after `step`, with `eval/NAME/...` for several sets; values that are no numbers are left
+    out."""
     sets = sorted((match[1] for match in map(_OF_A_SET.fullmatch, values) if match), key=len, reverse=True)
     named = {}
     for name, value in values.items():
@@ -49,9 +50,9 @@ def evaluation_row(step: int, values: Mapping[str, Any]) -> TrackedRow:
 
 
 def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
-    """Return the rows up to step `through` that a run's files have and a tracker lacks: a kill met them on their way.
+    """Return the rows up to step `through` that are in a run's files but that a killed process did not send to a tracker.
 
-    The list is empty where it is not known how far the tracker has got. Raises `StorageError` where a file cannot be read.
+    The list is empty if the tracker's last row is unknown. Raises `StorageError` where a file cannot be read.
     """
     if sent == UNKNOWN:
         return []

@@ -1,10 +1,10 @@
-"""`Tracking`: figures of a run to trackers, from rank 0, by a thread for each of them.
+"""`Tracking`: sends figures of a run from rank 0 to trackers, with one thread per tracker.
 
     training thread    log, log, evaluated, log ...   puts rows into queues, and never waits
-    tracking threads   start, then row by row         a tracker that fails, or does not answer, is left out: the others go on
+    tracking threads   start, then row by row         a tracker that fails or hangs is dropped: the others go on
 
-A run that goes on keeps its id, and a tracker gets no row twice: rows that an earlier process has sent are not sent again, though
-this one computes their steps anew. `tracking.json` in the run's directory has the id, and so has each checkpoint.
+A resumed run keeps its id, and a tracker gets no row twice: rows that an earlier process has sent are not sent again, though this
+process computes their steps anew. The id is in `tracking.json` of the run's directory, and in each checkpoint.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ NAME = "tracking.json"
 _CAPACITY = 10_000
 _FINISH_SECONDS = 30.0
 _ERROR_SECONDS = 5.0
-"""After an error, of which the other ranks are told only then."""
+"""The wait for trackers after an error, which the other ranks hear of only then."""
 _ABANDON_SECONDS = 2.0
-_SHARE = 0.7
-"""The part of the time for which ranks wait for each other that the end may take."""
+_TIMEOUT_FRACTION = 0.7
+"""The fraction of the collective timeout that the end of tracking may take."""
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
 
 
 class Sender(threading.Thread):
-    """Sends the rows of one tracker in a thread of its own, so that it holds up neither training nor other trackers.
+    """Sends the rows of one tracker in a separate thread, so that it delays neither training nor other trackers.
 
     The training thread calls the public methods, and waits in `ended` alone.
     """
 
     def __init__(self, tracker: Tracker, redaction: Redaction, capacity: int) -> None:
-        """At most `capacity` rows wait for the tracker; more are counted, and left out."""
+        """`capacity` limits the queued rows; further ones are counted and dropped."""
         super().__init__(name=f"tracking by {tracker.name}", daemon=True)
         self.tracker = tracker
         self._redaction = redaction
@@ -65,30 +65,30 @@ class Sender(threading.Thread):
         self._warnings: deque[str] = deque()
 
     def put(self, row: TrackedRow) -> None:
-        """Send a row when its turn comes, unless the tracker has failed."""
+        """Queue a row, unless the tracker has failed."""
         if self.is_alive() and self._rows.qsize() < self._capacity:
             self._rows.put(row)
         elif self.is_alive():
             self._lost += 1
 
     def close(self) -> None:
-        """End the tracker after the rows that wait."""
+        """End the tracker after the queued rows."""
         self._closed = True
         self._rows.put(None)
 
     def ended(self, end: float) -> bool:
-        """Wait until `end`, in monotonic time, for the tracker; whether it has ended."""
+        """Wait for the tracker until `end`, in monotonic time; returns True if it has ended."""
         self.join(max(0.0, end - time.monotonic()))
         return not self.is_alive()
 
     def abandon(self) -> None:
-        """Let go of a tracker that does not answer. What it says then is not news."""
+        """Drop a tracker that hangs, and its later warnings."""
         self._warnings = deque(maxlen=0)
         with contextlib.suppress(Exception):
             self.tracker.abandon()
 
     def news(self) -> Iterator[str]:
-        """Warnings that nobody has seen yet."""
+        """Yield new warnings."""
         while self._warnings:
             yield self._warnings.popleft()
         if self._lost and self._closed:
@@ -96,7 +96,7 @@ class Sender(threading.Thread):
             self._lost = 0
 
     def run(self) -> None:
-        """Run the tracker: first what an earlier process did not get as far as to send. Training goes on whatever it raises."""
+        """Run the tracker: first the rows that an earlier process did not send. No exception reaches training."""
         tracker, last, what = self.tracker, 0, "did not begin"
         try:
             tracker.start()
@@ -116,12 +116,12 @@ class Sender(threading.Thread):
 
 
 def describe_error(error: BaseException, redaction: Redaction) -> str:
-    """An error's class and the first line of its text, without secrets."""
+    """Return an error's class and the first line of its text, without secrets."""
     return redaction.text(summary(error)).rstrip(". ")
 
 
 class Tracking:
-    """The trackers of one run, which end with this context manager; without any, as on all ranks but the first, it does nothing."""
+    """The trackers of one run, which end with this context manager; without trackers, as on ranks above 0, it does nothing."""
 
     def __init__(
         self,
@@ -134,12 +134,12 @@ class Tracking:
         patience: float = math.inf,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """`note` tells a person; it is called from the training thread alone. `leave` is called when all trackers have ended.
+        """`note` shows a line, from the training thread alone. `leave` is called when all trackers have ended.
 
-        The end waits `patience` seconds at most, and never more than half a minute.
+        The end waits at most `patience` seconds, and never more than half a minute.
         """
         self.ident = ident
-        """The identifier by which trackers know the run; empty where there are no trackers."""
+        """The identifier of the run for trackers; empty without trackers."""
         self._note = note
         self._leave = leave
         self._patience = patience
@@ -156,7 +156,7 @@ class Tracking:
         known: Mapping[str, str],
         note: Callable[[str], None],
     ) -> Tracking:
-        """For a run that goes on after `step`; `known` is what its checkpoint has kept of `identity`. All ranks call it."""
+        """Open the trackers of a run that continues after `step`; `known` is the checkpoint's `identity`. All ranks call it."""
         section = config.tracking
         if not section.backends:
             return cls()
@@ -188,11 +188,11 @@ class Tracking:
             return cls(ident=ident)
         trackers = [kind_of(name).make(name, run) for name in dict.fromkeys(section.backends)]
         # The other ranks wait for this one meanwhile.
-        patience = _SHARE * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
+        patience = _TIMEOUT_FRACTION * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
         return cls(trackers, note, ident=ident, redaction=redaction, patience=patience, leave=leave)
 
     def identity(self, run: str) -> dict[str, str]:
-        """Return what a checkpoint of run `run` keeps, so that its trackers know it again."""
+        """Return the part of a checkpoint of run `run` that identifies it to trackers."""
         return {"id": self.ident, "run": run} if self.ident else {}
 
     def log(self, metrics: StepMetrics) -> None:
@@ -201,12 +201,12 @@ class Tracking:
             self._put(step_row(metrics.record()))
 
     def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send the figures of an evaluation after `step`; what is no number among them is left out."""
+        """Send the figures of an evaluation after `step`; values that are no numbers are left out."""
         if self._senders:
             self._put(evaluation_row(step, values))
 
     def sampled(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Send what the model has written after `step`: lines of `prompt` and `completion`."""
+        """Send the completions after `step`: lines of `prompt` and `completion`."""
         if self._senders:
             self._put(
                 TrackedRow(
@@ -233,7 +233,7 @@ class Tracking:
         self.finish(min(_FINISH_SECONDS if kind is None else _ERROR_SECONDS, self._patience))
 
     def finish(self, seconds: float) -> None:
-        """Send what is left, waiting for that so many seconds at most. Nothing is sent afterwards."""
+        """Send the queued rows within at most `seconds` seconds, and end the trackers."""
         end = time.monotonic() + seconds
         for sender in self._senders:
             sender.close()
@@ -254,7 +254,7 @@ class Tracking:
 
 
 def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
-    """The run's id: that of its directory, else that of its checkpoint, where it goes on; else a new one. It is kept in `path`."""
+    """Return the id from the run's directory or the resumed checkpoint, or else a new one; it is stored in `path`."""
     found = ""
     if step:
         try:
@@ -271,9 +271,9 @@ def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Call
 
 
 def _join_accelerate(device: torch.device) -> Callable[[], None]:
-    """accelerate's trackers ask its state whether this is the main process; it finds the process group that is there.
+    """Initialize accelerate's state, which its trackers ask for the main process, with the existing process group.
 
-    Returns what takes that state away again, where nobody else has made it.
+    Returns a function that resets the state, unless it existed before.
     """
     from accelerate import PartialState
 

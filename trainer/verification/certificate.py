@@ -1,4 +1,4 @@
-"""The certificate with the findings of a verification, which a person reads, and other programs read as JSON."""
+"""The certificate with the differences that a verification has found, as text and as JSON."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,38 +9,38 @@ from zeromesh.errors import ranks_text, some
 from zeromesh.trainer.monitoring.step_metrics import strict
 
 KINDS = ("initial", "output", "loss", "gradient", "norm", "parameter", "average", "rounding", "error", "check")
-"""The kinds of values that may differ, in the order in which a step computes them."""
+"""The kinds of compared values, in the order in which a step computes them."""
 _SHOWN = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Something that the user's layout computes otherwise than the plain process."""
+    """A value that the user's layout computes differently from the plain process."""
 
     kind: str
     """One of `KINDS`."""
     step: int
-    """Counted from 1; 0: before the first."""
+    """The step, counted from 1; 0: before the first."""
     name: str
-    """The module or the parameter; empty for a number of the whole step."""
+    """The name of the module or the parameter; empty for a value of the whole step."""
     size: float
-    """The relative difference; infinite for another shape, or for what is not finite; 0 where there is no number for it."""
+    """The relative difference; infinite for another shape or a value that is not finite; 0 without a number."""
     place: int = 0
-    """The place in the order of the step: modules by their forward, parameters by their backward."""
+    """The position in the order of the step: modules by forward, parameters by backward."""
     microbatch: int = -1
-    """The number of the microbatch in the global batch, from 0; -1 for the whole step."""
+    """The index of the microbatch in the global batch, from 0; -1 for the whole step."""
     ranks: tuple[int, ...] = ()
     run: str = "exact"
-    """The pass in which it was found."""
+    """The pass that found the difference."""
     detail: str = ""
 
     @property
     def key(self) -> tuple[int, int, int, int]:
-        """Differences in this order: the first one is the nearest to the cause."""
+        """The sort key of differences, by which the first is nearest to the cause."""
         return self.step, KINDS.index(self.kind), max(0, self.microbatch), self.place
 
     def sentence(self) -> str:
-        """Describe what differs, when, where and by how much."""
+        """Return a sentence with the value, its place and the size of the difference."""
         words = {"output": "the output of", "initial": "the initial value of", "average": "the averaged weight of"}
         what = f"{words.get(self.kind, f'the {self.kind} of')} {self.name}" if self.name else f"the {self.kind}"
         own = self.kind in ("check", "rounding", "error")
@@ -48,7 +48,7 @@ class Difference:
             what = self.detail or what
         when = f" in step {self.step}" if self.step and self.kind != "error" else ""
         when += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
-        # Of an error it is the text that says where: another rank may have had it first.
+        # The text of an error names its rank, which may have raised it first.
         where = f" on {ranks_text(self.ranks, 8)}" if self.ranks and self.kind != "error" else ""
         more = f" ({self.detail})" if self.detail and not own else ""
         return f"{what}{when}{where}{f' differs by {self.size:.3g}' if self.size else ''}{more}"
@@ -56,19 +56,19 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassRecord:
-    """One run in the user's layout beside the plain process."""
+    """One run in the user's layout, compared with the plain process."""
 
     losses: Sequence[float]
     plain_losses: Sequence[float]
     norms: Sequence[float]
     plain_norms: Sequence[float]
     bound: float
-    """The largest relative difference that counts as none."""
+    """The largest relative difference that is accepted."""
     gradients: Mapping[str, float] = field(default_factory=dict)
-    """By parameter: the largest difference in any step."""
+    """The largest difference of any step, by parameter."""
     parameters: Mapping[str, float] = field(default_factory=dict)
     outputs: int = 0
-    """Outputs of modules that were compared."""
+    """The number of compared outputs of modules."""
 
     @property
     def largest(self) -> float:
@@ -82,29 +82,29 @@ class Certificate:
 
     passed: bool
     differences: tuple[Difference, ...]
-    """The nearest to their cause first."""
+    """The differences, nearest to the cause first."""
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     digests: Mapping[str, str]
     """The xxh3 digests of the configuration, the data and the initial weights."""
     passes: Mapping[str, PassRecord]
     checks: Mapping[str, str]
-    """The results of the checks that were requested, by name."""
+    """The results of the requested checks, by name."""
     notes: tuple[str, ...]
     seconds: float
 
     @property
     def located(self) -> str:
-        """The difference that is nearest to its cause, as a sentence; empty where there is none."""
+        """The difference nearest to the cause, as a sentence; empty where there is none."""
         return self.differences[0].sentence() if self.differences else ""
 
     def to_json(self) -> str:
-        """The whole certificate; what is infinite or no number is a text."""
+        """Return the certificate as JSON; NaN and infinities become strings."""
         values = {**asdict(self), "located": self.located, "kind": "zeromesh certificate", "version": 1}
         return json.dumps(strict(values), indent=1, allow_nan=False) + "\n"
 
     def lines(self) -> list[str]:
-        """The certificate for a person."""
+        """Return the certificate as lines of text."""
         found = [f"{name}: {value}" for name, value in self.layout.items()]
         found += [f"small run: {note}" for note in self.notes]
         for name, each in self.passes.items():
@@ -129,7 +129,7 @@ class Certificate:
 
 
 def merged(rows: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
-    """The differences that each rank has found, with the ranks that each was found on; sorted, the nearest to the cause first."""
+    """Merge the differences of all ranks, with the ranks that found each; sorted, the nearest to the cause first."""
     found: dict[tuple[str, str, int, str, int], list[tuple[int, Difference]]] = {}
     for rank, row in enumerate(rows):
         for each in row:

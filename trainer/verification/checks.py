@@ -1,4 +1,4 @@
-"""The checks that a verification makes on request: the same bits again, a resumed run in another layout, streams of dropout."""
+"""The optional checks of a verification: bitwise determinism, resuming in another layout, and dropout masks."""
 
 import sys
 from collections import defaultdict
@@ -24,17 +24,17 @@ from zeromesh.zero.hooks import watch_outputs
 
 Run = Callable[..., None]
 """`(config, recorder, subject)`: trains in the user's layout, see `Verification.run`."""
-_LEAST = 32
-"""Elements of a mask that is compared: fewer may be alike by chance."""
+_LEAST_ELEMENTS = 32
+"""The least elements of a compared mask; smaller ones may be equal by chance."""
 
 
 def check_determinism(run: Run, config: TrainerConfig, first: Recorder) -> Iterator[Difference]:
-    """Train once more in the user's own precision; every loss, norm and parameter has the same bits."""
+    """Train once more in the user's precision, and compare losses, norms and parameters bitwise."""
     again = Recorder()
     run(config, again)
     for kind, one, two in (("loss", first.losses, again.losses), ("norm", first.norms, again.norms)):
         for step, (before, now) in enumerate(zip(one, two, strict=True), start=1):
-            if repr(before) != repr(now):  # NaN is equal to itself here.
+            if repr(before) != repr(now):  # The text compares NaN as equal.
                 yield _found("determinism", f"the {kind} of step {step} of an equal run", abs(now - before), step=step)
     for name, value in first.parameters.items():
         if not torch.equal(value, again.parameters[name]):
@@ -43,7 +43,7 @@ def check_determinism(run: Run, config: TrainerConfig, first: Recorder) -> Itera
 
 
 def check_resume(run: Run, config: TrainerConfig, mesh: Mesh, plain: PlainRun) -> Iterator[Difference]:
-    """Two steps, one more in another layout, and the others in the user's again: what an uninterrupted run has trained."""
+    """Train two steps, one in another layout, and the others in the user's, and compare with an uninterrupted run."""
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto", "asynchronous": False})
     named = config.run.model_copy(update={"name": "verify-resume"})
     config = config.model_copy(update={"run": named, "checkpoint": checkpoint})
@@ -55,7 +55,7 @@ def check_resume(run: Run, config: TrainerConfig, mesh: Mesh, plain: PlainRun) -
 
 
 def other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
-    """A layout of as many ranks that keeps states otherwise: data ranks alone and, where these were so already, another stage."""
+    """Return another layout of as many ranks: data parallelism alone or, where that is the user's, another stage."""
     divided = mesh.shard.size < mesh.world_size
     values = config.model_dump(mode="json")
     values["parallel"] |= {"replicate": 1, "shard": "auto", "tensor": 1, "pipeline": 1, "sequence": False, "plan": None}
@@ -66,15 +66,15 @@ def other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
     return TrainerConfig.model_validate(values)
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps a digest of every mask that modules draw from PyTorch's generators, whichever way: in `nn.Dropout`, by a function, or
-    inside a kernel of attention, of which its random numbers or, where it does not tell them, its output is kept."""
+class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Digests every mask that modules draw from PyTorch's generators: in `nn.Dropout`, by a function, or inside an attention
+    kernel, whose random state or, where it returns none, whose output is digested."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
         self.again: dict[str, list[str]] = defaultdict(list)
-        """The digests of the masks that backward draws where it computes forward again, by module."""
+        """The digests of masks that recomputation in backward draws, by module."""
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def __torch_dispatch__(
@@ -84,15 +84,15 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         before = _generators()
         made = func(*args, **(kwargs or {}))
-        with _disable_current_modes():  # Selective recomputation counts operations.
+        with _disable_current_modes():  # Selective recomputation counts operators.
             self._note(made, before)
         return made
 
     def _note(self, made: Any, before: tuple[bytes, ...]) -> None:
         tensors = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.numel()]
         mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
-        # Attention draws nothing where its rate is 0.
-        if mask is not None and max(each.numel() for each in tensors) >= _LEAST and before != _generators():
+        # Attention without dropout draws nothing.
+        if mask is not None and max(each.numel() for each in tensors) >= _LEAST_ELEMENTS and before != _generators():
             name, mark = self._drawing(), xxhash.xxh3_64_hexdigest(bytes_of(mask))
             if torch._C._current_graph_task_id() == -1:
                 self.forward[name].append((mark, tuple(mask.shape)))
@@ -100,7 +100,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.again[name].append(mark)
 
     def after(self, name: str, output: Any) -> None:
-        """Forget what a module without parameters has drawn for nothing, in the place of another stage's."""
+        """Drop the masks of a module without parameters, which replaces another stage's."""
         found = tensors_of(output)
         drawn = self.forward.get(name)
         if drawn and found and bool(found[0].isnan().all()) and torch._C._current_graph_task_id() == -1:
@@ -113,12 +113,10 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "" if frame is None else self._names[id(frame.f_locals["self"])]
 
 
-class _Streams(Recorder):
-    """Keeps what a run draws."""
-
+class _MaskRecorder(Recorder):
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
-        self.draws = self._leaving.enter_context(_Draws(trainer.model))
+        self.draws = self._leaving.enter_context(_MaskDigests(trainer.model))
         if trainer.run.model.divided.pipeline is not None:
             self._leaving.callback(watch_outputs(list(trainer.model.named_modules()), self.draws.after))
 
@@ -126,19 +124,19 @@ class _Streams(Recorder):
 def check_dropout(
     run: Run, subject: SmallRun, config: TrainerConfig, mesh: Mesh, compute_loss: ComputeLoss | None
 ) -> tuple[list[Difference], str]:
-    """Two steps of a subject with its dropout; returns what is wrong, and what was checked."""
+    """Train two steps with dropout; returns the differences, and a sentence about the check."""
     model = whole_model(subject, config)
-    plain = _Draws(model)
+    plain = _MaskDigests(model)
     with plain:
         loss_sum(model.train(), batches_of(subject, config, 0)[0], compute_loss=compute_loss)
     if not plain.forward:
         return [], "nothing to check: the model draws nothing"
     batch, size = config.batch, config.batch.micro_size * mesh.data.size
-    # A rank without a microbatch of its own would repeat another's.
+    # A rank without a microbatch would repeat another's.
     even = config.model_copy(
         update={"batch": batch.model_copy(update={"global_size": batch.global_size // size * size})}
     )
-    watch = _Streams(leaves_after=2)
+    watch = _MaskRecorder(leaves_after=2)
     run(even, watch, subject)
     found = [
         _found("dropout", f"{name} draws otherwise when backward computes it again", name=name)
@@ -150,8 +148,8 @@ def check_dropout(
     return [*found, *_wrong_masks(rows, plain)], f"{sum(len(each) for row in rows for each in row[2].values())} masks"
 
 
-def _wrong_masks(rows: Sequence[Any], plain: _Draws) -> Iterator[Difference]:
-    """Yield a difference for masks that are wrongly alike or unlike. `rows`: data and tensor index of each rank, and its draws."""
+def _wrong_masks(rows: Sequence[Any], plain: _MaskDigests) -> Iterator[Difference]:
+    """Yield a difference for masks that are wrongly equal or unequal. `rows` has each rank's data index, tensor index and masks."""
     seen: dict[str, tuple[Any, ...]] = {}
     drawn: dict[tuple[Any, ...], str] = {}
     for data, tensor, forward in rows:

@@ -1,7 +1,7 @@
-"""Watches a run in the user's layout, and compares what it computes with what the plain process has computed.
+"""Records a run in the user's layout, and compares it with the plain process.
 
-Each rank compares what it sees itself: outputs of the modules that it has, whole or its share of them, and whole gradients and
-parameters as it reads them. So what differs on some ranks alone is known to differ there.
+Each rank compares local values: outputs of its modules, whole or its share of them, and whole gradients and parameters as it reads
+them. A difference on some ranks is thereby attributed to these ranks.
 """
 
 from collections import defaultdict
@@ -28,11 +28,11 @@ from zeromesh.units.unit import all_buckets
 from zeromesh.zero.hooks import watch_outputs
 
 EXACT = 1e-9
-"""Relative, in float64: sums that are taken in another order differ by 1e-14."""
+"""The relative tolerance in float64, where another order of summation changes values by about 1e-14."""
 
 
 def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
-    """The distance of two tensors, as a part of the norm of what is wanted and `scale`; infinite for another shape."""
+    """Return the norm of the difference of two tensors over the norm of `wanted` and `scale`; infinite for another shape."""
     if found.shape != wanted.shape:
         return float("inf")
     distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
@@ -42,21 +42,21 @@ def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
 
 
 class Recorder(Callback):
-    """Keeps losses, norms and parameters of a run that nobody else watches."""
+    """Records losses, norms and parameters of a run without other hooks."""
 
     def __init__(self, *, leaves_after: int = 0, saves: bool = False) -> None:
-        """`leaves_after`: the step after which the run ends, and is saved before if `saves`; 0: all."""
+        """`leaves_after` is the step after which the run ends, after a checkpoint if `saves`; 0: the last step."""
         self._last, self._saves = leaves_after, saves
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.parameters: dict[str, Tensor] = {}
         self.average: dict[str, Tensor] = {}
         self.began = False
-        """True if training has begun: until then the configuration may be refused."""
+        """True once training has begun; before that, errors are refusals of the configuration."""
         self._leaving = ExitStack()
 
     def close(self) -> None:
-        """Undo what was done to this process and to the model."""
+        """Remove the patches of this process and the hooks of the model."""
         self._leaving.close()
 
     def on_train_begin(self, trainer: Any) -> None:
@@ -95,12 +95,12 @@ class Observer(Recorder):
             name: max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
         }
         self._places = {name: -place for name, place in places.items()}
-        """Parameters in the order of backward, as far as modules finish in the order of forward."""
+        """The parameters in the order of backward, assumed to reverse the order of finished forwards."""
 
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
         self._compare_own(trainer, self.plain.initial, "initial", 0)
-        # Those that this rank computes wholly: none that holds another stage's.
+        # Modules that this rank computes wholly: none with modules of another stage.
         whole = [
             (name, module)
             for name, module in trainer.model.named_modules()
@@ -128,7 +128,7 @@ class Observer(Recorder):
             try:
                 found = trainer.gradient(name)
             except PhaseError:
-                return  # It was used inside backward.
+                return  # The gradient was consumed inside backward.
             size = float("inf") if found is None else apart(found.cpu(), gradient, whole)
             self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
             self._note("gradient", name, size, place=self._places[name])
@@ -158,12 +158,12 @@ class Observer(Recorder):
             )
 
     def _see(self, name: str, output: Any) -> None:
-        # Backward calls what it recomputes again.
+        # Backward calls recomputed modules again.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._outputs.setdefault(name, []).append(tensors_of(output))
 
     def _compare_own(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
-        """Compare the master weights that this rank updates: its shards, and its copies of what others have too."""
+        """Compare the master weights that this rank updates: its shards and its copies of replicated ones."""
         rate = trainer.config.optimizer.lr * step
         for bucket in all_buckets(trainer.engine.units):
             master = bucket.master.load(torch.device("cpu"))
@@ -177,7 +177,7 @@ class Observer(Recorder):
 
     def _compare_sums(self, trainer: Any) -> None:
         wanted = self.plain.steps[self.step - 1].sums
-        # Where all that modules return is right, what is wrong comes after the last of them: in the head, or in its loss.
+        # With correct outputs of all modules, the error is after the last of them: in the head, or in its loss.
         head = max((name for name in self.plain.order if name), key=self.plain.order.__getitem__, default="")
         for (total, count), number in zip(self._sums, own_microbatches(trainer.config, trainer.mesh), strict=False):
             plain, targets = wanted[number]
@@ -201,7 +201,7 @@ class Observer(Recorder):
         share = _share(trainer, name, whole, own)
         elsewhere = trainer.run.model.divided.pipeline is not None and bool(
             own.isnan().all()
-        )  # Of what another stage has.
+        )  # Modules of another stage are missing.
         if share is not None and not elsewhere:
             self.compared += 1
             size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
@@ -211,8 +211,8 @@ class Observer(Recorder):
 def differences_of(
     recorder: Recorder, plain: PlainRun, rate: float, *, run: str, first: int = 0
 ) -> Iterator[Difference]:
-    """Yield the differences between the plain process and a run that nobody watched, which began after step `first`: losses, norms
-    and the last parameters."""
+    """Yield the differences between the plain process and a run without hooks, which began after step `first`: losses, norms and
+    the last parameters."""
     note = partial(Difference, run=run, detail=run)
     steps = zip(plain.steps[first:], recorder.losses, recorder.norms, strict=True)
     for number, (step, *found) in enumerate(steps, start=first + 1):
@@ -226,12 +226,12 @@ def differences_of(
 
 
 def own_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
-    """The microbatches of a global batch that are this rank's and count, by their numbers."""
+    """Return the indices of this rank's microbatches in a global batch, without padding ones."""
     return range(mesh.data_index, -(-config.batch.global_size // config.batch.micro_size), mesh.data.size)
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements, for bitwise comparisons."""
     found: bytes = tensor_bytes(tensor).numpy().tobytes()
     return found
 
@@ -246,7 +246,7 @@ def _region_of(whole: Tensor, region: Region) -> Tensor:
 
 
 def relative(found: float, wanted: float) -> float:
-    """The difference of two numbers as a part of the second; infinite where one is not finite."""
+    """Return the relative difference of two numbers; infinite where one is not finite."""
     if found == wanted:
         return 0.0
     size = abs(found - wanted) / max(abs(wanted), 1e-300)
@@ -254,8 +254,8 @@ def relative(found: float, wanted: float) -> float:
 
 
 def _share(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
-    """Return the part of the whole output that this rank's output should be: all of it, its share of the sequence, or the features
-    that its part of the layer computes; None where that is not known."""
+    """Return this rank's share of a whole output: all of it, a part of the sequence, or a part of the features of a divided layer;
+    None where the share is unknown."""
     if own.shape == whole.shape:
         return whole
     divided: Divided = trainer.run.model.divided

@@ -1,7 +1,7 @@
-"""The other side of a verification: one plain PyTorch process with torch's own optimizers, whose lines a reader can check.
+"""The reference of a verification: one plain PyTorch process with torch's own optimizers, short enough for a reader to check.
 
-It knows nothing of the engine, of meshes, of how batches are dealt to ranks or of how losses are computed in chunks. It computes
-microbatches one after the other; gradients are summed, clipped and applied once a step.
+It uses no part of the engine, no mesh, no distribution of batches and no chunked losses. Microbatches run one after the other;
+gradients are summed, clipped and applied once per step.
 """
 
 import copy
@@ -37,7 +37,7 @@ from zeromesh.zero.hooks import watch_outputs
 
 IGNORED = -100
 Outputs = dict[str, list[list[Tensor]]]
-"""By module, of each of its calls in a microbatch: the tensors that it returned."""
+"""The tensors that each call of a module in a microbatch returned, by module name."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,33 +47,33 @@ class PlainStep:
     loss: float = 0.0
     norm: float = 0.0
     sums: list[tuple[float, int]] = field(default_factory=list)
-    """The sum of the losses and the number of targets, for each microbatch."""
+    """The summed loss and the number of targets of each microbatch."""
     outputs: list[Outputs] = field(default_factory=list)
-    """The outputs of modules, for each microbatch; empty for one that was not watched."""
+    """The outputs of modules for each microbatch; empty for one that was not recorded."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
-    """Master weights after the step."""
+    """The master weights after the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainRun:
-    """The whole run of the plain process."""
+    """The results of the plain process."""
 
     initial: Mapping[str, Tensor]
     steps: Sequence[PlainStep]
     average: Mapping[str, Tensor]
-    """Averaged weights at the end; nothing where none are kept."""
+    """The averaged weights at the end; empty without `ema`."""
     order: Mapping[str, int]
-    """The place of each module in the order in which they finish a forward."""
+    """The position of each module in the order of finished forwards."""
     users: Mapping[str, tuple[str, ...]]
-    """By parameter: the modules that hold it."""
+    """The modules that hold each parameter, by parameter name."""
 
 
 def train_plainly(
     subject: SmallRun, config: TrainerConfig, inputs: UserInputs, watched: Collection[int] = ()
 ) -> PlainRun:
-    """Train a copy of the subject's model by `config`, which says in which precision. `watched`: microbatches of each step whose
-    outputs of modules are kept."""
+    """Train a copy of the subject's model with the precision of `config`. `watched` are the microbatches of each step whose module
+    outputs are recorded."""
     model = whole_model(subject, config)
     if config.model.attention is not None:
         use_attention(model, config.model.attention, getattr(torch, config.precision.compute), torch.device("cpu"))
@@ -83,7 +83,7 @@ def train_plainly(
 
 
 def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
-    """A copy of the model, with adapters where the configuration wants them."""
+    """Return a copy of the model, with adapters if configured."""
     model = copy.deepcopy(subject.model)
     if config.model.lora is None:
         return model
@@ -96,8 +96,6 @@ def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
 
 
 class _Loop:
-    """The plain training loop."""
-
     def __init__(self, model: nn.Module, subject: SmallRun, config: TrainerConfig, inputs: UserInputs) -> None:
         self.model, self.subject, self.config = model, subject, config
         compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
@@ -125,7 +123,6 @@ class _Loop:
         self.end_watch = watch_outputs([each for each in model.named_modules() if each[0]], self._see)
 
     def run(self, watched: Collection[int]) -> PlainRun:
-        """Train for all steps."""
         initial, average = _copies(self.masters), dict[str, Tensor]()
         steps, ema = [], self.config.ema
         for number in range(self.config.run.max_steps):
@@ -210,7 +207,7 @@ class _Loop:
 
 
 def batches_of(subject: SmallRun, config: TrainerConfig, step: int) -> list[dict[str, Any]]:
-    """The microbatches of step `step` (from 0), in the order of their samples."""
+    """Return the microbatches of step `step` (from 0), in the order of their samples."""
     size, micro = config.batch.global_size, config.batch.micro_size
     found = []
     for start in range(step * size, (step + 1) * size, micro):
@@ -224,7 +221,7 @@ def batches_of(subject: SmallRun, config: TrainerConfig, step: int) -> list[dict
 
 
 def count_of(model: nn.Module, batch: Mapping[str, Any]) -> int | None:
-    """The targets of a batch: labels, those after the first where the model predicts the next token, or samples."""
+    """Return the number of targets of a batch: labels, without the first of each row for next-token prediction, or samples."""
     kind = _kind(model)
     labels = batch.get("labels")
     if kind == "positions":
@@ -239,7 +236,7 @@ def count_of(model: nn.Module, batch: Mapping[str, Any]) -> int | None:
 def loss_sum(
     model: Any, batch: Mapping[str, Any], *, compute_loss: ComputeLoss | None = None, smoothing: float = 0.0
 ) -> tuple[Tensor, int]:
-    """The sum of the losses of a batch, and its targets: the user's own, or the model's own mean times the targets."""
+    """Return the summed loss of a batch, and its targets: the user's own loss, or the model's mean times the targets."""
     if compute_loss is not None:
         total, count = compute_loss(model, batch)[:2]
         return total.reshape(()), int(count)
@@ -250,7 +247,7 @@ def loss_sum(
     count = count_of(model, batch) or 0
     labels = inputs.get("labels")
     if not count and isinstance(labels, Tensor):
-        inputs["labels"] = torch.zeros_like(labels)  # A mean over nothing is NaN.
+        inputs["labels"] = torch.zeros_like(labels)  # A mean over no targets is NaN.
     outputs = model(**inputs)
     if smoothing and isinstance(labels, Tensor):
         logits = outputs.logits
@@ -265,7 +262,7 @@ def loss_sum(
 
 
 def _kind(model: nn.Module) -> str:
-    """Return the unit that a model's own loss is a mean over: the `next` tokens, `labels`, `positions` of answers, or `samples`."""
+    """Return the unit of a model's mean loss: the `next` tokens, `labels`, `positions` of answers, or `samples`."""
     inside = pretrained_of(model)
     kind = getattr(inside, "loss_type", None)
     encodes = bool(getattr(getattr(inside, "config", None), "is_encoder_decoder", False))
@@ -287,7 +284,7 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _scheduler_of(config: TrainerConfig) -> MakeScheduler | None:
-    """The scheduler of transformers, by which a mistake in the run's own curve shows; None where the schedule has options."""
+    """Return transformers' scheduler, to check the run's own curve; None where the schedule has options."""
     section, steps = config.schedule, config.run.max_steps
     options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
     if options or section.name not in ("constant", "constant_with_warmup", "linear", "cosine"):
@@ -309,7 +306,7 @@ def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exemp
 def _average_of(
     average: Mapping[str, Tensor], weights: Mapping[str, Tensor], config: TrainerConfig, update: int
 ) -> dict[str, Tensor]:
-    """The average after update number `update` (from 0); the first one that counts copies the weights."""
+    """Return the average after update number `update` (from 0); the first update that counts copies the weights."""
     ema = config.ema
     if update + 1 < ema.start_step or (update + 1) % ema.every_steps:
         return dict(average)
@@ -320,7 +317,7 @@ def _average_of(
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The floating-point tensors among what a module returned, but for losses, as they were at that moment."""
+    """Return copies of the floating-point tensors in a module's output, except losses."""
     leaves = pytree.tree_leaves(output)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
     return [each.detach().clone() for each in tensors if each.dim()]

@@ -1,4 +1,4 @@
-"""Samples for a verification: drawn by chance, with another number of targets in each."""
+"""Random samples for a verification, each with another number of targets."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,11 +22,10 @@ _HEADS = (
     "sequence_classification",
     "question_answering",
 )
-"""Tasks whose inputs are known."""
 
 
 def make_samples(model: nn.Module, config: TrainerConfig, count: int, length: int) -> list[Sample]:
-    """`count` samples of `length` tokens for a model of transformers, always the same, no two alike.
+    """Return `count` deterministic, distinct samples of `length` tokens for a model of transformers.
 
     Raises:
         ConfigError: for a task whose inputs are not known.
@@ -53,7 +52,7 @@ def make_samples(model: nn.Module, config: TrainerConfig, count: int, length: in
 
 
 def _head_of(model: Any) -> Head | None:
-    """The task by the class, whose name ends with that of its automatic class."""
+    """The class name of a model ends with that of its automatic class."""
     name = type(model).__name__
     if name.endswith("LMHeadModel"):
         return "causal_lm"
@@ -64,7 +63,7 @@ def _head_of(model: Any) -> Head | None:
 
 
 def _labels(head: Head, ids: Tensor, index: int, classes: int, generator: torch.Generator) -> Sample:
-    """The labels of a sample for a task. The first ones of tokens are left out: of every eighth sample all, else a few."""
+    """Return the labels of a sample. Its first tokens have none: all of every eighth sample, and a few of the others."""
     length = len(ids)
     if head == "sequence_classification":
         return {"labels": torch.tensor(index % classes)}

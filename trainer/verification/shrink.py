@@ -1,6 +1,6 @@
-"""The subject of a verification: the user's model and configuration, made small enough for a plain process to train beside it.
+"""The subject of a verification: the user's model and configuration, small enough for a plain process to train.
 
-Sizes become small and keep what they divide by: tensor ranks, heads, key-value heads, experts, stages. The layout stays as it is.
+Small sizes keep the divisibility by tensor ranks, heads, key-value heads, experts and stages. The layout stays as it is.
 """
 
 import copy
@@ -28,11 +28,11 @@ from zeromesh.weight_init.weight_sources import seeded_cpu
 
 STEPS = 5
 LARGEST = 2_000_000
-"""Parameters of a model that is taken as it is."""
+"""The limit of parameters above which a model is made smaller."""
 _VOCABULARY = 128
 _LENGTH = 16
 _EPSILON = 1e-6
-"""The least epsilon of the exact pass. Some gradients are zero but for rounding, and with less Adam makes whole steps of that."""
+"""The least epsilon of the exact pass. Some gradients are zero except for rounding, which Adam would turn into whole steps."""
 _ROUNDS = 3
 _MICRO = 2
 
@@ -42,23 +42,22 @@ class SmallRun:
     """The small run that is trained twice: its model, configuration and samples."""
 
     model: nn.Module
-    """With its initial values, in float32 or as it was given."""
+    """The model with its initial values, in float32 or in the dtype that it was given in."""
     config: TrainerConfig
-    """That of the small run, in the user's own precision."""
+    """The configuration of the small run, in the user's precision."""
     samples: list[dict[str, Any]]
     collate: Collate | None
     notes: tuple[str, ...]
-    """The changes that were made, described for a person."""
+    """Sentences about the changes to the model."""
 
 
 def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, *, dropout: bool = False) -> SmallRun:
-    """Make the small run of `config`; its files will be in `folder`. All ranks call it, and get the same.
+    """Make the small run of `config`, with its files in `folder`. All ranks call it, and get the same.
 
-    `dropout`: it is left on.
+    `dropout` keeps dropout on.
 
     Raises:
-        ConfigError: for a model that can neither be trained as it is nor be made small, and for one that nothing is known to be fed
-            to.
+        ConfigError: for a model that can neither be trained whole nor be made smaller, and for one with unknown inputs.
     """
     model, notes = _small_model(config, inputs, mesh)
     vary(model)
@@ -80,7 +79,7 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
 
 
 def small_config(config: TrainerConfig, mesh: Mesh, folder: Path, *, dropout: bool = False) -> TrainerConfig:
-    """The configuration of the small run: five steps of two whole rounds of microbatches and one that is not whole."""
+    """Return the configuration of the small run: five steps of two complete rounds of microbatches and an incomplete one."""
     micro = min(config.batch.micro_size, _MICRO)
     round_size = micro * mesh.data.size
     values = config.model_dump(mode="json")
@@ -129,7 +128,7 @@ def small_config(config: TrainerConfig, mesh: Mesh, folder: Path, *, dropout: bo
 
 
 def exact(config: TrainerConfig) -> TrainerConfig:
-    """The same with float64 for everything, so that what differs differs for a reason."""
+    """Return the configuration with float64 everywhere, so that rounding explains no difference."""
     precision = config.precision.model_copy(
         update={"compute": "float64", "master": "float64", "reduce": "float64", "linear": None}
     )
@@ -139,7 +138,7 @@ def exact(config: TrainerConfig) -> TrainerConfig:
 
 
 def without_dropout(model: nn.Module) -> bool:
-    """Turn off whatever draws random numbers in training; returns whether anything did."""
+    """Disable everything random in training; returns True if anything was."""
     found = []
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -161,7 +160,7 @@ def _config_of(module: nn.Module) -> Any:
 
 
 def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple[nn.Module, tuple[str, ...]]:
-    """The model with its initial values, and how it was made small; no notes: it is as it was given."""
+    """Return the model with its initial values, and notes on its reduction; no notes for an unchanged model."""
     section, seed = config.model, config.run.seed
     if inputs.model is None:
         pinned = pin_sources(config, mesh, model_given=False).model
@@ -178,7 +177,7 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
             built: nn.Module = automatic.from_config(small, dtype=torch.float32, trust_remote_code=False, **attention)
             return built
 
-        return _first_that_runs(made, from_config, config, mesh)
+        return _first_working_copy(made, from_config, config, mesh)
     given: Any = inputs.model
     if not isinstance(given, nn.Module):
         with torch.device("meta"):
@@ -197,13 +196,13 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
             f"configuration; give one of at most {LARGEST:,}, such as the same class with fewer and narrower layers",
             where="verify",
         )
-    return _first_that_runs(given.config, type(given), config, mesh)
+    return _first_working_copy(given.config, type(given), config, mesh)
 
 
-def _first_that_runs(
+def _first_working_copy(
     made: Any, build: Callable[[Any], nn.Module], config: TrainerConfig, mesh: Mesh
 ) -> tuple[nn.Module, tuple[str, ...]]:
-    """The first small model that can be built and has a loss, and how it differs from the whole one."""
+    """Return the first small model that can be built and has a loss, and notes on its reduction."""
     layers = max(2, mesh.pipeline.size * config.parallel.chunks)
     sizes = _sizes(made, mesh.tensor.size)
     headless = {name: size for name, size in sizes.items() if name != "head_dim"}
@@ -226,7 +225,6 @@ def _first_that_runs(
 
 
 def _require_loss(model: nn.Module, config: TrainerConfig) -> None:
-    """Raise an error where a small model gives no finite loss for a sample."""
     sample = make_samples(model, config, 2, _LENGTH)[1]
     small = copy.deepcopy(model).double()
     with InFloat64(), torch.no_grad():
@@ -246,11 +244,11 @@ def _described(made: Any, small: Any) -> str:
 
 
 def _sizes(made: Any, ranks: int) -> dict[str, int]:
-    """Small sizes that divide by `ranks` where the whole ones do, and do not where they do not."""
+    """Return small sizes that are divisible by `ranks` exactly where the whole ones are."""
     text = text_part(made)
 
     def small(name: str, size: int) -> int:
-        """`size`, made a multiple of the ranks where the whole size is one, and else with the same rest."""
+        """Return `size` rounded up to the remainder modulo `ranks` of the whole size."""
         whole = integer(text, name) or 0
         return size + -size % ranks + (whole % ranks if ranks > 1 else 0)
 

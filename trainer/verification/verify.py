@@ -1,4 +1,4 @@
-"""`verify`: a few steps of a small run in the user's layout beside one plain process, and a certificate of what came of it."""
+"""`verify`: train a small run for a few steps in the user's layout and in one plain process, and certify the differences."""
 
 import copy
 import io
@@ -40,13 +40,13 @@ from zeromesh.trainer.verification.reference import PlainRun, train_plainly
 from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink
 
 CHECKS = ("determinism", "resume", "dropout")
-"""The names of the checks that can be requested."""
+"""The names of the optional checks."""
 MakeTrainer = Callable[..., Any]
-"""Makes a trainer as `zeromesh.Trainer` does."""
+"""Creates a trainer as `zeromesh.Trainer` does."""
 _ROUNDING = 4.0
-"""How many times as far from the exact result as a plain process in the same precision the user's layout may be."""
+"""The allowed error of the user's layout, as a multiple of the error of a plain process in the same precision."""
 _EPSILONS = 8.0
-"""How many roundings of the compute dtype count as none."""
+"""The tolerance in units of the compute dtype's epsilon."""
 
 
 @dataclass(kw_only=True)
@@ -64,12 +64,12 @@ class Verification:
     plain: PlainRun = field(init=False)
     """The plain process's run in float64."""
     own: Recorder = field(init=False)
-    """The run in the user's own precision."""
+    """The run in the user's precision."""
     failed: Exception | None = None
     """The exception that ended a run in the user's layout."""
 
     def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
-        """Train a copy of the model of a subject, the small run if none is given, by `config`, without a word."""
+        """Train a copy of the subject's model, by default the small run's, by `config`, without output."""
         given, subject = self.inputs, subject or self.subject
         with closing(recorder), redirect_stdout(io.StringIO()):
             trainer = self.make(
@@ -84,7 +84,7 @@ class Verification:
             try:
                 with trainer:
                     trainer.fit()
-            except Exception as error:  # Whatever ends the run is what was to be found out, but for what is refused.
+            except Exception as error:  # Any error that ends the run is a finding, except refusals.
                 if recorder.began or not (isinstance(error, ZeromeshError) and isinstance(error, ValueError)):
                     self.failed = error
                     step = len(recorder.losses) + 1
@@ -94,7 +94,7 @@ class Verification:
                 raise
 
     def check(self, names: Collection[str]) -> None:
-        """Make the checks that were requested; both passes were made before."""
+        """Run the requested checks, after both passes."""
         small, wide = self.subject.config, exact(self.subject.config)
         for name in names:
             if name == "determinism":
@@ -110,7 +110,7 @@ class Verification:
             self.checks[name] = done
 
     def exact_pass(self) -> None:
-        """In float64: once watched, once as the user trains, without anything that looks at gradients or outputs."""
+        """Train in float64, once with every output and gradient recorded, and once as the user trains, without hooks."""
         config = exact(self.subject.config)
         self.plain = plain = train_plainly(self.subject, config, self.inputs, own_microbatches(config, self.mesh))
         observer, recorder = Observer(plain), Recorder()
@@ -130,13 +130,13 @@ class Verification:
         )
 
     def own_pass(self) -> None:
-        """In the user's own precision: not further from the exact result than a few times a plain process in that precision."""
+        """Train in the user's precision; the error may be a few times that of a plain process in that precision."""
         config, rate = self.subject.config, self.subject.config.optimizer.lr
         true, plain = (train_plainly(self.subject, each, self.inputs) for each in (_wide(config), config))
         recorder = self.own = Recorder()
         self.run(config, recorder)
         rows: dict[str, list[tuple[int, str, float, float]]] = {"loss": [], "norm": [], "parameter": []}
-        """Rows of numbers by kind: step, name, and how far the layout and a plain process each are from the exact result."""
+        """The errors by kind: step, name, and the relative errors of the layout and of a plain process against float64."""
         numbers = zip(recorder.losses, recorder.norms, plain.steps, true.steps, strict=True)
         for step, (loss, norm, one, exactly) in enumerate(numbers, start=1):
             rows["loss"].append((step, "", relative(loss, exactly.loss), relative(one.loss, exactly.loss)))
@@ -180,10 +180,10 @@ def verify(
 ) -> Certificate:
     """Train a small run of the user's model in the user's layout beside a plain process; all ranks call it.
 
-    `out` is where rank 0 writes the certificate; None: nowhere.
+    `out` is the path of the certificate, which rank 0 writes; None: no file.
 
     Raises:
-        ConfigError: for a check that there is not, and for a model that cannot be made small.
+        ConfigError: for an unknown check, and for a model that cannot be made small.
         StorageError: where the certificate cannot be written.
     """
     unknown = [name for name in checks if name not in CHECKS]
@@ -202,7 +202,7 @@ def verify(
         except Exception as error:
             if error is not each.failed:
                 raise
-            # Others have left too, or do so when they hear of it: nothing is gathered any more.
+            # Other ranks have left, or will once they hear of it: no gather can follow.
             rows = [[]] * mesh.rank + [[asdict(found) for found in each.differences]]
     differences = merged([[Difference(**{**found, "ranks": ()}) for found in row] for row in rows])
     certificate = Certificate(
@@ -230,7 +230,7 @@ def _wide(config: TrainerConfig) -> TrainerConfig:
 
 @contextmanager
 def scratch(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
-    """A folder for the files of the small runs, the same on all ranks, which is removed at the end."""
+    """Create a temporary directory for the small runs, the same on all ranks, which is removed at the end."""
     parent = Path(config.run.output_dir).expanduser()
     made = ""
     if mesh.rank == 0:

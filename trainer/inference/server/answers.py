@@ -1,8 +1,8 @@
-"""`Answer`: one request of a client, from its submission to the last piece of text.
+"""`Answer`: one client's request, from its submission to the last piece of text.
 
-Tool calls and reasoning are told from plain text by transformers' own serving code (`transformers.cli.serving`), for the models
-whose answers it knows; messages become a prompt by the tokenizer's chat template. Its handlers are not used: they pass over fields
-in silence, answer some bad requests with a traceback, and seed one generator for all requests.
+transformers' serving code (`transformers.cli.serving`) separates tool calls and reasoning from plain text for the models whose
+output format it knows; the tokenizer's chat template turns messages into a prompt. Its request handlers are not used: they ignore
+fields silently, answer some bad requests with a traceback, and seed one generator for all requests.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True, slots=True)
 class Piece:
-    """A part of an answer."""
+    """A part of a streamed answer."""
 
     text: str = ""
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """In the form of parts of a streamed answer."""
+    """Tool calls in the form of OpenAI's streamed deltas."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
-    """`stop`, `length` or `tool_calls`, on the last piece."""
+    """The finish reason on the last piece: `stop`, `length` or `tool_calls`."""
 
     @property
     def shown(self) -> bool:
-        """True if there is anything in it that a client sees."""
+        """True if the piece has anything that a client sees."""
         return bool(self.text or self.reasoning or self.tool_calls or self.finish)
 
     def add(self, other: Piece) -> None:
-        """Go on with a piece that follows this one."""
+        """Append the piece that follows this one."""
         for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.finish = other.finish
 
 
 class Answer:
-    """Submits a request, and gives its text in pieces. Made and used on one event loop.
+    """Submits a request and streams its text in pieces; one event loop creates and uses it.
 
     Args:
         tokens: the prompt.
-        most: the most new tokens, where the client does not say how many.
-        parser: tells tool calls and reasoning from text; None: all is text.
+        most: the default of `max_new_tokens`.
+        parser: separates tool calls and reasoning from text; None: all is text.
 
     Raises:
         ConfigError, DataError: for a request that the model cannot continue.
@@ -83,7 +83,7 @@ class Answer:
         raw = served.tokenizer.decode_all if parser is not None and served.tokenizer is not None else served.decode
         self._stream = TextStream(raw)
         self._held = ""
-        """Text that may be the beginning of one that ends the answer."""
+        """Text held back because it may be the beginning of a stop sequence."""
         self._tool_calls = 0
         self.over = False
         positions, seed = served.positions, asked.seed
@@ -93,21 +93,20 @@ class Answer:
         self.number = inbox.submit(tokens, self._arrived, fields=fields, seed=seed)
 
     def _arrived(self, progress: Progress | BaseException) -> None:
-        """Hand progress over to the event loop, from the generator's thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, progress)
 
     def fail(self, error: BaseException) -> None:
-        """Have the answer end with an error; from any thread."""
+        """End the answer with an error; any thread may call it."""
         self._arrived(error)
 
     def cancel(self) -> None:
-        """Give the request's place in the batch to another one."""
+        """Cancel the request, which frees its row of the batch."""
         if not self.over:
             self._inbox.cancel(self.number)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Give pieces as they come, until the one that has `finish`. Raises `RequestError` when the generator has failed."""
+        """Yield pieces as they are generated, up to the one with `finish`. Raises `RequestError` when the generator has failed."""
         if self._parser is not None:
             yield self._parsed(self._parser.initial_events, Piece())
         while not self.over:
@@ -122,7 +121,7 @@ class Answer:
             piece = Piece(text=text, tokens=progress.tokens, logprobs=progress.logprobs or [])
             if self._parser is not None:
                 events = list(self._parser.feed(text)) if text else []
-                with suppress(ValueError, RuntimeError):  # An answer that ends within a tool call has none.
+                with suppress(ValueError, RuntimeError):  # An answer that ends within a tool call has no whole one.
                     events += self._parser.finalize()[1] if self.over else ()
                 piece = self._parsed(events, piece)
             if stopped:
@@ -137,7 +136,7 @@ class Answer:
             yield piece
 
     def _until_stop(self, text: str, *, last: bool) -> tuple[str, bool]:
-        """The text that can be shown, and whether one of the texts that end the answer came behind it."""
+        """Return the text that can be shown, and True if a stop sequence followed it."""
         held = self._held + text
         places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
         if places:
@@ -147,7 +146,6 @@ class Answer:
         return held[: len(held) - kept], False
 
     def _parsed(self, events: list[Any], piece: Piece) -> Piece:
-        """Sort what a parser says into a piece."""
         from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
         piece.text = ""
@@ -165,7 +163,7 @@ class Answer:
 
 
 def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any:
-    """The parser of the answers of this kind of model, of transformers' serving code; None where it knows none.
+    """Return the response parser of transformers' serving code for this kind of model; None where it knows none.
 
     Raises:
         ConfigError: where that code is not as it is expected to be.
@@ -180,7 +178,7 @@ def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any
 
 
 def chat_tokens(served: Generator, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-    """The prompt of a conversation. Raises `RequestError` for messages that are none of text, or that the template refuses."""
+    """Return the tokens of a conversation. Raises `RequestError` for messages without text, or that the chat template refuses."""
     plain = [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
     tokenizer = served.tokenizer
     if tokenizer is None:
@@ -193,7 +191,7 @@ def chat_tokens(served: Generator, messages: Sequence[Mapping[str, Any]], tools:
 
 
 def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A message with text alone, and arguments of tool calls as mappings, as templates want them."""
+    """Return a message with text alone and tool-call arguments as mappings, as chat templates expect them."""
     found = {name: value for name, value in message.items() if value is not None}
     content = found.get("content", "")
     if not isinstance(content, str):
@@ -216,5 +214,5 @@ def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` are the beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

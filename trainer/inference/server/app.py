@@ -1,4 +1,4 @@
-"""`HttpServer`: OpenAI's completions over HTTP, in a thread beside the generator whose inbox it fills."""
+"""`HttpServer`: OpenAI's completions over HTTP, in a thread beside the generator whose inbox receives the requests."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
 
 NEW_TOKENS = 1024
-"""New tokens where neither a request nor the command says how many."""
+"""The default of `max_new_tokens` where neither the request nor the command gives one."""
 _CONNECTIONS = 1024
-"""Connections at a time; more are answered 503, and those that come while `_REFUSED` wait for that are closed."""
+"""The limit of open connections. Further ones are answered 503; while `_REFUSED` wait for that answer, new ones are closed."""
 _REFUSED = 64
 _BACKLOG = 128
 _DESCRIPTORS = 1 << 16
@@ -53,12 +53,12 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
-    """Clients send it as `Authorization: Bearer TOKEN`. None: no token is needed, which is allowed on loopback alone."""
+    """The bearer token of `Authorization: Bearer TOKEN`. None: no authentication, which is allowed on loopback alone."""
     new_tokens: int = NEW_TOKENS
-    """The most new tokens of a request that does not say how many."""
+    """The default of `max_new_tokens` for a request without one."""
     body_bytes: int = 1 << 20
     receive_seconds: float = 30.0
-    """How long a client may take to send the head of a request, and then its body."""
+    """The seconds that a client may take to send the head of a request, and again for its body."""
     grace_seconds: float = 10.0
 
 
@@ -68,7 +68,7 @@ def _no_address(options: ServerOptions, error: OSError | UnicodeError) -> Config
 
 
 def _room() -> int:
-    """Let this process open as many files as the system allows, and return how many connections it may have of them."""
+    """Raise the limit of open files as far as the system allows, and return the number of connections that it leaves room for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if 0 <= hard < _DESCRIPTORS else _DESCRIPTORS
     if 0 <= soft < most:
@@ -78,13 +78,13 @@ def _room() -> int:
 
 
 class HttpServer:
-    """See the module. It takes its address when it is made: what is wrong with that is known before a model is loaded.
+    """Serves completions over HTTP. The constructor binds the address, so that a bad one is reported before a model is loaded.
 
     Args:
-        name: of the model, as clients give it.
+        name: the model's name in requests.
 
     Raises:
-        ConfigError: for an address that others could reach without a token, or that cannot be had.
+        ConfigError: for a public address without a token, or one that cannot be bound.
     """
 
     _served: Generator
@@ -103,7 +103,7 @@ class HttpServer:
             self._socket.close()
             raise _no_address(options, error) from error
         self.failure: BaseException | None = None
-        """The error that ended the generator, if it has failed."""
+        """The error that ended the generator, if any."""
         self.name = name
         self._inbox, self._options = inbox, options
         self._answers: set[Answer] = set()
@@ -114,7 +114,7 @@ class HttpServer:
         self._thread: threading.Thread | None = None
 
     def start(self, served: Generator) -> str:
-        """Begin to listen; returns the address. Raises `ConfigError` where another process listens there."""
+        """Start to listen, and return the address. Raises `ConfigError` where another process listens there."""
         options, self._served = self._options, served
         try:
             self._socket.listen(_BACKLOG)
@@ -138,7 +138,7 @@ class HttpServer:
         return f"http://{host}:{self._socket.getsockname()[1]}/v1"
 
     def begin_stop(self) -> None:
-        """Refuse what comes from now on; what is open goes on."""
+        """Refuse new requests; open ones continue."""
         self._stopping = True
         self._inbox.stop()
 
@@ -149,7 +149,7 @@ class HttpServer:
             answer.fail(error)
 
     def close(self) -> None:
-        """Let open answers reach their clients, and listen no more."""
+        """Wait until open answers have reached their clients, then stop listening."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
             self._thread.join(self._options.grace_seconds + 2)
@@ -203,7 +203,7 @@ class HttpServer:
         return JSONResponse(model)
 
     async def _completions(self, request: Request) -> Response:
-        asked = await self._asked(request, CompletionRequest)
+        asked = await self._parsed_body(request, CompletionRequest)
         with RequestError.about("prompt"):
             tokens = await asyncio.to_thread(self._served.encode, asked.prompt)
 
@@ -213,7 +213,7 @@ class HttpServer:
         return await self._reply(request, asked, self._answer(asked, tokens, None), "cmpl", choice)
 
     async def _chat(self, request: Request) -> Response:
-        asked = await self._asked(request, ChatRequest)
+        asked = await self._parsed_body(request, ChatRequest)
         messages = [message.model_dump(exclude_none=True) for message in asked.messages]
         tokens = await asyncio.to_thread(chat_tokens, self._served, messages, asked.tools)
         answer = self._answer(asked, tokens, response_parser(self._served, tokens, asked.tools))
@@ -245,10 +245,10 @@ class HttpServer:
 
         return await self._reply(request, asked, answer, "chatcmpl", choice)
 
-    # What routes share
+    # Shared by the routes
 
-    async def _asked(self, request: Request, kind: type[Body]) -> Body:
-        """The body, as long as it is not too large, and for the model that is served."""
+    async def _parsed_body(self, request: Request, kind: type[Body]) -> Body:
+        """Return the validated body, which is within the size limit and names the served model."""
         if self.failure is not None or self._stopping:
             raise RequestError(503, "the server stops and takes no more requests", code="stopping")
         content, seconds = bytearray(), self._options.receive_seconds
@@ -264,7 +264,7 @@ class HttpServer:
             raise RequestError(408, f"the body was not there within {seconds:g} seconds") from error
         except ClientDisconnect as error:
             raise RequestError(499, "the client has left") from error
-        # To encode a long prompt takes a while, which one that cannot be submitted is not worth.
+        # Encoding a long prompt takes a while, so a full queue is refused first.
         self._inbox.require_room()
         asked = parse_body(bytes(content), kind)
         self._require_model(asked.model)
@@ -279,7 +279,7 @@ class HttpServer:
     def _answer(self, asked: CompletionRequest | ChatRequest, tokens: list[int], parser: Any) -> Answer:
         answer = Answer(self._inbox, self._served, asked, tokens, most=self._options.new_tokens, parser=parser)
         self._answers.add(answer)
-        if self.failure is not None:  # It has failed meanwhile.
+        if self.failure is not None:  # The generator has failed meanwhile.
             answer.fail(self.failure)
         return answer
 
@@ -287,8 +287,7 @@ class HttpServer:
         answer.cancel()
         self._answers.discard(answer)
 
-    async def _whole(self, request: Request, answer: Answer) -> Piece:
-        """All of an answer in one piece, unless the client leaves before."""
+    async def _full_answer(self, request: Request, answer: Answer) -> Piece:
         gone, made = asyncio.ensure_future(_until_gone(request)), asyncio.ensure_future(_all_of(answer))
         try:
             await asyncio.wait({gone, made}, return_when=asyncio.FIRST_COMPLETED)
@@ -308,13 +307,13 @@ class HttpServer:
         kind: Literal["cmpl", "chatcmpl"],
         choice: Callable[..., schema.Choice],
     ) -> Response:
-        """All of an answer, or its pieces as they come; `choice` is what clients read of a piece."""
+        """`choice` converts a piece to a choice of the response."""
         names = {"cmpl": "text_completion", "chatcmpl": "chat.completion.chunk" if asked.stream else "chat.completion"}
         head = {
             "id": f"{kind}-{uuid.uuid4().hex}", "object": names[kind], "created": int(time.time()), "model": self.name,
         }  # fmt: skip
         if not asked.stream:
-            whole = await self._whole(request, answer)
+            whole = await self._full_answer(request, answer)
             return JSONResponse({**head, "choices": [choice(whole, first=True)], "usage": _usage(answer)})
 
         async def events() -> AsyncIterator[str]:
@@ -335,7 +334,7 @@ class HttpServer:
 
 
 class _EventStream(StreamingResponse):
-    """Calls `on_end` also where the client has left before the first event was asked for."""
+    """A streaming response that calls `on_end` even if the client disconnects before the first event."""
 
     def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -349,7 +348,7 @@ class _EventStream(StreamingResponse):
 
 
 class _Connection(H11Protocol):
-    """Is closed when the whole head of a request has not come in time: else who sends a byte now and then would stay for ever."""
+    """A connection that closes when the whole head of a request is late; a slow sender would otherwise hold it for ever."""
 
     head_seconds: float
     most: int = _CONNECTIONS
@@ -371,7 +370,7 @@ class _Connection(H11Protocol):
         self._await_head(answered)
 
     def send_400_response(self, msg: str) -> None:
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # The request has its answer already.
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # The request is answered already.
             self.transport.close()
             return
         refused = _refusal(RequestError(400, msg.rstrip(".")))
@@ -389,7 +388,6 @@ class _Connection(H11Protocol):
 
 
 async def _until_gone(request: Request) -> None:
-    """Wait until the client has left; its body was read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -417,8 +415,8 @@ def _refusal(error: RequestError) -> Response:
 
 
 class _Guard:
-    """Lets in who has the token; and without one, who calls this host by a name of its own, and is no web page of another host.
-    Such a page could ask for answers blindly, or read them where its name was made to resolve to this host (DNS rebinding)."""
+    """Middleware that requires the token or, without one, a Host header of this machine and no foreign Origin.
+    A web page of another host could otherwise send requests, or read answers through DNS rebinding."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._options = app, options
@@ -437,10 +435,10 @@ class _Guard:
             if not hmac.compare_digest(given.encode("latin-1"), token.encode(errors="surrogateescape")):
                 return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
             return None
-        if not _is_own(headers.get("host", "")):
+        if not _is_loopback(headers.get("host", "")):
             return RequestError(403, "the Host header names no address of this host", code="wrong_host")
         scheme, _, place = headers.get("origin", "http://localhost").partition("://")
-        if scheme.lower() not in ("http", "https") or not _is_own(place):
+        if scheme.lower() not in ("http", "https") or not _is_loopback(place):
             return RequestError(403, "web pages of other hosts are not answered", code="wrong_origin")
         return None
 
@@ -448,8 +446,8 @@ class _Guard:
 _PLACE = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z.-]+))(?::\d{1,5})?", re.IGNORECASE | re.ASCII)
 
 
-def _is_own(place: str) -> bool:
-    """Return True if only this host can reach `HOST:PORT`; an address of version 6, and no name, stands in brackets."""
+def _is_loopback(place: str) -> bool:
+    """Return True if `HOST:PORT` is loopback; a literal IPv6 address stands in brackets."""
     found = _PLACE.fullmatch(place)
     if found is None or (found[1] is not None) != (":" in (found[1] or found[2])):
         return False

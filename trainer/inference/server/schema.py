@@ -1,4 +1,5 @@
-"""Request bodies of OpenAI's completions and chat completions, checked, and errors in the form that its clients read."""
+"""Validated request bodies of OpenAI's completions and chat completions, and responses and errors in the form that its clients
+read."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class RequestError(ZeromeshError):
-    """A request is refused: an HTTP status, the message, and what of the body it is about."""
+    """A refused request: the HTTP status, the message, and the field of the body that is wrong."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -22,7 +23,7 @@ class RequestError(ZeromeshError):
 
     @classmethod
     def of(cls, error: ZeromeshError, param: str | None = None) -> RequestError:
-        """What a client is told of an error that its request has met."""
+        """Convert an error of the library into the error that the client receives; `param` names the field of the body."""
         if isinstance(error, cls):
             return error
         full, stops = isinstance(error, QueueFullError), isinstance(error, PhaseError)
@@ -32,20 +33,20 @@ class RequestError(ZeromeshError):
     @classmethod
     @contextmanager
     def about(cls, param: str) -> Iterator[None]:
-        """Have errors inside the block name this part of the body."""
+        """Name the field `param` in errors that are raised inside the block."""
         try:
             yield
         except ZeromeshError as error:
             raise cls.of(error, param) from error
 
     def body(self) -> dict[str, Any]:
-        """The JSON that the client gets."""
+        """Return the JSON body of the error response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
 class _Options(BaseModel):
-    """Fields that both endpoints have. What is not known is refused, and so is what would be passed over in silence."""
+    """Fields that both endpoints share. Unknown fields and fields that would be ignored silently are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str | None = None
@@ -60,20 +61,18 @@ class _Options(BaseModel):
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     user: str | None = None
-    """Taken, and of no effect, as in OpenAI's own service."""
+    """Accepted and ignored, as in OpenAI's own service."""
 
     @property
     def stops(self) -> list[str]:
-        """The texts before which an answer ends."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     @property
     def most_tokens(self) -> int | None:
-        """The most new tokens that the client wants."""
         return self.max_tokens
 
     def fields(self, most: int) -> dict[str, Any]:
-        """Make fields of `GenerationConfig`. Without a number of new tokens there are `most`."""
+        """Return fields of `GenerationConfig`; `most` is the default of `max_new_tokens`."""
         found: dict[str, Any] = {"max_new_tokens": self.most_tokens or most}
         if self.temperature is not None and self.temperature < _GREEDY_BELOW:
             return found | {"do_sample": False}
@@ -83,7 +82,7 @@ class _Options(BaseModel):
 
 
 _GREEDY_BELOW = 1e-5
-"""Logits that are divided by a lower temperature may overflow, and the best token is drawn in any case."""
+"""Temperatures below this decode greedily: dividing logits by a lower one may overflow, and the best token is drawn in any case."""
 
 
 class CompletionRequest(_Options):
@@ -120,7 +119,7 @@ class ChatRequest(_Options):
         return self.max_completion_tokens or self.max_tokens
 
 
-# What clients get. A key stands where the service of OpenAI has it.
+# Bodies of responses, with the keys of OpenAI's service.
 
 
 class Usage(TypedDict):
@@ -162,7 +161,7 @@ Body = TypeVar("Body", bound=_Options)
 
 
 def parse_body(content: bytes, kind: type[Body]) -> Body:
-    """Parse a body of JSON. Raises `RequestError` 400 with the field that is wrong."""
+    """Parse and validate a JSON body. Raises `RequestError` 400 that names the wrong field."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:

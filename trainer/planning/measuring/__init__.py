@@ -1,1 +1,1 @@
-"""The figures of the machine that is here, measured."""
+"""Measurements of the present machine."""

@@ -1,4 +1,4 @@
-"""The measurements that one rank makes alone: products, memory, launches, updates, copies, the disk, what libraries take."""
+"""The measurements of a single rank: products, memory, launches, updates, copies, the disk, and bytes of libraries."""
 
 from __future__ import annotations
 
@@ -27,28 +27,29 @@ from zeromesh.trainer.tools.doctor import hardware
 from zeromesh.zero.hooks import hook_before
 
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-_COLD = 96 << 20
-"""Bytes of which a processor's caches keep nothing until it comes round again."""
-_STEPS = 4
-"""Steps after which the heap of a process has found its size."""
+_CACHE_BYTES = 96 << 20
+"""Bytes that are larger than a processor's caches."""
+_WARMUP_STEPS = 4
+"""The number of steps until a process's heap has reached its final size."""
 _WIDTH, _PASSED = 1024, 16
-"""The width of a tensor, and how many such a norm (2), GELU (2) and an addition (3) read and write, and backward (3 each)."""
+"""The width of a tensor, and the tensors that a norm (2), GELU (2) and an addition (3) read and write forward, and 3 each
+backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSizes:
-    """The sizes that are measured."""
+    """The sizes of the measured operations."""
 
     dtypes: tuple[str, ...]
     products: tuple[tuple[int, int, int], ...]
-    """`(rows, inner, columns)`."""
+    """The shapes `(rows, inner, columns)` of matrix products."""
     elements: int
-    """The number of elements of an update, and of a copy between device and host; other operations have a quarter."""
+    """The number of elements of an update, and of a copy between device and host; other operators have a quarter."""
     exchanged: tuple[int, int]
     """Bytes of a small and of a large exchange."""
     disk: bool = True
     model: dict[str, int] = field(default_factory=lambda: {"hidden": 512, "layers": 4, "length": 256})
-    """A Llama that is trained for a moment, to see what libraries take."""
+    """The sizes of a Llama that is trained briefly to measure the memory of libraries."""
 
 
 CPU_SIZES = MeasureSizes(
@@ -71,23 +72,23 @@ TINY_SIZES = MeasureSizes(
     disk=False,
     model={"hidden": 16, "layers": 1, "length": 8},
 )
-"""For tests, and to see that it works at all."""
+"""Sizes for tests, and for a quick check."""
 
 
 def sizes_for(device: torch.device, *, tiny: bool = False) -> MeasureSizes:
-    """Return the sizes that are measured on a device."""
+    """Return the default sizes for a device."""
     return TINY_SIZES if tiny else ACCELERATOR_SIZES if is_accelerator(device) else CPU_SIZES
 
 
 class DeviceMeter:
-    """Measures a device, by one rank alone."""
+    """Measures a device from a single rank."""
 
     def __init__(self, device: torch.device, sizes: MeasureSizes) -> None:
         self.device, self._sizes = device, sizes
         self._on_device = is_accelerator(device)
 
     def rates(self) -> dict[str, Any]:
-        """Rates as in the section `device` of a machine file."""
+        """Return the rates in the section `device` of a machine file."""
         return {
             "memory_bandwidth": self.bandwidth(),
             "launch_seconds": self._launch_seconds(),
@@ -96,7 +97,7 @@ class DeviceMeter:
         }
 
     def bandwidth(self) -> float:
-        """Bytes a second that operations of a transformer read and write which are no products, forward and backward."""
+        """Return the bytes per second that a transformer's operators other than products read and write, forward and backward."""
         tensor = self._random(self._sizes.elements // _WIDTH // 4, _WIDTH).requires_grad_()
         scale = torch.ones(_WIDTH, device=self.device, requires_grad=True)
 
@@ -116,13 +117,12 @@ class DeviceMeter:
         return statistics.median(self._product(*shape, dtype) for shape in self._sizes.products)
 
     def _product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
-        """Operations a second of the products of a linear layer, forward and for both gradients.
+        """Return the operations per second of a linear layer's products, forward and for both gradients.
 
-        On a CPU matrices of weights take turns, so that caches hold none when it comes round again: in training each layer has its
-        own.
+        On a CPU several weight matrices alternate, so that none is cached at its next use, as with the layers of a model.
         """
         given, grad = self._random(rows, inner, dtype=dtype), self._random(rows, columns, dtype=dtype)
-        copies = 1 if self._on_device else max(1, _COLD // (inner * columns * dtype.itemsize))
+        copies = 1 if self._on_device else max(1, _CACHE_BYTES // (inner * columns * dtype.itemsize))
         weights = itertools.cycle(self._random(columns, inner, dtype=dtype).repeat(copies, 1, 1).unbind())
 
         def step() -> None:
@@ -133,12 +133,11 @@ class DeviceMeter:
         return 6.0 * rows * inner * columns / self._seconds(step)
 
     def _launch_seconds(self) -> float:
-        """Seconds of an operation of a transformer so small that they are all that its step takes."""
+        """Return the seconds per operator of a transformer so small that launches take all of its time."""
         step, trace = self._transformer(hidden=16, layers=4, length=4)
         return self._seconds(step) / max(1, trace.work.operations)
 
     def _transformer(self, *, hidden: int, layers: int, length: int) -> tuple[Callable[[], None], Trace]:
-        """Forward and backward of a small Llama, and what they need and do."""
         config = LlamaConfig(
             vocab_size=256,
             hidden_size=hidden,
@@ -174,7 +173,7 @@ class DeviceMeter:
         }
 
     def updates(self) -> dict[str, float]:
-        """Seconds of an element of AdamW."""
+        """Return the seconds per element of AdamW."""
         here = self._update(self.device)
         return {"device": here, "host": self._update(torch.device("cpu")) if self._on_device else here}
 
@@ -185,7 +184,7 @@ class DeviceMeter:
         return step / count
 
     def disk(self, directory: Path) -> dict[str, float] | None:
-        """Bytes a second of the disk below a directory, and seconds until it has kept something; None where none is measured.
+        """Return the disk's bytes per second below a directory, and the seconds of an fsync; None where no disk is measured.
 
         Raises `StorageError` when it cannot be written.
         """
@@ -199,13 +198,13 @@ class DeviceMeter:
         return {"read": times.read, "written": times.written, "latency_seconds": times.sync_seconds}
 
     def library(self) -> dict[str, int]:
-        """Bytes of this process that are no model's, once one was trained for a moment."""
+        """Return the bytes of this process that belong to no model, after one was trained briefly."""
         used = 0
         fresh = resident_bytes() - mapped_file_bytes()
         self._launch_seconds()  # Tracing loads modules that training does not.
         before = resident_bytes() - mapped_file_bytes()
         step, trace = self._transformer(**self._sizes.model)
-        for _ in range(_STEPS):
+        for _ in range(_WARMUP_STEPS):
             step()
         files = mapped_file_bytes()
         grown = resident_bytes() - files - before - trace.peak - _parameter_bytes(**self._sizes.model)
@@ -216,5 +215,5 @@ class DeviceMeter:
 
 
 def _parameter_bytes(*, hidden: int, layers: int, length: int) -> int:
-    """Bytes of the float32 parameters of `DeviceMeter._transformer`, but for its norms."""
+    """Return the bytes of the float32 parameters of `DeviceMeter._transformer`, without its norms."""
     return 4 * (13 * hidden * hidden * layers + 512 * hidden)

@@ -1,7 +1,7 @@
-"""Measures the machine of this launch in about a minute, with what a run itself computes and exchanges with.
+"""Measures the machine of this launch in about a minute, with the kernels and collectives of a training run.
 
-All ranks call `measure_machine` together. What one rank measures, the others wait for without computing; exchanges and the memory
-of a host are measured by as many of its ranks as have a core or a device each.
+All ranks call `measure_machine` together. While one rank measures, the others wait without computing; collectives and host memory
+are measured by as many ranks as have a core or a device each.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.measuring.device_meter import DeviceMeter, MeasureSizes
 
 _ROUNDS, _COUNT = 15, 4
-"""Rounds of an exchange, and exchanges in a row in each. The least counts: others on the machine make some rounds longer."""
+"""The rounds of a collective, and its repetitions in each. The minimum of the rounds counts, as other load slows some down."""
 
 
 def measure_machine(mesh: ProcessMesh, sizes: MeasureSizes, directory: Path, say: Callable[[str], None]) -> Machine:
-    """Measure everything, on all ranks alike; rank 0 gives the machine to all. `say` is told on rank 0 what is measured.
+    """Measure everything; all ranks call it, and rank 0 broadcasts the machine. Rank 0 passes progress to `say`.
 
     Raises:
         StorageError: when the disk cannot be written.
@@ -43,7 +43,7 @@ def measure_machine(mesh: ProcessMesh, sizes: MeasureSizes, directory: Path, say
     hosts, on_device = list(places.values()), is_accelerator(mesh.device)
 
     def measured(what: str, call: Callable[[], Any], ranks: Sequence[int] = (0,)) -> Any:
-        """Return the result of `call` on these ranks, which run it while the others wait; None on them."""
+        """Return the result of `call` on these ranks, which run it while the others wait; None on the others."""
         if mesh.rank == 0:
             say(f"measuring {what}")
         mesh.world.barrier(f"the beginning of {what}")
@@ -56,7 +56,7 @@ def measure_machine(mesh: ProcessMesh, sizes: MeasureSizes, directory: Path, say
     device = measured("products, memory and launches", alone.rates)
     update = measured("updates", alone.updates)
     disk = measured("the disk", partial(alone.disk, directory))
-    # Ranks that share a core would measure each other's turns.
+    # Ranks that share a core would measure scheduling.
     busy = hosts[0] if on_device else hosts[0][: max(2, available_cores())]
     host_memory = DeviceMeter(torch.device("cpu"), sizes).bandwidth
     part = measured("the host's memory", host_memory, (0,) if on_device else busy)
@@ -105,7 +105,7 @@ def _source(mesh: ProcessMesh, hosts: int) -> str:
 def _links(
     mesh: ProcessMesh, where: str, ranks: Sequence[int], sizes: MeasureSizes, measured: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Figures of the links between these ranks by transport, as in a machine file. All ranks of the world call this."""
+    """Return the figures of the links between these ranks by transport, as in a machine file. All ranks of the world call it."""
     names: tuple[TransportName, ...] = ("nccl",) if is_accelerator(mesh.device) else ("shared", "gloo")
     found: dict[str, Any] = {}
     for name in names if where == "inside" and mesh.one_host else names[-1:]:
@@ -130,6 +130,6 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
             rounds.append((time.perf_counter() - began) / _COUNT)
         times.append(max(group.gather_json(min(rounds), "seconds of an exchange")))
     (latency, seconds), messages = times, 2 * (group.size - 1)
-    # A rank sends one of as many parts as there are ranks with each message.
+    # Each message of a ring carries 1/ranks of the tensor.
     moved = messages / group.size * sizes[-1]
     return {"latency_seconds": latency / messages, "bandwidth": moved / max(seconds - latency, seconds / 2)}

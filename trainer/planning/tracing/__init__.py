@@ -1,1 +1,1 @@
-"""A microbatch of the user's own model, run without values to see what it needs and does."""
+"""Traces of a microbatch of the user's model, run without values to measure memory and work."""

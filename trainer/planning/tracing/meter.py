@@ -1,4 +1,4 @@
-"""The live memory and the work of a run without values, by segment: the blocks, and what is before and after them."""
+"""Measures live memory and work of a run without values, by segment: the blocks, and the parts before and after them."""
 
 from __future__ import annotations
 
@@ -18,33 +18,31 @@ from zeromesh.trainer.planning.tracing.work import Product, TensorExchange, Work
 from zeromesh.zero.hooks import on_gradient_of
 
 _ALIGNMENT = 64
-"""Bytes to which PyTorch's allocator on CPUs rounds up."""
+"""The alignment of PyTorch's CPU allocator, in bytes."""
 BEFORE, AFTER = "before", "after"
-"""The segments before the first block and after the last one, with the loss."""
+"""The names of the segments before the first block and after the last one, which includes the loss."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A block, or what comes before or after all of them. Bytes are above those that earlier segments keep."""
+    """A block, or the part before or after all blocks. Bytes are counted above those that earlier segments keep."""
 
     name: str
     kept: int
-    """Bytes that stay from forward to backward, its output among them."""
+    """Bytes that are kept from forward to backward, output included."""
     forward_peak: int
-    """The most bytes in forward."""
+    """The peak bytes in forward."""
     backward_peak: int
-    """The most bytes in backward, gradients among them."""
+    """The peak bytes in backward, gradients included."""
     output: int
-    """Bytes of the hidden state that it passes on; its gradient has as many."""
+    """Bytes of the output hidden state; its gradient has as many."""
     forward: Work
     backward: Work
-    """With what is computed again."""
+    """The work of backward, recomputation included."""
 
 
 @dataclass(kw_only=True, slots=True)
-class _Stretch:
-    """A stretch of the run that belongs to one segment."""
-
+class _SegmentSpan:
     name: str
     backward: bool
     begin: int
@@ -71,20 +69,18 @@ def _counted(run: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs operators without values, and counts."""
+    """Executes operators without values, and counts bytes and work."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._live = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
-        self._spans: list[_Stretch] = []
+        self._spans: list[_SegmentSpan] = []
         self._order: list[str] = []
         self._begin(BEFORE, backward=False)
 
-    # Segments
-
     def run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of a block. In backward, where it is recomputed, the segment is that of backward."""
+        """Run the forward of a block. Recomputation in backward counts towards the block's backward segment."""
         if self._spans[-1].backward or name in self._order:
             return forward(*args, **kwargs)
         if not self._order:
@@ -97,15 +93,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def turn(self) -> None:
-        """Backward begins."""
+        """Begin backward."""
         self._begin(AFTER, backward=True)
 
     def close(self) -> None:
-        """The microbatch is done."""
+        """End the microbatch."""
         self._spans[-1].end = self._live
 
     def _listen(self, name: str, structure: Any) -> None:
-        """Once the gradient of a segment's output is there, backward is in that segment."""
+        """Begin a segment's backward once the gradient of its output is computed."""
         floats = (each for each in pytree.tree_leaves(structure) if isinstance(each, Tensor) and each.requires_grad)
         hidden = next(floats, None)
         if hidden is None:
@@ -121,10 +117,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _begin(self, name: str, *, backward: bool) -> None:
         if self._spans:
             self._spans[-1].end = self._live
-        self._spans.append(_Stretch(name=name, backward=backward, begin=self._live, peak=self._live))
+        self._spans.append(_SegmentSpan(name=name, backward=backward, begin=self._live, peak=self._live))
 
     def segments(self) -> list[Segment]:
-        """Return the segments in the order of forward. Operations between two blocks belong to the later one."""
+        """Return the segments in the order of forward. Operators between two blocks count towards the later one."""
         names = [BEFORE, *self._order, AFTER]
         forward = [each for each in self._spans if not each.backward]
         last = max(index for index, each in enumerate(forward) if each.name == AFTER)
@@ -150,10 +146,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         return found
 
-    # Bytes
-
     def know(self, tensor: Tensor) -> None:
-        """A tensor that was there before: it is a state, and no activation."""
+        """Register an existing tensor as state, not as activation."""
         self._storages[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage())
 
     def _hold(self, tensor: Tensor) -> None:
@@ -171,8 +165,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._storages[key] = weakref.ref(storage, gone)
 
-    # Operators
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -188,12 +180,12 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return call.out
 
     def exchanged(self, kind: ExchangeKind, nbytes: int) -> None:
-        """Tensor ranks exchange a tensor of so many bytes."""
+        """Record an exchange of `nbytes` between tensor ranks."""
         self._spans[-1].exchanges.append(TensorExchange(kind.collective.value, nbytes))
 
 
 class TracedExchange(Exchange):
-    """Exchanges of tensor rank 0 with ranks that are not there."""
+    """The collectives of tensor rank 0, recorded without peers."""
 
     def __init__(self, size: int) -> None:
         self.size = size

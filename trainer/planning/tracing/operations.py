@@ -1,5 +1,4 @@
-"""The costs of operators, by PyTorch's own formulas of operations and by the bytes that they move; and fused attention without
-values."""
+"""The costs of operators, by PyTorch's FLOP formulas and by the bytes that they move; and fused attention without values."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from zeromesh.trainer.planning.tracing.work import Product
 
 
 class Cost(NamedTuple):
-    """The cost of one call of an operator: products of matrices, or else the bytes that it moves."""
+    """The cost of one operator call: matrix products, or else the bytes that it moves."""
 
     product: Product | None = None
     moved: int = 0
@@ -29,7 +28,8 @@ class Cost(NamedTuple):
 def cost_of(
     func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], out: Any, made: Sequence[Tensor]
 ) -> Cost | None:
-    """The cost of a call with these arguments, among them `tensors`, whose result `out` has the tensors `made`; None for a view."""
+    """Return the cost of a call, whose arguments include `tensors` and whose result `out` includes the tensors `made`; None for a
+    view."""
     if _is_view(func):
         return None
     moved = sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values()))
@@ -44,7 +44,7 @@ def cost_of(
 
 
 def _bytes_moved(tensor: Tensor) -> int:
-    """Bytes of memory that are read or written for a tensor, of which an expanded one has fewer than elements."""
+    """Return the bytes read or written for a tensor; expanded dims are counted once."""
     shape = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return math.prod(shape) * tensor.itemsize
 
@@ -68,7 +68,7 @@ def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
 
 
 def _grouped(one: Tensor, other: Tensor, *_: Any, out_val: Any) -> int:
-    """Operations of rows that each meet one of several matrices (experts), or, for their gradients, of two groups of rows."""
+    """Return the FLOPs of a grouped matrix product (experts), or of its gradients."""
     return 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
 
 
@@ -81,16 +81,16 @@ _FLOPS: Mapping[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
 _WEIGHTS = {_aten.mm: 1, _aten.addmm: 2, _aten.addmm_: 2, _aten._grouped_mm: 1, _aten.convolution: 1}
-"""Which argument is the weight, where an operator multiplies activations by one."""
+"""The index of the weight argument of operators that multiply activations by a weight."""
 
 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
-    """Inside the block take fused attention wherever a device would, which PyTorch does not know without values, and as many rows
-    of the loss at once.
+    """Inside the block, force fused attention wherever the device would choose it, which PyTorch cannot tell without values, and
+    the device's chunk size of the loss.
 
-    The CPU's stands for those of accelerators too: it keeps as much, and works as much. What recomputes in backward may run in
-    autograd's own thread, where a mode of this one is not in force.
+    The CPU's kernel represents those of accelerators, with equal memory and work. A patch is used because recomputation may run
+    in autograd's thread, where a dispatch mode of this thread is not active.
     """
     rows = chunked_cross_entropy._ROW_ELEMENTS
     if device != "cpu":
@@ -116,7 +116,7 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Fused attention; on a device that `drops`, with dropout too, whose random numbers are not kept."""
+    """Return the result of fused attention; a device that `drops` also fuses attention with dropout, without keeping a mask."""
     fits = query.dim() == 4 and query.shape[-1] == value.shape[-1] and (drops or not dropout_p)
     if not fits or (attn_mask is not None and attn_mask.requires_grad):
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)

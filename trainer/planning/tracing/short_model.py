@@ -1,4 +1,4 @@
-"""A model without values, and as few of its blocks as tell about all."""
+"""Models without values, shortened to the blocks that represent all others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zeromesh.units.plan import block_modules
 
 @contextmanager
 def without_values(model: nn.Module, compute: torch.dtype) -> Iterator[None]:
-    """Let the model's floating-point tensors stand on the meta device, parameters in the dtype `compute`, inside the block."""
+    """Inside the block the model's floating-point tensors are on the meta device, with parameters in the dtype `compute`."""
     undo: list[Callable[[], None]] = []
     made: dict[int, nn.Parameter] = {}
     main = _main_dtype(model)
@@ -50,9 +50,9 @@ def _main_dtype(model: nn.Module) -> torch.dtype:
 
 
 def shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
-    """Take blocks out of lists that have more than two of a kind; returns every block in order, with the one that stands for it.
+    """Remove all but two of equal blocks from module lists; returns every block in order, with its representative.
 
-    The names of blocks are those that they have until then, and those of their stands are what they have afterwards.
+    Blocks have the names of the whole model, representatives those of the shortened one.
     """
     blocks = set(block_modules(model))
     found: list[tuple[str, str]] = []
@@ -78,7 +78,7 @@ def shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
 
 
 def _replace_list(model: nn.Module, path: str, made: nn.ModuleList, undo: ExitStack) -> None:
-    """Put a shorter list where one was, and say so in configurations that say how long it is."""
+    """Replace a list by a shorter one, and its length in configurations."""
     parent_path, _, leaf = path.rpartition(".")
     parent = model.get_submodule(parent_path)
     old: Any = model.get_submodule(path)
@@ -87,7 +87,7 @@ def _replace_list(model: nn.Module, path: str, made: nn.ModuleList, undo: ExitSt
     configs = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
     for config in configs.values():
         if getattr(config, "num_hidden_layers", None) == len(old):
-            # By the name that the class may map to another one.
+            # `attribute_map` may give the field another name.
             config.num_hidden_layers = len(made)
             undo.callback(setattr, config, "num_hidden_layers", len(old))
 
@@ -96,7 +96,7 @@ _NUMBERS = re.compile(r"idx|index|number|layer_id")
 
 
 def _kind(block: nn.Module) -> object:
-    """Return a key that is equal for alike blocks: their modules, sizes and settings."""
+    """Return a key that is equal for equal blocks: their modules, sizes and settings."""
     found = []
     for name, module in block.named_modules():
         sizes = [
@@ -113,7 +113,7 @@ def _kind(block: nn.Module) -> object:
 
 
 def expand(segments: Sequence[Segment], blocks: Sequence[tuple[str, str]]) -> Iterator[Segment]:
-    """The segments of the whole model, of those of its short form."""
+    """Yield the segments of the whole model from those of the shortened one."""
     found = {each.name: each for each in segments}
     order = {name: number for number, name in enumerate(found)}
     ran = [(name, stand) for name, stand in blocks if stand in found]

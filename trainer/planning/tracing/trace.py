@@ -1,15 +1,14 @@
-"""The trace of one microbatch: what each block needs and does, found by running the user's own model without values.
+"""The trace of one microbatch: memory and work of each block, from a run of the user's model without values.
 
-Floating-point tensors are on the meta device and have a shape alone; whole numbers are real, so that masks, positions and the
-choice of experts (which is even here) are what they are. Every operator passes by a mode that counts bytes that are alive, as
-PyTorch's allocator would, and the work that it stands for:
+Floating-point tensors are on the meta device and have a shape alone; integers are real, so that masks and positions are correct,
+and experts are chosen evenly. A dispatch mode sees every operator, and counts live bytes, as PyTorch's allocator would, and work:
 
     live ^        ____/\\__/\\__                      before | block 0 | block 1 | after      forward
          |    ___/            \\____               after | block 1 | block 0 | before      backward
          |___/                     \\____
 
-Blocks that are alike are run twice at most, however many there are, and so a model of any depth takes a second. Gradients of
-parameters are freed as soon as they are there: what becomes of them belongs to the states (`zero/memory_model.py`).
+Of equal blocks at most two run, so that tracing takes about a second at any depth. Gradients of parameters are freed at once, since
+the memory model of states counts them (`zero/memory_model.py`).
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from zeromesh.zero.hooks import hook_before
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """The segments of a microbatch, in the order in which they run forward: before, every block, after."""
+    """The segments of a microbatch, in the order of forward: before, every block, after."""
 
     segments: tuple[Segment, ...]
 
     @property
     def peak(self) -> int:
-        """The most bytes of activations and gradients at any moment, where one rank runs all segments."""
+        """The peak bytes of activations and gradients, where one rank runs all segments."""
         found = base = 0
         for segment in self.segments:
             found = max(found, base + segment.forward_peak, base + segment.backward_peak)
@@ -57,29 +56,28 @@ class Trace:
 
     @property
     def work(self) -> Work:
-        """All of it, forward and backward."""
+        """The total work, forward and backward."""
         return sum((each.forward + each.backward for each in self.segments), Work())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceOptions:
-    """How the model is run: in which dtype, on which kind of device, divided among how many tensor ranks, with which activations
-    recomputed."""
+    """Options of a traced run: the compute dtype, the kind of device, the number of tensor ranks, and the mode of recomputation."""
 
     compute: torch.dtype = torch.bfloat16
     device: str = "cpu"
     tensor: int = 1
     rules: tuple[tuple[str, str], ...] = ()
-    """The user's own styles of layers, by pattern of their names."""
+    """The user's tensor-parallel styles of layers, by name pattern."""
     sequence: bool = False
     recompute: Mode = "none"
 
 
 class Tracer:
-    """Traces microbatches of one whole model, which may have values or not and is without them until `close`."""
+    """Traces microbatches of one whole model, whose values, if any, are removed until `close`."""
 
     def __init__(self, model: nn.Module, loss: Loss, compute: torch.dtype) -> None:
-        """`loss` is that of the whole model; parameters stand in the dtype `compute`."""
+        """`loss` is that of the whole model; parameters get the dtype `compute`."""
         self.model, self.loss = model, loss
         self._undo = ExitStack()
         self._undo.callback(keep_attributes(model))
@@ -87,11 +85,11 @@ class Tracer:
         self._blocks = shorten(model, self._undo)
 
     def close(self) -> None:
-        """Give the model back what it had."""
+        """Restore the values of the model."""
         self._undo.close()
 
     def trace(self, batch: Mapping[str, Any], options: TraceOptions) -> Trace:
-        """Run a microbatch. `batch` holds real whole numbers; of its other tensors only shapes matter.
+        """Trace a microbatch. `batch` holds real integers; of other tensors only shapes matter.
 
         Raises:
             ConfigError: for a model that cannot be run without values, with the operator or the reason.
@@ -112,14 +110,14 @@ class Tracer:
         return Trace(segments=tuple(expand(meter.segments(), self._blocks)))
 
     def plan(self, zero: ZeroOptions, options: TraceOptions) -> ModelPlan:
-        """Cut the model of one tensor rank into units. Blocks that are alike have the same specs.
+        """Divide the model of one tensor rank into units. Equal blocks have the same specs.
 
         Raises:
             LayoutError: for a model that cannot be divided so.
         """
         divided = _divide(self.model, TracedExchange(options.tensor), options)
         try:
-            # Chunks of a pipeline keep small blocks as units of their own, as it is wanted here.
+            # Pipeline chunks keep small blocks as separate units, which is needed here.
             cuts = ModelCuts(parts={} if divided is None else divided.parts, chunks=2)
             found = plan_model(self.model, options.compute, GroupRules(zero.optimizer).group_of, cuts)
         finally:
@@ -131,13 +129,13 @@ class Tracer:
         for name, stand in self._blocks:
             if stand in units:
                 lists.setdefault(stand.rpartition(".")[0], []).append(replace(units[stand], module=name))
-        # The blocks of a list stand together, where the first of them stood: units that follow each other are gathered ahead.
+        # The blocks of a list follow each other at the place of the first: prefetching follows the order of units.
         order = [lists.pop(name.rpartition(".")[0], []) if name in stands else [unit] for name, unit in units.items()]
         return ModelPlan(units=tuple(chain(*order)))
 
 
 def trace_microbatch(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> Trace:
-    """Trace one microbatch of a model, which is afterwards as it was. Raises as `Tracer.trace` does."""
+    """Trace one microbatch of a model, and restore the model. Raises as `Tracer.trace` does."""
     tracer = Tracer(model, loss, options.compute)
     try:
         return tracer.trace(batch, options)
@@ -179,7 +177,6 @@ def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceO
 
 
 def _divide(model: nn.Module, exchange: TracedExchange, options: TraceOptions) -> Parallelized | None:
-    """Leave tensor rank 0's part of each layer."""
     if options.tensor == 1:
         return None
     plan = plan_tensor(model, options.tensor, dict(options.rules) or None)
@@ -187,5 +184,5 @@ def _divide(model: nn.Module, exchange: TracedExchange, options: TraceOptions) -
 
 
 def forget_gradient(parameter: Tensor) -> None:
-    """Free a gradient as soon as it is there, as the engine does."""
+    """Free a gradient as soon as it is computed, as the engine does."""
     parameter.grad = None

@@ -1,4 +1,4 @@
-"""Operators without values: floating-point results are on the meta device, whole numbers are real."""
+"""Operators without values: floating-point results are on the meta device, integers are real."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeromesh.trainer.planning.tracing.operations import Cost, cost_of
 
 
 class Call(NamedTuple):
-    """A call of an operator: what it returned, the tensors among that, and what it did; None: nothing, as views do."""
+    """A call of an operator: its result, the tensors of the result, and its cost; None for a view."""
 
     out: Any
     made: Sequence[Tensor]
@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
 
 def call_without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Call an operator so that its floating-point results have no values, and its whole numbers do."""
+    """Call an operator so that floating-point results have no values, and integer results do."""
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
         return Call(tensors[0].dtype == torch.bool or 1, (), None)
@@ -69,7 +69,7 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
 
 
 def _found(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
-    """A result as it is, or with values where it holds whole numbers that are new."""
+    """Return a result as it is, or with values if it is a new integer tensor."""
     if made.is_floating_point() or made.is_complex() or not made.is_meta or any(made is each for each in given):
         return made
     return _chosen(func, args, made)
@@ -82,8 +82,8 @@ def _as_meta_float(tensor: Tensor) -> Tensor:
 
 
 def _chosen(func: Any, args: Any, like: Tensor) -> Tensor:
-    """Whole numbers that an operator finds among floating-point ones: places are taken in turn, so that experts get as many tokens
-    each; what is compared is unequal."""
+    """Return values for integers that depend on floating-point inputs: indices are round-robin, so that experts get equally many
+    tokens, and comparisons are unequal."""
     if like.dtype == torch.bool or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
     places = args[0].shape[-1] if args[0].dim() else 1

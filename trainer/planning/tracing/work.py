@@ -1,4 +1,4 @@
-"""The work of a part of a step: products of matrices, bytes moved by all else, and exchanges between tensor ranks."""
+"""The work of a part of a step: matrix products, bytes moved by all other operators, and exchanges between tensor ranks."""
 
 from __future__ import annotations
 
@@ -7,43 +7,43 @@ from typing import NamedTuple
 
 
 class Product(NamedTuple):
-    """One product of matrices, or a kernel of several, such as attention."""
+    """One matrix product, or a kernel of several products, such as attention."""
 
     dtype: str
-    """As in a configuration: `bfloat16`."""
+    """The name of the dtype as in a configuration, such as `bfloat16`."""
     flops: float
-    """Floating-point operations: a multiplication and an addition for each."""
+    """The number of floating-point operations, two per multiply-add."""
     nbytes: int
-    """Bytes that are read and written."""
+    """Bytes read and written."""
     around: int = 0
-    """Of a product of activations by a weight, the bytes of all but the weight: where the weight's gradient comes later, so many
-    are kept for it. 0 for others."""
+    """The bytes of a product of activations and a weight, without the weight: kept until a deferred computation of the weight's
+        gradient. 0 for other products."""
 
 
 class TensorExchange(NamedTuple):
     """An exchange of one tensor between tensor ranks."""
 
     kind: str
-    """As in `Collective`: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`."""
+    """The kind of collective, as in `Collective`: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`."""
     nbytes: int
-    """Bytes of the whole tensor: of what is summed, of what was gathered, of what is summed and then divided."""
+    """Bytes of the whole tensor: the reduced one, the gathered one, or the one that is reduced before it is scattered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """Counts of one pass through a part of a model."""
+    """The work of one pass through a part of a model."""
 
     products: tuple[tuple[Product, int], ...] = ()
-    """Each with how often it follows, in the order in which they run."""
+    """The products in the order of execution, each with its number of repetitions."""
     moved: int = 0
-    """Bytes that all other operations read and write."""
+    """Bytes that all other operators read and write."""
     operations: int = 0
-    """Operations that are launched, products among them."""
+    """The number of launched operators, products included."""
     exchanges: tuple[tuple[TensorExchange, int], ...] = ()
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of products."""
+        """Floating-point operations of the products."""
         return sum(count * product.flops for product, count in self.products)
 
     def __add__(self, other: Work) -> Work:

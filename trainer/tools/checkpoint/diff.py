@@ -21,11 +21,10 @@ _SHOWN = 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = "(absent)"
 _Tensors = dict[tuple[str, str], StoredTensor]
-"""Stored tensors by kind and name."""
 
 
 def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
-    """Show what differs; returns whether nothing does, bit by bit, or beyond the tolerance.
+    """Show the differences; returns True for bitwise equality, or equality within the tolerance.
 
     Raises:
         CheckpointError: when one of them is damaged.
@@ -42,7 +41,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     )
     rows = (_compared(*here, *there) for here, there in zip(*values, strict=True))
     apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
-    tensors = [*_only(a, b, "A"), *_only(b, a, "B"), *_other_shapes(a, b)]
+    tensors = [*_one_sided(a, b, "A"), *_one_sided(b, a, "B"), *_other_shapes(a, b)]
     differences = [
         [*_differences(_facts(readers[0]), _facts(readers[1]), tolerance)],
         tensors,
@@ -64,7 +63,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
 
 
 def _compared(one: StoredTensor, here: torch.Tensor, two: StoredTensor, there: torch.Tensor) -> tuple[float, str]:
-    """Return minus the largest distance of two elements, and a line that says where and what; empty for the same bits."""
+    """Return minus the largest absolute difference of two elements, and a line with its place; an empty line for equal bits."""
     text, same_dtype = f"{one.spec.kind} {one.spec.name}:", here.dtype == there.dtype
     if same_dtype:
         bits = _BITS[here.dtype.itemsize]
@@ -88,7 +87,7 @@ def _compared(one: StoredTensor, here: torch.Tensor, two: StoredTensor, there: t
 
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
-    """Return aliases, counters and settings by name; the last two only of a trainer's checkpoint."""
+    """Return aliases, counters and settings by name; the last two only for a trainer's checkpoint."""
     state = state_of(reader)
     facts = {} if state is None else asdict(state)
     settings: dict[str, Any] = facts.pop("settings", {})
@@ -104,8 +103,8 @@ def _differences(one: Mapping[str, Any], two: Mapping[str, Any], tolerance: floa
             yield f"{name}: {here!r} in A, {there!r} in B"
 
 
-def _only(here: _Tensors, there: _Tensors, which: str) -> Iterator[str]:
-    """Yield lines for what only one has: a kind that the other has nothing of is one line."""
+def _one_sided(here: _Tensors, there: _Tensors, which: str) -> Iterator[str]:
+    """Yield lines about tensors that only one checkpoint has; a kind that the other one lacks is one line."""
     kinds = {kind for kind, _ in there}
     absent = Counter(f"{kind} {name}" if kind in kinds else kind for kind, name in here if (kind, name) not in there)
     for what, count in absent.items():

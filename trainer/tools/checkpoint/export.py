@@ -1,6 +1,7 @@
-"""A checkpoint's model as a plain Hugging Face model directory; of a run with adapters as an adapter that PEFT loads, or merged.
+"""A checkpoint's model as a plain Hugging Face model directory; for a run with adapters, an adapter that PEFT loads, or merged
+weights.
 
-Weights are read, verified and converted a few at a time: a window of them, or those that one conversion to the hub's form takes.
+Weights are read, verified and converted a few at a time: a window of them, or those of one conversion to the Hub's format.
 """
 
 import json
@@ -28,19 +29,19 @@ from zeromesh.weight_init.weight_sources import canonical_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PREFIX = "base_model.model."
-"""The prefix that PEFT puts before the names of the model inside. Names of adapters that were added to the model itself lack it."""
+"""The prefix of module names in PEFT's files, which adapters that are inserted in place lack."""
 
 _Chosen = dict[str, tuple[StoredTensor, torch.dtype]]
-"""For every tensor of the model, from what it is made and the dtype that it gets, in the order of what is read."""
+"""The stored tensor and the target dtype of every tensor of the model, in the order of reading."""
 
 
 def export_checkpoint(
     directory: Path, out: Path, dtype: str, console: Console, *, merge: bool = False, ema: bool = False
 ) -> None:
-    """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights that the model computes with.
+    """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype.
 
-    Otherwise weights are converted from the master weights, where there are any. Of a model with adapters the adapters alone are
-    written; with `merge`, the model with them merged into its weights. `ema`: averaged weights.
+    Other dtypes are converted from the master weights, where there are any. For a model with adapters only these are written, or
+    with `merge` the model with merged weights. `ema` exports averaged weights.
 
     Raises:
         ConfigError: where `out` exists, or the dtype cannot hold a weight.
@@ -82,7 +83,7 @@ def export_checkpoint(
 def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chosen:
     kinds: tuple[str, ...] = ("model",) if dtype == "keep" else ("model", "master")
     kept = {t.spec.name: t.spec.dtype for t in reader.manifest.tensors if t.spec.kind == "model"}
-    # What lies in the source of frozen weights may be of another dtype than the model computes with.
+    # Frozen weights in their source directory may have another dtype than the compute dtype.
     away = [t.spec for t in reader.manifest.tensors if reader.manifest.is_elsewhere(t.path)]
     compute = getattr(torch, str(reader.manifest.layout.get("compute")), torch.float32)
     kept |= {spec.name: compute for spec in away if spec.dtype.is_floating_point}
@@ -108,7 +109,7 @@ def _copy_documents(reader: CheckpointReader, folder: Path) -> None:
 
 
 def _put_dtype(path: Path, dtype: str) -> None:
-    """Put into `config.json` what the weights are: `from_pretrained` loads them as what it says there."""
+    """Set the dtype in `config.json`, by which `from_pretrained` loads the weights."""
     if path.is_file():
         content = parse_json(path, read_whole(path))
         _replace_dtype(content, dtype)
@@ -125,7 +126,7 @@ def _replace_dtype(content: dict[str, Any], dtype: str) -> None:
 
 
 def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor in another dtype. Raises `ConfigError` where a number would become infinite."""
+    """Raises `ConfigError` where a number would become infinite."""
     found = tensor.to(dtype)
     if tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
         lost = tensor[found.isinf() & tensor.isfinite()].abs()
@@ -140,7 +141,7 @@ def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 def _plain(
     reader: CheckpointReader, chosen: _Chosen, names: HubNames, moved: Callable[[int], object]
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Return the tensors of the model on the hub, on the meta device by name, and what yields their values."""
+    """Return the tensors of the model on the Hub, on the meta device by name, and an iterator of their values."""
     order = {name: place for place, name in enumerate(chosen)}
     groups = names.groups(
         {name: torch.empty(s.spec.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
@@ -156,7 +157,7 @@ def _plain(
 
 
 def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
-    """Give the adapter in `folder`, where all small files of a checkpoint are, another floating dtype; None: leave it as it is."""
+    """Convert the adapter in `folder`, which has all small files of a checkpoint, to another dtype, unless that is None."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise CheckpointError(
@@ -174,7 +175,7 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
 def _merged(
     reader: CheckpointReader, chosen: _Chosen, folder: Path, dtype: torch.dtype | None, moved: Callable[[int], object]
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Do the same for a model with its adapters merged, whose configuration takes the place of the adapter in `folder`."""
+    """Do the same with adapters merged into the weights; the model's configuration replaces that of the adapter in `folder`."""
     peft = import_peft()
     cls, config, reason = read_class(folder / BASE_MODEL)
     if cls is None:
@@ -218,7 +219,7 @@ def _merged(
 
 
 def _of_checkpoint(weights: Named) -> Named:
-    """The same weights; what is wrong with them is said of a checkpoint, and not of the configuration of a run."""
+    """Yield the same weights, with errors about a checkpoint instead of a run's configuration."""
     try:
         yield from weights
     except ConfigError as error:

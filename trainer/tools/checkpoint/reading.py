@@ -1,6 +1,5 @@
-"""The contents of checkpoints, as text for a person or as JSON (`zeromesh checkpoint list` and `inspect`), and what the tools for
-checkpoints share: what a path on the command line means, counters, and reading tensors.
-"""
+"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list` and `inspect`), and common functions of the checkpoint
+tools: paths of the command line, counters, and reading tensors."""
 
 import json
 import os
@@ -26,11 +25,11 @@ from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds,
 from zeromesh.trainer.monitoring.console import Console
 
 WINDOW_BYTES = 32 << 20
-"""Bytes of tensors that are read at once."""
+"""The most bytes of tensors that are read at once."""
 
 
 def store_at(path: Path) -> CheckpointStore:
-    """Return the checkpoints of a run's directory, or in a directory of checkpoints. Raises `ConfigError` where there is none."""
+    """Return the store of a run's directory, or of a directory of checkpoints. Raises `ConfigError` where there is none."""
     path = path.expanduser()
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory")
@@ -42,7 +41,7 @@ def store_at(path: Path) -> CheckpointStore:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoint that a path is, or all of a run, newest first. Raises `ConfigError` where there is none."""
+    """Return the checkpoint at a path, or all of a run, newest first. Raises `ConfigError` where there is none."""
     path = path.expanduser()
     if (path / NAME).exists() or (CheckpointStore.step_of(path) is not None and path.is_dir()):
         return [path]
@@ -57,12 +56,12 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def checkpoint_at(path: Path) -> Path:
-    """Return the checkpoint that a path is, or the newest of a run. Raises `ConfigError` where there is none."""
+    """Return the checkpoint at a path, or the newest of a run. Raises `ConfigError` where there is none."""
     return checkpoints_at(path)[0]
 
 
 def part_text(reader: CheckpointReader) -> str:
-    """Return which part of a checkpoint this is, such as ` (part 1 of 2)`; empty for a whole one."""
+    """Return the part number of a partial checkpoint, such as ` (part 1 of 2)`; empty for a whole one."""
     index, count = reader.manifest.part
     return f" (part {index + 1} of {count})" if count > 1 else ""
 
@@ -70,7 +69,7 @@ def part_text(reader: CheckpointReader) -> str:
 def read_tensors(
     reader: CheckpointReader, tensors: Iterable[StoredTensor], moved: Callable[[int], object]
 ) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
-    """Yield tensors of a checkpoint with their values, verified: as many are read at once as fit into a window, or one.
+    """Yield verified tensors of a checkpoint with their values, and read as many at once as fit into a window, or one.
 
     `moved` gets the bytes of each window. Raises `CheckpointError` where the checkpoint is damaged.
     """
@@ -91,7 +90,7 @@ def read_tensors(
 
 
 class Throughput:
-    """Called with the bytes of each transfer that is done, shows how far all are; as text, what they took."""
+    """Called with the bytes of each finished transfer, shows the progress of all; as text, their bytes and seconds."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
         self._console, self._what, self._total = console, what, total
@@ -112,8 +111,7 @@ class Throughput:
 
 COLUMNS = ("step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state")
 _NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", "parameters", "bytes"})
-_APART = frozenset({"step", "tracker", "settings"})
-"""The counters that have lines of their own."""
+_SEPARATE_LINES = frozenset({"step", "tracker", "settings"})
 
 
 def list_checkpoints(path: Path, *, as_json: bool) -> str:
@@ -134,7 +132,7 @@ def list_checkpoints(path: Path, *, as_json: bool) -> str:
 
 
 def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
-    """Return what is known of a checkpoint without reading its weights; `reason` says why it cannot be used, if so."""
+    """Return the known facts of a checkpoint without reading its weights; `reason` is the reason why it is unusable, if so."""
     directory = store.path(step)
     size = sum(Path(folder, name).lstat().st_size for folder, _, names in os.walk(directory) for name in names)
     found: dict[str, Any] = {
@@ -160,7 +158,7 @@ def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
 
 
 def _date(directory: Path) -> str:
-    """Return when it was written, in UTC: the manifest comes last."""
+    """Return the time of the manifest, which is written last, in UTC."""
     path = directory / NAME
     seconds = (path if path.is_file() else directory).stat().st_mtime
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
@@ -183,7 +181,7 @@ def summary_row(found: Mapping[str, Any]) -> list[str]:
 
 
 def _layout_text(layout: Mapping[str, Any]) -> str:
-    """Return the layout as far as it is of the form that is written here: it is only information."""
+    """Return the layout as text, as far as it has the expected form: it is informational only."""
     mesh, ranks = layout.get("mesh"), layout.get("ranks")
     words = [f"{counted(ranks, 'rank')}"] if ranks is not None else []
     words += [f"{axis} {size}" for axis, size in mesh.items() if size != 1] if isinstance(mesh, dict) else []
@@ -193,7 +191,7 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
 
 
 def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str:
-    """Return what a checkpoint holds; with a pattern also the tensors of such names.
+    """Return the contents of a checkpoint; with a pattern also the tensors with matching names.
 
     Raises:
         CheckpointError: when it is damaged.
@@ -259,7 +257,7 @@ def _tensor(manifest: Manifest, tensor: StoredTensor) -> dict[str, Any]:
 def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterator[str]:
     yield head
     state = content["state"] or {}
-    values = {"step": content["step"], **{name: value for name, value in state.items() if name not in _APART}}
+    values = {"step": content["step"], **{name: value for name, value in state.items() if name not in _SEPARATE_LINES}}
     values |= {f"tracker {name}": value for name, value in state.get("tracker", {}).items()}
     values["written by"] = _layout_text(content["layout"]) or "unknown"
     values["date"] = f"{content['date'].replace('T', ' ').removesuffix('Z')} UTC"

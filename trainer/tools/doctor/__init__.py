@@ -1,4 +1,4 @@
-"""`zeromesh doctor`: what on a machine would keep a run from working, or from working well, and what to do about it.
+"""`zeromesh doctor`: defects of a machine that keep a run from working, or from working well, and their remedies.
 
-`software` and `hardware` have a generator for each part of the report, which measures and judges.
+`software` and `hardware` have one generator per part of the report, which measures and judges.
 """

@@ -1,4 +1,5 @@
-"""The machine below a run: cores, memory and limits, accelerators, and the directories that a run writes to."""
+"""The findings of `zeromesh doctor` about hardware: cores, memory and limits, accelerators, and directories that a run writes
+to."""
 
 import contextlib
 import os
@@ -25,17 +26,17 @@ from zeromesh.trainer.tools.doctor.software import Finding, problem, warning
 _LEAST_MEMORY = 2 << 30
 _LEAST_SHARED = 1 << 30
 _LEAST_LOCKED = 64 << 20
-_LEAST_COUNT = 4096  # Of open files and of processes.
-_BUSY = 0.1  # The part of a device's memory that is in use although no run has begun.
+_LEAST_COUNT = 4096  # Open files, and processes.
+_BUSY = 0.1  # The fraction of a device's memory in use by other processes.
 _LEAST_ROOM = 10 << 30
 _LEAST_INODES = 1000
-_SLOW_BYTES = 200e6  # Bytes a second; below, offload to files waits more than it computes on most machines.
+_SLOW_BYTES = 200e6  # Bytes per second; with a slower disk, offload to files is bound by the disk on most machines.
 _NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "9p", "fuse.sshfs")
 _PIECE = 4 << 20
 _MOST_BYTES = 64 << 20
-_MOST_SECONDS = 1.0  # The time of writing, and again of reading.
+_MOST_SECONDS = 1.0  # The time limit of writing, and again of reading.
 _SYNCS = 5
-_DRIVER = Path("/proc/driver/nvidia/version")  # It is there in a container without nvidia-smi, too.
+_DRIVER = Path("/proc/driver/nvidia/version")  # This file exists in a container without nvidia-smi, too.
 
 
 def machine() -> Iterator[Finding]:
@@ -101,7 +102,6 @@ def _limits() -> Iterator[Finding]:
 
 
 def _group_limit(name: str) -> int | None:
-    """Return the least number that control groups allow; None where there is no limit."""
     return min((int(each) for each in group_settings(name) if each.isdecimal()), default=None)
 
 
@@ -111,7 +111,7 @@ def _limit(number: int) -> int | None:
 
 
 def accelerators() -> Iterator[Finding]:
-    """Judge whether torch, the driver and the devices fit together. Devices hold some memory until this process ends."""
+    """Judge the compatibility of torch, the driver and the devices. Devices hold some memory until this process ends."""
     driver = ""
     with contextlib.suppress(OSError):
         match = re.search(r"(?:Kernel Module|x86_64|aarch64)\s+([\d.]+)", _DRIVER.read_text(encoding="ascii"))
@@ -148,7 +148,7 @@ def accelerators() -> Iterator[Finding]:
 
 
 def device(found: torch.device) -> Finding:
-    """Judge the memory of one device, and whether it computes with the kernels of torch."""
+    """Judge the memory of one device, and its support by torch's kernels."""
     what, name = f"device {found.index}", accelerator.device_name(found)
     architecture = accelerator.architecture(found) or found.type
     try:
@@ -171,7 +171,7 @@ def device(found: torch.device) -> Finding:
 
 
 class DiskTimes(NamedTuple):
-    """Figures from writing and reading a small file: bytes a second, and the seconds until a small write is on the disk."""
+    """The results of writing and reading a small file: bytes per second, and the seconds of a small write with fsync."""
 
     written: float
     read: float
@@ -181,7 +181,7 @@ class DiskTimes(NamedTuple):
 
 
 def directory(path: Path) -> Iterator[Finding]:
-    """Write and read a small file in a directory, or the nearest one above it, for a few seconds at most; remove it."""
+    """Write and read a small file in a directory, or its nearest existing parent, for a few seconds at most; remove the file."""
     absolute = path.expanduser().absolute()
     used = nearest_directory(absolute)
     file = used / f".zeromesh-doctor-{secrets.token_hex(8)}.tmp"
@@ -240,13 +240,13 @@ def directory(path: Path) -> Iterator[Finding]:
 
 
 def measure(path: Path) -> DiskTimes:
-    """Measure the disk below a new file `path`. Raises `StorageError` where it cannot be written."""
+    """Measure the disk of a new file `path`. Raises `StorageError` where it cannot be written."""
     with PositionalFile(path, write=True) as file:
         locks = False
         with path.open("rb") as opened, contextlib.suppress(OSError):
             locks = try_lock(opened.fileno())
         piece, small = pages(_PIECE), pages(4096)
-        piece.random_()  # Some disks compress.
+        piece.random_()  # Some disks compress zeros.
         nbytes, began = 0, time.perf_counter()
         while nbytes < _MOST_BYTES and time.perf_counter() - began < _MOST_SECONDS:
             file.write(piece, nbytes)

@@ -1,7 +1,4 @@
-"""Findings of `zeromesh doctor`, and what surrounds a run on this host: packages, launch variables and the network.
-
-Nothing here imports torch.
-"""
+"""The findings of `zeromesh doctor` about software: packages, launch variables and the network. Nothing here imports torch."""
 
 import contextlib
 import platform
@@ -29,12 +26,13 @@ _DEBUGGING = {
     "NCCL_P2P_DISABLE": ("1", "Devices talk through the host's memory, also where NVLink joins them."),
     "PYTHONMALLOC": ("debug", "Every allocation of Python is checked."),
 }
-"""Variables that help to find mistakes and slow runs down: the value that does so, and its effect."""
+"""Debugging variables that slow runs down: the value that does so, and its effect."""
 _SLOW_NAME_SECONDS = 1.0
 
 
 class Level(StrEnum):
-    """A `PROBLEM` keeps runs from working; a `WARNING` keeps some runs from it, or from working well."""
+    """The severity of a finding: a `PROBLEM` keeps runs from working, a `WARNING` keeps some runs from working, or from working
+    well."""
 
     OK = "ok"
     WARNING = "warning"
@@ -43,7 +41,8 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`what` was looked at and `found`. A finding that is not ok also says what that `means` and what to `do`."""
+    """The checked item `what` and the state `found`. A finding that is not ok also has its consequence `means` and the remedy
+    `do`."""
 
     what: str
     found: str
@@ -53,12 +52,12 @@ class Finding:
 
 
 def problem(what: str, found: str, means: str, do: str, *, when: bool = True, level: Level = Level.PROBLEM) -> Finding:
-    """Return a finding that is a problem where `when` is true, and ok otherwise."""
+    """Return a finding that is a problem if `when`, and ok otherwise."""
     return Finding(what, found, level, means, do) if when else Finding(what, found)
 
 
 def warning(what: str, found: str, means: str, do: str, *, when: bool = True) -> Finding:
-    """Return a finding that is a warning where `when` is true, and ok otherwise."""
+    """Return a finding that is a warning if `when`, and ok otherwise."""
     return problem(what, found, means, do, when=when, level=Level.WARNING)
 
 
@@ -85,7 +84,7 @@ def packages() -> Iterator[Finding]:
         means = "zeromesh is not installed as a package: the versions of what it needs cannot be checked."
         yield warning("requirements", "not known", means, "Install it: pip install -e DIRECTORY")
         return
-    # What follows a semicolon limits a requirement to an extra or to another platform.
+    # A marker after a semicolon limits a requirement to an extra or to another platform.
     yield from (requirement(text) for text in needed if ";" not in text)
 
 
@@ -97,13 +96,13 @@ def requirement(text: str) -> Finding:
     except metadata.PackageNotFoundError:
         return problem(needed.name, "not installed", f"zeromesh needs {text}.", f"pip install '{text}'")
     means = f"zeromesh needs {text}, and was not tried with this version."
-    # A vendor's build, such as 2.11.0a0+abc, counts as the release that it leads to.
+    # A vendor's pre-release, such as 2.11.0a0+abc, counts as its release.
     fits = Version(version).base_version in needed.specifier
     return problem(needed.name, version, means, f"pip install '{text}'", when=not fits)
 
 
 def launch() -> Iterator[Finding]:
-    """Judge which launcher has started this process, and the variables that change how runs behave."""
+    """Judge the launcher of this process, and the environment variables that affect runs."""
     try:
         environment = read_environment()
         ranks = environment.local_world_size
@@ -130,11 +129,11 @@ def launch() -> Iterator[Finding]:
 
 
 def network() -> Iterator[Finding]:
-    """Judge how ranks of this host, and of several, would find each other."""
+    """Judge the connections between ranks of this host, and of several hosts."""
     present = interfaces()
     for variable in (INTERFACE, "NCCL_SOCKET_IFNAME"):
         if (value := setting(variable)) is not None:
-            # NCCL takes beginnings of names.
+            # NCCL matches prefixes of names.
             missing = bool(present) and not any(
                 name.startswith(tuple(value.lstrip("^=").split(","))) for name in present
             )

@@ -1,4 +1,4 @@
-"""`zeromesh report`: the files of one or several runs as one page of HTML that needs nothing else.
+"""`zeromesh report`: the files of one or several runs as one self-contained page of HTML.
 
-`runs` reads a run's files, `charts` draws figures of plotly, `page` puts them and tables into one file.
+`runs` reads a run's files, `charts` draws plotly figures, `page` combines them with tables.
 """

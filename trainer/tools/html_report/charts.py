@@ -1,4 +1,4 @@
-"""The charts of runs, as figures of plotly: curves of several runs on top of each other, stacks of one run each."""
+"""The charts of runs as plotly figures: lines of several runs in one chart, and stacked areas of one run."""
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ except ImportError as error:
 __all__ = ["COLORS", "Chart", "Line", "chart_of", "charts_of", "get_plotlyjs", "go", "to_json_plotly"]
 
 COLORS = ("#2f7fd6", "#e2751d", "#35a869", "#c04fa9", "#22a3b3", "#cfa11f", "#7d66d2", "#d8525f", "#8a9a3b", "#86909c")
-"""They are readable on the light and on the dark page."""
+"""Colors that are readable on both the light and the dark page."""
 MOST_POINTS, MOST_STACKED = 1200, 300
-"""The largest numbers of points of a line and of a stack; a screen has fewer columns."""
+"""The largest numbers of points of a line and of a stacked area; a screen has fewer columns."""
 _SMOOTHED_FROM, _DOTS_UP_TO = 60, 40
-"""Points from which on a loss is smoothed, and up to which values of evaluations are dots."""
+"""The least points of a loss that is smoothed, and the most points of evaluations drawn as dots."""
 _LOG_FROM = 50.0
-"""Highest over lowest value from which on a logarithmic axis shows more."""
+"""The ratio of the highest and the lowest value from which on a logarithmic axis is used."""
 _FAR, _FEW = 2.5, 2
-"""Times the median from which on seconds of a step, at most so many or a fiftieth of all, are cut off."""
+"""The multiple of the median above which seconds of a step are cut off, and the most such steps, or a fiftieth of all."""
 
 _UNITS: dict[str, tuple[Callable[[float], str], str, str, str]] = {
     "plain": ("{:.4g}".format, "~r", ".5~r", ""),
@@ -38,7 +38,7 @@ _UNITS: dict[str, tuple[Callable[[float], str], str, str, str]] = {
     "seconds": (human_seconds, "~s", ".4~s", "s"),
     "percent": ("{:.1%}".format, "~%", ".3~%", ""),
 }
-"""A number in a legend; the formats of ticks and of values under the pointer in d3's notation; what follows both."""
+"""The format of a number in a legend, of ticks and of hover values in d3's notation, and the suffix of both."""
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
 _CURVES = (
     ("lr", "Learning rate", "plain", ""),
@@ -54,7 +54,7 @@ _CURVES = (
     ("eval_samples_per_second", "Samples a second of evaluations", "plain", ""),
     ("eval_steps_per_second", "Steps a second of evaluations", "plain", ""),
 )
-"""Charts of one key, or of all keys with an end that begins with `_`: its name, the title, the unit, a note."""
+"""The charts of a key, or of all keys with a suffix that begins with `_`: its name, the title, the unit, a note."""
 _AXIS = {"gridcolor": "#e6e9ee", "linecolor": "#5b6470", "zeroline": False, "automargin": True, "ticklabelstandoff": 4}
 LAYOUT: dict[str, Any] = {
     "template": "none",
@@ -80,7 +80,7 @@ _LOOKS: dict[str, dict[str, Any]] = {
 
 
 class Line(NamedTuple):
-    """Values by step (`levels`: by second), of which those that are not finite interrupt the line."""
+    """Values by step (with `levels`: by second); values that are not finite interrupt the line."""
 
     name: str
     values: Mapping[Any, float]
@@ -89,7 +89,7 @@ class Line(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """A figure and the words above it. `over_steps` is False over the seconds of one step; `log`: its axis may be logarithmic."""
+    """A figure and its caption. `over_steps` is False for an axis of seconds within a step; `log` allows a logarithmic axis."""
 
     name: str
     title: str
@@ -100,7 +100,7 @@ class Chart(NamedTuple):
 
 
 def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
-    """All charts that the runs have values for. Those over steps show the same steps."""
+    """Return all charts for which the runs have values. Those over steps share one range of steps."""
     found = [chart_of(*each) for each in _curves(runs) if any(any(line.values.values()) for line in each[-1])]
     for place, run in enumerate(runs):
         end, of = (f"-{place}", f": {run.name}") if len(runs) > 1 else ("", "")
@@ -116,7 +116,8 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def kept(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Indices of at most `most` (4 or more) values: of stretches of equal length the first, lowest, highest and last one."""
+    """Return the indices of at most `most` (4 or more) values: the first, lowest, highest and last one of equally long
+    stretches."""
     if len(values) <= most:
         return list(range(len(values)))
     ends = [number * len(values) // (most // 4) for number in range(most // 4 + 1)]
@@ -128,14 +129,14 @@ def kept(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Means over `window` values around each one; fewer at both ends, so that the curve does not lag."""
+    """Return centered moving averages over `window` values; fewer at both ends, so that the curve does not lag."""
     sums = [0.0, *accumulate(values)]
     reaches = [min(window // 2, place, len(values) - 1 - place) for place in range(len(values))]
     return [(sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1) for at, reach in enumerate(reaches)]
 
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, list[Line]]]:
-    """The charts of lines: name, title, unit, note, lines."""
+    """Yield the line charts: name, title, unit, note, lines."""
     several = len(runs) > 1
     losses: list[Line] = []
     for place, run in enumerate(runs):
@@ -169,7 +170,7 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, lis
 
 
 def _stacks(run: RunRecord) -> Iterator[tuple[str, str, str, str, dict[str, dict[Any, float]], str]]:
-    """The charts of what adds up in a run: name, title, unit, note, values by part and step, look."""
+    """Yield the stacked charts of a run: name, title, unit, note, values by part and step, style."""
     columns = {keys: run.column(*keys) for keys in run.columns}
     phases = {keys[1]: values for keys, values in columns.items() if len(keys) == 2 and keys[0] == "phases"}
     timed = {step for values in phases.values() for step in values}
@@ -200,7 +201,7 @@ def _stacks(run: RunRecord) -> Iterator[tuple[str, str, str, str, dict[str, dict
 
 
 def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line]) -> Chart:
-    """A chart of at least one line; of a stack from the bottom to the top."""
+    """Return a chart of at least one line, or a stack from the bottom to the top."""
     shown, ticks, hover, suffix = _UNITS[unit]
     stacked, over_steps = lines[0].look in ("stack", "levels"), lines[0].look != "levels"
     tops = [(step, value) for line in lines for step, value in line.values.items() if isfinite(value)]

@@ -1,4 +1,4 @@
-"""The page: one file of HTML with everything inside, which loads nothing and runs no code but its own."""
+"""The page: one self-contained file of HTML, which loads nothing and runs no scripts but its own."""
 
 import base64
 import hashlib
@@ -22,7 +22,7 @@ _STEPS_NAMED, _NOTES, _RANKS_DRAWN, _YEAR_9999 = 20, 100, 1024, 253370764800
 
 
 class Html(str):
-    """Markup. Other text is escaped when it is put into an element."""
+    """Markup. Other text is escaped when it becomes a child of an element."""
 
     __slots__ = ()
 
@@ -44,13 +44,13 @@ def _escaped(content: object) -> str:
         return content
     if isinstance(content, list | tuple):
         return "".join(map(_escaped, content))
-    # What nobody sees, or what UTF-8 cannot hold, is replaced.
+    # Control characters, and characters outside UTF-8, are replaced.
     text = "" if content is None else str(content)
     return html.escape("".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text))
 
 
 def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
-    """The page of one run, or of several beside each other. `now`: seconds since 1970, of the page's date."""
+    """Return the page of one run, or of several side by side. `now` is the page's date, in seconds since 1970."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     charts = charts_of(runs)
     sections = {
@@ -70,7 +70,7 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
 def document(
     title: str, sections: Mapping[str, object], charts: Sequence[Chart], footer: str, *, now: float | None = None
 ) -> str:
-    """A page with sections by their headings, which are elements, or the `charts` of the page; `now` as for `page_of`."""
+    """Return a page of sections by heading, each an element or the page's `charts`; `now` as for `page_of`."""
     cards, figures = [], []
     for chart in charts:
         button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
@@ -84,7 +84,7 @@ def document(
     scripts = get_plotlyjs(), _file("page.js")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     sources = " ".join(f"'sha256-{each}'" for each in hashes)
-    # Whatever a run's files hold, the browser runs these scripts alone and loads nothing.
+    # The policy allows these scripts alone and no loading, whatever a run's files hold.
     policy = (
         f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
@@ -113,13 +113,13 @@ def _file(name: str) -> str:
 
 
 def _each(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> list[Html]:
-    """Collect the part that `make` returns for each run, with the run's name above it if there are several runs."""
+    """Return the results of `make` for all runs, with the run's name above each if there are several runs."""
     made = [(run, content) for run in runs if (content := make(run)) is not None]
     return [each for run, content in made for each in ([element("h3", run.name)] * (len(runs) > 1) + [content])]
 
 
 def table_of(columns: Sequence[object], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> Html | None:
-    """A table that scrolls by itself on a narrow screen; None without rows. `numbers` are columns that stand to the right."""
+    """Return a table that scrolls horizontally on a narrow screen; None without rows. `numbers` are right-aligned columns."""
 
     def row(kind: str, cells: Sequence[object]) -> Html:
         return element("tr", [element(kind, cell, class_=at in numbers and "number") for at, cell in enumerate(cells)])
@@ -130,13 +130,11 @@ def table_of(columns: Sequence[object], rows: Sequence[Sequence[object]], number
 
 
 def _heads(runs: Sequence[RunRecord]) -> list[Html]:
-    """The names of runs, each with its color, for columns of tables."""
     colors = [element("i", style=f"background:{COLORS[place % len(COLORS)]}") for place in range(len(runs))]
     return [element("span", color, run.name, class_="run") for color, run in zip(colors, runs, strict=True)]
 
 
 def _figures(runs: Sequence[RunRecord]) -> list[Html | None]:
-    """The figures that people look for first: as cards of one run, as a table of several."""
     figures = [_figures_of(run) for run in runs]
     names = list(dict.fromkeys(name for each in figures for name in each))
     if len(runs) > 1:
@@ -184,7 +182,7 @@ def _figures_of(run: RunRecord) -> dict[str, object]:
 
 
 def _mesh(run: RunRecord) -> Html | None:
-    """Each rank in boxes of the axes that it lies on, and what it did last."""
+    """Return boxes of all ranks by mesh axis, with their last activity."""
     shape = run.shape
     if shape is None:
         return None
@@ -217,7 +215,6 @@ def _mesh(run: RunRecord) -> Html | None:
 
 
 def _planned(run: RunRecord) -> Html | None:
-    """Show what the plan predicted beside what was measured."""
     if run.planned is None:
         return None
     layout, rows = run.planned
@@ -225,7 +222,6 @@ def _planned(run: RunRecord) -> Html | None:
 
 
 def _communication(run: RunRecord) -> Html | None:
-    """A table of the bytes that the first rank sent and received in a step, on average, by axis and collective."""
     columns = {keys[1:]: run.column(*keys) for keys in run.columns if len(keys) == 4 and keys[0] == "communication"}
     steps = len({step for values in columns.values() for step in values})
     means = {keys: sum(values.values()) / max(1, steps) for keys, values in columns.items()}
@@ -242,10 +238,9 @@ def _communication(run: RunRecord) -> Html | None:
 
 
 def _checkpoints(run: RunRecord) -> Html | None:
-    """The checkpoints that are there, oldest first."""
     if not run.checkpoints:
         return None
-    from zeromesh.trainer.tools.checkpoint.reading import COLUMNS, summary_row  # It needs torch.
+    from zeromesh.trainer.tools.checkpoint.reading import COLUMNS, summary_row  # This import loads torch.
 
     rows = []
     for each in run.checkpoints:
@@ -255,7 +250,6 @@ def _checkpoints(run: RunRecord) -> Html | None:
 
 
 def _notes(run: RunRecord) -> Html | None:
-    """A list of remarks on single steps, and of files that could not be read."""
     found = [element("li", remark, class_="bad") for remark in run.remarks]
     for start in run.starts[-_NOTES:] if len(run.starts) > 1 or any(start["step"] for start in run.starts) else ():
         seconds = as_number(start.get("time"))
@@ -277,7 +271,6 @@ def _notes(run: RunRecord) -> Html | None:
 
 
 def _configuration(run: RunRecord) -> Html | None:
-    """The keys that are not at their default, and behind a click the others."""
     settings = settings_of(run).items()
     rows = [[element("code", each) for each in (path, *values) if each is not None] for path, values in settings]
     changed, others = ([row for row in rows if len(row) == length] for length in (3, 2))
@@ -287,7 +280,6 @@ def _configuration(run: RunRecord) -> Html | None:
 
 
 def _differences(runs: Sequence[RunRecord]) -> Html | None:
-    """The keys in which runs differ; None where they do not."""
     settings = [settings_of(run) for run in runs]
     values = {path: [each.get(path, ("(none)",))[0] for each in settings] for each in settings for path in each}
     rows = [[element("code", each) for each in (path, *words)] for path, words in values.items() if len({*words}) > 1]

@@ -1,4 +1,4 @@
-"""A run's directory as values. What is missing or broken is a remark, so that the rest can still be looked at."""
+"""The parsed files of a run's directory. Missing or broken contents become remarks, so that the rest can still be shown."""
 
 import json
 import math
@@ -21,39 +21,39 @@ CONFIG, CHECKPOINTS, STEP_MEMORY = "config.resolved.yaml", "checkpoints", "step_
 _BROKEN_SHOWN, _RUNS_SHOWN = 3, 8
 T = TypeVar("T")
 StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
-"""A step, its seconds, and changes in order of time: seconds since it began, tier, purpose, and bytes from then on."""
+"""A step, its seconds, and its memory changes in order: seconds since the begin of the step, tier, purpose, and the new bytes."""
 PlanComparison = tuple[str, list[ComparisonRow]]
 """The layout, and its terms as predicted and as measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """The contents of a run's directory."""
+    """The parsed contents of a run's directory."""
 
     name: str
     path: Path
     remarks: list[str]
-    """Sentences about files that could not be read, and about contents that are wrong."""
+    """Sentences about unreadable files and invalid contents."""
     lines: list[dict[str, Any]]
-    """Lines of metrics and evaluations in the order of their steps, each step once."""
+    """The lines of metrics and evaluations in the order of steps, merged by step."""
     columns: dict[tuple[str, ...], dict[int, float]]
-    """The numbers of the lines by their keys, then by step. They may be NaN or infinite."""
+    """The numbers of the lines by path of keys, then by step. They may be NaN or infinite."""
     starts: list[dict[str, Any]]
     config: dict[str, Any]
     checkpoints: list[dict[str, Any]]
-    """Summaries as `zeromesh checkpoint list --json` has them, oldest first."""
+    """Summaries as in `zeromesh checkpoint list --json`, oldest first."""
     ranks: list[dict[str, Any]]
     """The last known activity of each rank."""
     step_memory: StepMemory | None
     planned: PlanComparison | None
-    """The predicted and the measured figures, where a plan has chosen the layout and the run has come to its end."""
+    """The predicted and the measured figures of a finished run whose layout a plan has chosen."""
 
     def column(self, *keys: str) -> dict[int, float]:
-        """The finite numbers under some keys, by step."""
+        """Return the finite numbers of a path of keys, by step."""
         return {step: value for step, value in self.columns.get(keys, {}).items() if math.isfinite(value)}
 
     def evaluation_losses(self) -> dict[int, float]:
-        """Losses of evaluations by step, of lines and of checkpoints."""
+        """Evaluation losses by step, from lines and checkpoints."""
         stored = {each["step"]: each["eval_loss"] for each in self.checkpoints if each["eval_loss"] is not None}
         return dict(sorted((stored | self.column("eval_loss")).items()))
 
@@ -69,10 +69,10 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """The runs in some directories, under names that tell them apart.
+    """Read the runs in these directories, and give them distinct names.
 
     Raises:
-        ConfigError: for what is not a run's directory; all of these are named.
+        ConfigError: with all paths that are no run's directory.
     """
     if problems := [problem for path in paths if (problem := _problem(path))]:
         raise ConfigError(problems)
@@ -117,7 +117,7 @@ def _read(path: Path, name: str) -> RunRecord:
 
 
 def _tried(path: Path, read: Callable[[Path], T], remarks: list[str]) -> T | None:
-    """Read a path with `read`. Returns None if nothing is there, or if it cannot be read, of which a remark is kept."""
+    """Return None if the path is missing, or unreadable, which becomes a remark."""
     try:
         return read(path) if path.exists() else None
     except (ZeromeshError, OSError) as error:
@@ -128,7 +128,6 @@ def _tried(path: Path, read: Callable[[Path], T], remarks: list[str]) -> T | Non
 
 
 def _lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
-    """Lines of metrics and of evaluations, those of one step as one."""
     if not (path / METRICS).exists():
         remarks.append(f"there is no {METRICS}: the run has logged no step (run.log_every)")
     by_step: dict[int, dict[str, Any]] = {}
@@ -146,7 +145,6 @@ def _lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
 
 
 def _whole_lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
-    """The lines of a file that can be read."""
     broken: list[str] = []
     found = _tried(path, lambda path: read_metrics(path, broken), remarks) or []
     remarks += broken[:_BROKEN_SHOWN]
@@ -156,7 +154,7 @@ def _whole_lines(path: Path, remarks: list[str]) -> list[dict[str, Any]]:
 
 
 def as_number(value: Any) -> float | None:
-    """A JSON value as a number, which may be NaN or infinite (texts in strict JSON); None for anything else."""
+    """Convert a JSON value to a number, which may be NaN or infinite (strings in strict JSON); None for anything else."""
     try:
         return float(value) if type(value) in (int, float) or value in ("nan", "inf", "-inf") else None
     except OverflowError:
@@ -171,7 +169,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def settings_of(run: RunRecord) -> dict[str, tuple[str, str | None]]:
-    """Each key of a run's configuration: its value, never a secret, and its default where that differs."""
+    """Return each key of a run's configuration: its value, never a secret, and its default where that differs."""
     defaults = {".".join(keys): value for keys, value in leaves(TrainerConfig().model_dump(mode="json"))}
     found = {}
     for keys, value in leaves(run.config):
