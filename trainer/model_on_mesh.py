@@ -284,4 +284,4 @@ def least_free_bytes(mesh: Mesh) -> int:
         free = device_memory(mesh.device).free
     else:
         free = available_bytes() // max(1, mesh.environment.local_world_size)
-    return -int(mesh.world.max_(torch.tensor([-free]), "free memory")[0])
+    return -int(mesh.world.all_reduce_max(torch.tensor([-free]), "free memory")[0])

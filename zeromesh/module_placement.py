@@ -113,7 +113,7 @@ class ModulePlacement:
         ]
         squares = sum(float(gradient.detach().double().pow(2).sum()) for gradient in counted)
         total = torch.tensor([squares], dtype=torch.float64)
-        norm = math.sqrt(world.sum_(total, "gradient norm of a placed model").item())
+        norm = math.sqrt(world.all_reduce(total, "gradient norm of a placed model").item())
         factor = min(1.0, max_norm / (norm + 1e-6))
         for gradient in gradients.values():
             gradient.detach().mul_(factor)
@@ -144,7 +144,7 @@ class _ModuleExchange:
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         # Tensors travel as bytes, since not every backend takes every dtype.
         if tensor.numel():
-            self._world.broadcast_(tensor.view(-1).view(torch.uint8), self._source, self.what)
+            self._world.broadcast(tensor.view(-1).view(torch.uint8), self._source, self.what)
         return tensor
 
 

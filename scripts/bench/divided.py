@@ -100,7 +100,7 @@ class Training:
         ]
         driver = self.divided.pipeline or StepDriver(self.mesh)
         total += torch.stack(driver.train(self.engine, work, self._sum)).double().sum()
-        self.mesh.pipeline.sum_(total, "loss")
+        self.mesh.pipeline.all_reduce(total, "loss")
         self.engine.finish_step()
         return float(total) / count
 
@@ -145,7 +145,7 @@ def _watch(exchange: Any, found: list[int]) -> None:
 
         return exchanged
 
-    for name in ("sum", "gather", "scatter_sum", "maximum"):
+    for name in ("sum", "gather", "reduce_scatter_async", "maximum"):
         setattr(exchange, name, watched(getattr(exchange, name)))
 
 

@@ -46,16 +46,16 @@ class AloneExchange(Exchange):
             self._rooms[key] = torch.empty(key[0], dtype=dtype, device=device)
         return self._rooms[key]
 
-    def sum(self, tensor: Tensor) -> Pending:
+    def all_reduce_async(self, tensor: Tensor) -> Pending:
         return Pending(tensor.detach().clone)
 
     def maximum(self, tensor: Tensor) -> Pending:
         return Pending(tensor.detach().clone)
 
-    def gather(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+    def all_gather_async(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         return Pending(lambda: torch.cat([tensor.detach()] * self.size, dim))
 
-    def scatter_sum(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+    def reduce_scatter_async(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         return Pending(lambda: tensor.detach().chunk(self.size, dim)[self.index].clone())
 
 

@@ -92,8 +92,8 @@ class Run:
         with self.problem.arithmetic() if self.divided.pipeline is not None else nullcontext():
             losses = self._driver.train(self.engine, work, lambda m, _: self.loss_of(m, factor))
         total += torch.stack(losses).double().sum().cpu()
-        self.mesh.pipeline.sum_(total, "loss")
-        self.mesh.data.sum_(total, "loss")
+        self.mesh.pipeline.all_reduce(total, "loss")
+        self.mesh.data.all_reduce(total, "loss")
         self.losses.append(float(total) / count)
         if before_update is not None:
             before_update()
@@ -113,7 +113,7 @@ class Run:
         with self.problem.arithmetic():
             losses = self._driver.evaluate(self.engine, work, lambda m, _: self.loss_of(m, 1.0))
         total = torch.stack(losses).double().cpu()
-        return float(self.mesh.pipeline.sum_(total, "loss")) / subject.count(batch)
+        return float(self.mesh.pipeline.all_reduce(total, "loss")) / subject.count(batch)
 
     @property
     def _driver(self) -> StepDriver:

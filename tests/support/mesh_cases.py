@@ -187,10 +187,10 @@ def agreements(mesh: Mesh) -> dict[str, Any]:
     held, everywhere = one_after_another([3] * world.size), replicated(3 * world.size, world.size)
     full = redistribute(shards, held, everywhere, world, "shards")
     total = torch.full((5,), float(mesh.rank))
-    world.start_sum(total, "sum")()
+    world.all_reduce_async(total, "sum")()
     return {
-        "sum": world.sum_(values.clone(), "sum").item(),
-        "max": world.max_(values.clone(), "max").item(),
+        "sum": world.all_reduce(values.clone(), "sum").item(),
+        "max": world.all_reduce_max(values.clone(), "max").item(),
         "integers": world.gather_integers([mesh.rank, -mesh.rank]),
         "full": full.tolist(),
         "large": total.tolist(),

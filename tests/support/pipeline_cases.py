@@ -122,7 +122,7 @@ def trains(
         staged.zero_grad()
         runner = PlainRunner(stages, data, loss_of, seed=0.5 + step, queue=queue)
         measured = executor.run(plan, runner)
-        losses = mesh.world.sum_(runner.losses.cpu(), "losses")
+        losses = mesh.world.all_reduce(runner.losses.cpu(), "losses")
         wanted_losses, wanted = alone(whole, data, 0.5 + step)
         differences.append(_difference(losses, wanted_losses.cpu()))
         differences += [_difference(found, wanted[name]) for name, found in _gradients(mesh, stages, staged)]
@@ -149,7 +149,7 @@ def _gradients(mesh: Mesh, stages: Stages, model: Any) -> list[tuple[str, torch.
         shape = stages.model.get_parameter(copies[0]).shape if copies else (0,)
         largest = max(int(row[0]) for row in mesh.world.gather_integers([torch.Size(shape).numel()]))
         total = torch.stack(grads).sum(0).flatten().cpu() if grads else torch.zeros(largest, dtype=torch.float64)
-        mesh.world.sum_(total, "gradients of tied parameters")
+        mesh.world.all_reduce(total, "gradients of tied parameters")
         if grads:
             held[tie.names[0]] = total.view(shape).to(grads[0].device)
     return list(held.items())
@@ -173,7 +173,7 @@ def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
         executor.run(forward_only(ranks=mesh.world.size, microbatches=microbatches, chunks=chunks), runner)
         wanted = torch.stack([loss_of(whole, batch) for batch in data])
     channels.close()
-    return _difference(mesh.world.sum_(runner.losses.cpu(), "losses"), wanted.cpu())
+    return _difference(mesh.world.all_reduce(runner.losses.cpu(), "losses"), wanted.cpu())
 
 
 def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bool) -> dict[str, Any]:

@@ -60,15 +60,15 @@ class _Wrapped:
 class _Deaf(_Wrapped):
     """Its sums are this rank's own summands."""
 
-    def sum(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         return Pending(tensor.clone)
 
 
 class _Turned(_Wrapped):
     """What it gathers begins with another rank's share."""
 
-    def gather(self, tensor: torch.Tensor, dim: int) -> Pending:
-        whole = self._exchange.gather(tensor, dim)
+    def all_gather_async(self, tensor: torch.Tensor, dim: int) -> Pending:
+        whole = self._exchange.all_gather_async(tensor, dim)
         return Pending(lambda: whole.wait().roll(tensor.shape[dim], dim))
 
 
@@ -130,7 +130,7 @@ def _unshared(swap: Swap, of: Callable[[Bucket], bool]) -> None:
     def make(start: Any) -> Any:
         return lambda self, bucket, gradient: None if of(bucket) else start(self, bucket, gradient)
 
-    swap(ReplicaGroups, "start_sum", make)
+    swap(ReplicaGroups, "all_reduce_async", make)
 
 
 def sequence_norms(swap: Swap) -> None:
@@ -147,7 +147,7 @@ def shared_heads_averaged(swap: Swap) -> None:
 
         return planted
 
-    swap(ReplicaGroups, "start_sum", make)
+    swap(ReplicaGroups, "all_reduce_async", make)
 
 
 def head_next_shard(swap: Swap) -> None:

@@ -235,7 +235,7 @@ class CallbackDispatcher:
         """Combine the callbacks' requests of all ranks; a run without callbacks skips it."""
         if self._callbacks and mesh.world_size > 1:
             own = torch.tensor([int(bool(flag)) for flag in astuple(self.control)])
-            self.control = TrainerControl(*map(bool, mesh.world.max_(own, "requests of callbacks").tolist()))
+            self.control = TrainerControl(*map(bool, mesh.world.all_reduce_max(own, "requests of callbacks").tolist()))
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)

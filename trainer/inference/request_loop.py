@@ -175,12 +175,14 @@ class RequestLoop:
         busy = [batch for batch in self._batches if batch.busy]
         if self._pipeline is None:
             own = min(most, max((batch.most_forwards() for batch in busy), default=0))
-            return int(self._mesh.data.max_(torch.tensor([own]), "forwards")[0]) if self._together else own
+            return int(self._mesh.data.all_reduce_max(torch.tensor([own]), "forwards")[0]) if self._together else own
         own = min((batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy), default=0)
         if not self._together:
             return min(most, own)
         # The fewest among the replicas with work; idle ones join in.
-        fewest = int(self._mesh.data.max_(torch.tensor([-min(most, own) if own else -most - 1]), "forwards")[0])
+        fewest = int(
+            self._mesh.data.all_reduce_max(torch.tensor([-min(most, own) if own else -most - 1]), "forwards")[0]
+        )
         return 0 if -fewest > most else -fewest
 
 

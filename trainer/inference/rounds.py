@@ -107,7 +107,7 @@ def _padded(placed: ServedModel, prompts: Sequence[Sequence[int]], padding: int)
     mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], batch_first=True)
     if placed.module.config.is_encoder_decoder and placed.mesh.data.size > 1:
         # Some encoders run further lookups for some lengths, and all ranks that gather parameters must agree on them.
-        longest = placed.mesh.data.max_(torch.tensor([ids.shape[1]]), "the longest prompt of a round")
+        longest = placed.mesh.data.all_reduce_max(torch.tensor([ids.shape[1]]), "the longest prompt of a round")
         more = (0, int(longest[0]) - ids.shape[1])
         ids, mask = pad(ids, more, value=padding), pad(mask, more)
     return {"input_ids": ids, "attention_mask": mask}

@@ -145,7 +145,7 @@ class Stepper:
             sums[:3] += torch.tensor(own, dtype=torch.float64)
             self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])
-        mesh.world.sum_(sums, "sums of the step")
+        mesh.world.all_reduce(sums, "sums of the step")
         mesh.watch.ring.add(MEETING | (step + 1))
         loss_sum, targets, inputs, terminated, interrupted, had, squares, lacking = sums.tolist()
 
@@ -231,7 +231,7 @@ class Stepper:
         sums = torch.zeros(2, dtype=torch.float64)
         for values in _with_values(computed, numbers(_tensors_in(computed))):
             sums += torch.tensor(values, dtype=torch.float64)
-        self._mesh.world.sum_(sums, "sum of the evaluation loss")
+        self._mesh.world.all_reduce(sums, "sum of the evaluation loss")
         targets = int(sums[1])
         return float(sums[0]) / targets if targets else float("nan"), targets
 
@@ -298,7 +298,7 @@ class Stepper:
         known = [count or 0 for count in counts]
         own = [sum(count * each.weight for count, each in zip(known, microbatches, strict=True))]
         own += [sum(len(each.samples) * each.weight for each in microbatches)]
-        targets, samples = self._mesh.data.sum_(torch.tensor(own), "count of targets").tolist()
+        targets, samples = self._mesh.data.all_reduce(torch.tensor(own), "count of targets").tolist()
         if plan.average == "tokens":
             return int(targets), [1.0] * len(counts)
         # A microbatch mean is weighted by its samples: sum of losses / count * samples / all samples, in units of 1 / targets.

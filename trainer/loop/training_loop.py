@@ -288,7 +288,7 @@ class TrainingLoop:
 
     def _stop_requested(self) -> bool:
         """Return True if some rank was asked to stop; all ranks call it between microbatches of evaluations, which may be long."""
-        signals = self.run.mesh.world.max_(torch.tensor([int(self.request.signal)]), "requests to stop")
+        signals = self.run.mesh.world.all_reduce_max(torch.tensor([int(self.request.signal)]), "requests to stop")
         self._stopped = self._stopped or int(signals[0])
         return bool(self._stopped)
 

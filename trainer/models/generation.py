@@ -209,7 +209,7 @@ class _Calls:
         self._plain, self._pipeline, self._microbatches = partial(type(model).__call__, model), None, 1
         if pipeline is not None and engine is not None:
             # The number of microbatches is limited by the stages and by the rows of each data-parallel rank.
-            fewest = -int(mesh.data.max_(torch.tensor([-rows]), "prompts to generate")[0])
+            fewest = -int(mesh.data.all_reduce_max(torch.tensor([-rows]), "prompts to generate")[0])
             self._pipeline, self._microbatches = pipeline, min(mesh.pipeline.size, fewest)
         self.compute = self._forward()
 
@@ -229,7 +229,7 @@ class _Calls:
         """Agree with the other ranks on whether any of them makes another call."""
         if not self._waits:
             return here
-        return int(self._mesh.data.sum_(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
+        return int(self._mesh.data.all_reduce(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
 
     def wait_for_others(self) -> None:
         """Take part in the remaining calls of other ranks with dummy inputs."""

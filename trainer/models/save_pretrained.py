@@ -64,7 +64,7 @@ def save_model(
             failure = str(error) if isinstance(error, StorageError) else f"{str(path)!r} cannot be written ({reason})"
     for _ in tensors:  # All ranks gather each tensor, rank 0 after a failure too.
         continue
-    failed = int(mesh.world.max_(torch.tensor([int(bool(failure))]), "end of saving")[0])
+    failed = int(mesh.world.all_reduce_max(torch.tensor([int(bool(failure))]), "end of saving")[0])
     return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
 
 

@@ -127,7 +127,7 @@ class UserScalars:
         """Return the means, and reset them; all ranks call it, and their names may differ."""
         sums = {name: [sum(map(float, values)), len(values)] for name, values in self._values.items()}
         self._values = {}
-        if not int(mesh.world.max_(torch.tensor([len(sums)]), "values that are logged")[0]):
+        if not int(mesh.world.all_reduce_max(torch.tensor([len(sums)]), "values that are logged")[0]):
             return {}
         found: dict[str, list[float]] = {}
         for row in mesh.world.gather_json(sums, "values that are logged"):

@@ -1,6 +1,6 @@
 """The model of a run: building, checks, division among ranks and initial values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -79,15 +79,10 @@ def build_trained_model(
     console.status("building the model")
     built = build_whole_model(inputs.model, config, data.tokenizer)
     model = built.model
-    _require_data_fit(model, config, data)
+    _fit_to_data(model, config, data, console)
     options, described = exempted(options, config, model), description_of(model)
-    if data.tokenizer is not None:
-        console.note(*end_also_at(model, data.endings, data.tokenizer.decode_all))
     with ExitStack() as undone:
-        changes = undone.enter_context(ExitStack())
-        changes.callback(keep_attributes(model))
-        if config.model.attention is not None:
-            changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
+        changes = undone.enter_context(_changed(model, config, options, mesh))
         tiers = open_tiers(mesh, options)
         undone.callback(tiers.close)
         require_layout_fits(model, mesh.shape, trains=True)
@@ -98,13 +93,8 @@ def build_trained_model(
         loss, feeds, checked = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example)
-        if config.precision.linear is not None:
-            console.note(use_float8_linear(model, mesh.device))
-        away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
-        console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *loss.notes, *checked)
         length = config.data.sequence_length if data.tokenizer is not None else 0
-        kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
-        engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=kept_inputs)
+        engine = _make_engine(built, config, mesh, options, tiers, divided, console, length, [*loss.notes, *checked])
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -125,11 +115,36 @@ def build_trained_model(
     )
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
         trained.replace_save_pretrained()
-    if mesh.device.type == "cpu":
-        settle_heap()
     console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned))
     start_times.end("engine")
     return trained
+
+
+def _make_engine(
+    built: BuiltModel,
+    config: TrainerConfig,
+    mesh: Mesh,
+    options: ZeroOptions,
+    tiers: Tiers,
+    divided: Divided,
+    console: Console,
+    length: int,
+    notes: Sequence[str],
+) -> ZeroEngine:
+    """Put what the configuration asks for around the layers of a divided model, and give its states memory and values.
+
+    `length` is the number of tokens in each sample, or 0 for data that are not text.
+    """
+    model = built.model
+    if config.precision.linear is not None:
+        console.note(use_float8_linear(model, mesh.device))
+    away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
+    console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *notes)
+    kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
+    engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=kept_inputs)
+    if mesh.device.type == "cpu":
+        settle_heap()
+    return engine
 
 
 def _whole(model: nn.Module) -> dict[str, Any]:
@@ -144,8 +159,20 @@ def _whole(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _require_data_fit(model: nn.Module, config: TrainerConfig, data: RunData) -> None:
-    """Raise `ConfigError` for a model from a callable whose tokenizer is not the data's, or that lacks its classes."""
+def _changed(model: nn.Module, config: TrainerConfig, options: ZeroOptions, mesh: Mesh) -> ExitStack:
+    """Change attributes of a model as the configuration says; the stack puts them back."""
+    changes = ExitStack()
+    changes.callback(keep_attributes(model))
+    if config.model.attention is not None:
+        changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
+    return changes
+
+
+def _fit_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
+    """Have generation end where answers of the data end.
+
+    Raises `ConfigError` for a built model whose tokens differ from those of the data, or that lacks their classes.
+    """
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
         raise ConfigError(
@@ -154,6 +181,8 @@ def _require_data_fit(model: nn.Module, config: TrainerConfig, data: RunData) ->
         )
     if data.classes:
         _require_classes(model, data)
+    if data.tokenizer is not None:
+        console.note(*end_also_at(model, data.endings, data.tokenizer.decode_all))
 
 
 def _loss_and_feeds(

@@ -226,7 +226,7 @@ class Saver:
         if self._remaining is None:
             return None
         busy = int(not self._task.done())
-        busy_anywhere = self._mesh.world.max_(torch.tensor([busy]), "progress of the checkpoint")
+        busy_anywhere = self._mesh.world.all_reduce_max(torch.tensor([busy]), "progress of the checkpoint")
         return None if int(busy_anywhere[0]) else self._advance()
 
     def finish(self) -> Saved | None:

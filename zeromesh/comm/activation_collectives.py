@@ -1,7 +1,7 @@
 """Collectives on activations: `Exchange`, and its versions over process groups and over memory shared by CPU ranks of a host.
 
     exchange = open_exchange(group, device, "auto")
-    pending = exchange.sum(partial)                                # starts; compute meanwhile
+    pending = exchange.all_reduce_async(partial)                                # starts; compute meanwhile
     whole = pending.wait()                                         # a new tensor
 
 gloo's all-reduce adds in the tensors' dtype and in an unspecified order. Here the summands are gathered and added locally in rank
@@ -100,11 +100,11 @@ class Exchange:
     index = 0
     """This rank's position in the set."""
 
-    def sum(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """Return the sum over the ranks as a new tensor of the same shape and dtype."""
         return self._start(ExchangeKind.SUM, tensor)
 
-    def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+    def all_gather_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """Concatenate the ranks' tensors along `dim`. `sizes` gives each rank's length along `dim` when these differ.
 
         Raises:
@@ -120,7 +120,7 @@ class Exchange:
             )
         return self._start(ExchangeKind.GATHER, tensor, dim, lengths)
 
-    def scatter_sum(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+    def reduce_scatter_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """Sum over the ranks and give each rank its slice along `dim`: equal slices, or slices of the lengths in `sizes`.
 
         Raises:

@@ -334,7 +334,7 @@ def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return losses [rows], largest logit and sum of exp(logit - largest) over all ranks [rows], from this rank's [3, rows]."""
-    everyone = exchange.gather(statistics.unsqueeze(0), 0).wait()
+    everyone = exchange.all_gather_async(statistics.unsqueeze(0), 0).wait()
     largest = everyone[:, 0].amax(dim=0)
     total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
     return total.log() + (largest - everyone[:, 2].sum(dim=0)), largest, total
@@ -392,7 +392,7 @@ class _PartOfHead(HeadPass):
         super().gradients(dlogits, start, end)
         if self.grad_hidden is not None:
             part = self.grad_hidden[start:end]
-            begun = (part, self._exchange.sum(part))
+            begun = (part, self._exchange.all_reduce_async(part))
             self._arrive()
             self._under_way = begun
 

@@ -237,27 +237,27 @@ class ProcessSet:
         same = len(failed) == len(answers) and len(set(failed.values())) == 1
         raise raised(failed[rank] if same or first else f"rank {rank}: {failed[rank]}{more}") from failure
 
-    def sum_(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Sum a small CPU tensor over the set, in place; bitwise the same on all ranks."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
 
-    def max_(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    def all_reduce_max(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Element-wise maximum over the set, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
 
     def barrier(self, what: str) -> None:
         """Wait until all ranks are here."""
-        self.sum_(torch.zeros(1, dtype=torch.int64), what)
+        self.all_reduce(torch.zeros(1, dtype=torch.int64), what)
 
-    def start_sum(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
+    def all_reduce_async(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to sum a large tensor over the set, in place, on any device; the returned function waits for it."""
         return self.start(Collective.ALL_REDUCE, tensor, what=what).wait
 
-    def start_broadcast(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
+    def broadcast_async(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
         """Begin to overwrite a small CPU tensor with that of the rank at position `source`; the returned function waits."""
         return self._broadcast(tensor, source, what, "control").wait
 
-    def broadcast_(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """Overwrite `tensor`, on any device, with that of the rank at position `source`, of equal shape and dtype on all ranks."""
         self._broadcast(tensor, source, what, "data").wait()
         return tensor

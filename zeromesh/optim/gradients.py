@@ -233,8 +233,8 @@ class ReplicaGroups:
         """The ranks that share a bucket's elements, this rank included."""
         return self._sets[bucket.spec.shared_by]
 
-    def start_sum(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
+    def all_reduce_async(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
         """Start to sum a gradient shard in place over the ranks that share it. Returns a call that waits for the sum; None if no
         other rank shares it."""
         found = self.sharers(bucket)
-        return found.start_sum(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None
+        return found.all_reduce_async(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None

@@ -331,7 +331,7 @@ class OptimizerStep:
 
     def _share(self, bucket: Bucket) -> None:
         """Sum a bucket over its replicas, and update or offload it if that is due."""
-        wait = self.sharing.start_sum(bucket, gradient_of(bucket))
+        wait = self.sharing.all_reduce_async(bucket, gradient_of(bucket))
         if wait is not None:
             self._sums[id(bucket)] = wait
         if self._in_backward:

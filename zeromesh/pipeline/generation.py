@@ -100,7 +100,7 @@ class StagedForward(StageRunner):
         if logits_here is None:
             dtype = torch.float64 if self._width == torch.float64.itemsize else torch.float32
             logits_here = torch.empty(rows, 1, self._vocabulary, dtype=dtype, device=device)
-        return group.broadcast_(logits_here.contiguous(), group.size - 1, "logits of the last stage")
+        return group.broadcast(logits_here.contiguous(), group.size - 1, "logits of the last stage")
 
 
 class StagedLane(Protocol):
@@ -180,7 +180,7 @@ class TurnRunner(StageRunner):
         lane.take(chosen)
 
     def _start(self, chosen: torch.Tensor) -> Callable[[], None]:
-        return self.group.start_broadcast(chosen, self.group.size - 1, "tokens that the last stage has chosen")
+        return self.group.broadcast_async(chosen, self.group.size - 1, "tokens that the last stage has chosen")
 
 
 def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any]]:

@@ -1,15 +1,15 @@
 """Moves activations between the ranks of the tensor axis, by autograd functions over an `Exchange`.
 
-    function      forward                        backward                     where
-    copy_in       as it is                       sum                          before what is divided
-    sum_out       sum, plus a bias               as it is                     after what is divided
-    gather        concatenation along a dim      this rank's share            after which all ranks have all
-    split         this rank's share              concatenation                before which all ranks have all
-    scatter_out   sum, of it this rank's share   concatenation                after what is divided, along the sequence
+    function                forward                        backward              where
+    copy_input              as it is                       all-reduce            before what is divided
+    all_reduce_output       all-reduce, plus a bias        as it is              after what is divided
+    all_gather              all-gather along a dim         this rank's share     after which all ranks have all
+    split                   this rank's share              all-gather            before which all ranks have all
+    reduce_scatter_output   reduce-scatter, plus a bias    all-gather            after what is divided, along the sequence
 
-A gradient is *whole* if every rank has all of it, and *partial* if ranks have summands of it: it is partial between `copy_in` and
-`sum_out`, and whole elsewhere. (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; for sequence parallelism Korthikanti et al.
-2022, arXiv:2205.05198.)
+A gradient is *whole* if every rank has all of it, and *partial* if ranks have summands of it: it is partial between
+`copy_input` and `all_reduce_output`, and whole elsewhere. (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; for sequence
+parallelism Korthikanti et al. 2022, arXiv:2205.05198.)
 """
 
 from collections.abc import Callable, Sequence
@@ -31,17 +31,17 @@ def uncompiled(function: _Function) -> _Function:
     return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
-def copy_in(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+def copy_input(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Return `x` itself; its gradient is summed over the ranks."""
-    return _apply(x, None, lambda x: x.view_as(x), lambda grad: exchange.sum(grad).wait())
+    return _apply(x, None, lambda x: x.view_as(x), lambda grad: exchange.all_reduce_async(grad).wait())
 
 
-def sum_out(x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
+def all_reduce_output(x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
     """Return the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
-    return _apply(x, bias, lambda x: exchange.sum(x).wait(), lambda grad: grad)
+    return _apply(x, bias, lambda x: exchange.all_reduce_async(x).wait(), lambda grad: grad)
 
 
-def gather(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
+def all_gather(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Concatenate the ranks' `x` along `dim`; `sizes` gives each rank's length along it when these differ."""
     whole = partial(_gathered, dim=dim, exchange=exchange, sizes=sizes)
     return _apply(x, None, whole, lambda grad: _own(grad, dim, exchange, sizes))
@@ -53,10 +53,10 @@ def split(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | 
     return _apply(x, None, lambda x: _own(x, dim, exchange, sizes), whole)
 
 
-def scatter_out(x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
+def reduce_scatter_output(x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
     """Return this rank's slice along `dim` of the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
     whole = partial(_gathered, dim=dim, exchange=exchange, sizes=None)
-    return _apply(x, bias, lambda x: exchange.scatter_sum(x, dim).wait(), whole)
+    return _apply(x, bias, lambda x: exchange.reduce_scatter_async(x, dim).wait(), whole)
 
 
 def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> tuple[int, int]:
@@ -66,7 +66,7 @@ def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[
 
 
 def _gathered(x: torch.Tensor, *, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
-    return exchange.gather(x, dim, sizes=sizes).wait()
+    return exchange.all_gather_async(x, dim, sizes=sizes).wait()
 
 
 def _own(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:

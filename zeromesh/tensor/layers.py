@@ -70,7 +70,7 @@ class ColumnParallelLinear(_Linear):
             weight = self._some(self.weight.t() if self.transposed else self.weight)
             out = linear(whole, weight, None if self.bias is None else self._some(self.bias))
         if self._gathered is not None:
-            return autograd_collectives.gather(out, -1, self._source.exchange, self._gathered)
+            return autograd_collectives.all_gather(out, -1, self._source.exchange, self._gathered)
         if self._randomness is not None and self.training:
             self._randomness.enter()
         return out
@@ -116,8 +116,8 @@ class RowParallelLinear(_Linear):
             self._randomness.leave()
         out = linear(x, self.weight.t() if self.transposed else self.weight, None)
         if self._shares is not None and self._shares.active:
-            return autograd_collectives.scatter_out(out, self.bias, sequence_dim(out), self._exchange)
-        return autograd_collectives.sum_out(out, self.bias, self._exchange)
+            return autograd_collectives.reduce_scatter_output(out, self.bias, sequence_dim(out), self._exchange)
+        return autograd_collectives.all_reduce_output(out, self.bias, self._exchange)
 
 
 def lookup_own(
@@ -129,7 +129,7 @@ def lookup_own(
     """
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
-    return autograd_collectives.sum_out(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
+    return autograd_collectives.all_reduce_output(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
 
 
 class VocabParallelHead(ColumnParallelLinear):
@@ -151,10 +151,10 @@ def divided_experts(
 
     def copied(value: torch.Tensor) -> torch.Tensor:
         tracked = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
-        return autograd_collectives.copy_in(value, exchange) if tracked else value
+        return autograd_collectives.copy_input(value, exchange) if tracked else value
 
     out = forward(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
-    return autograd_collectives.sum_out(out, None, exchange)
+    return autograd_collectives.all_reduce_output(out, None, exchange)
 
 
 def latent_and_rotary(
@@ -165,5 +165,5 @@ def latent_and_rotary(
     Column layers compute keys from the latent outputs, and sum the gradient; the rotary outputs go to this rank's heads unchanged.
     """
     out = forward(x)
-    rotary = autograd_collectives.copy_in(out[..., latent:], exchange)
+    rotary = autograd_collectives.copy_input(out[..., latent:], exchange)
     return torch.cat((out[..., :latent], rotary), dim=-1)

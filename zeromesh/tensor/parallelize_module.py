@@ -313,7 +313,7 @@ def _run(
     # Without dropout nothing is drawn, and sampling continues with the random numbers of a single process.
     with randomness.sharded() if block.training else nullcontext():
         output = forward(*args, **kwargs)
-    return _with_first(output, lambda x: autograd_collectives.gather(x, 1, shares.exchange)) if last else output
+    return _with_first(output, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange)) if last else output
 
 
 def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
@@ -322,7 +322,7 @@ def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShar
         return forward(*args, **kwargs)
 
     def join(share: torch.Tensor) -> torch.Tensor:
-        whole = autograd_collectives.gather(share, 1, shares.exchange)
+        whole = autograd_collectives.all_gather(share, 1, shares.exchange)
         source.joined(whole, share)
         return whole
 
@@ -337,7 +337,7 @@ def _route(forward: Callable[..., Any], shares: SequenceShares, *args: Any, **kw
     """Run the forward of a block of experts or linear attention on the whole sequence, and return a share of its (flat) output."""
     if not shares.active:
         return forward(*args, **kwargs)
-    args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.gather(x, 1, shares.exchange))
+    args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange))
     shape = _hidden(args, kwargs).shape
 
     def share(out: torch.Tensor) -> torch.Tensor:

@@ -176,7 +176,7 @@ class _Take(torch.autograd.Function):
         # The share is gathered again in backward, so that no rank keeps the whole.
         ctx.save_for_backward(share)
         if reading.mode == "gather":
-            return reading.exchange.gather(x, sequence_dim(x)).wait()
+            return reading.exchange.all_gather_async(x, sequence_dim(x)).wait()
         return x.view_as(x)
 
     @staticmethod
@@ -187,10 +187,12 @@ class _Take(torch.autograd.Function):
         grad = reading.collected(grad)
         wanted = sorted(reading.gradients)
         shared = reading.mode != "sum"
-        whole = exchange.gather(x, sequence_dim(x)) if shared and wanted else None
+        whole = exchange.all_gather_async(x, sequence_dim(x)) if shared and wanted else None
         total = None
         if grad is not None and ctx.needs_input_grad[0]:
-            total = exchange.scatter_sum(grad, sequence_dim(grad)) if shared else exchange.sum(grad)
+            total = (
+                exchange.reduce_scatter_async(grad, sequence_dim(grad)) if shared else exchange.all_reduce_async(grad)
+            )
         if whole is not None:
             x = whole.wait()
         of_weights: list[torch.Tensor | None] = [None] * len(reading.transposed)

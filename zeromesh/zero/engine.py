@@ -248,7 +248,7 @@ class ZeroEngine:
     def _sum_squares(self) -> float:
         """Sum the squared norm of all gradients, with the loss scale in it, over the world; all ranks call it."""
         total = torch.tensor([self.read_step()[1]], dtype=torch.float64)
-        return float(self.mesh.world.sum_(total, "sum of the gradient norm"))
+        return float(self.mesh.world.all_reduce(total, "sum of the gradient norm"))
 
     @property
     def lacks_gradients(self) -> bool:

@@ -194,10 +194,10 @@ class GradientReducer:
         """Record the parameters without a gradient on any rank, which torch's optimizers skip. All ranks call it."""
         came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
         sums = torch.tensor([each for row in came for each in row])
-        self._mesh.data.sum_(sums, "parameters with gradients")
+        self._mesh.data.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
             if bucket.spec.copies is not None:  # Other pipeline stages have a copy too.
-                sharing.sharers(bucket).sum_(counts, "shared parameters with gradients")
+                sharing.sharers(bucket).all_reduce(counts, "shared parameters with gradients")
             missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
             bucket.missing = frozenset(() if self.keep_zeros else missing)
 

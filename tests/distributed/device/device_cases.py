@@ -38,13 +38,13 @@ def waits_for_a_late_rank(mesh: Mesh, seconds: float) -> dict[str, bool]:
     full = redistribute(parts[mesh.rank], placement, everywhere, world, "a gather")
     found["gather"] = torch.equal(full, torch.cat(parts))
     late()
-    found["broadcast"] = torch.equal(world.broadcast_(parts[mesh.rank].clone(), 1, "a broadcast"), parts[1])
+    found["broadcast"] = torch.equal(world.broadcast(parts[mesh.rank].clone(), 1, "a broadcast"), parts[1])
     late()
     taken = redistribute(parts[mesh.rank], placement, crosswise, world, "an exchange")
     found["exchange"] = torch.equal(taken, torch.cat([part.chunk(2)[mesh.rank] for part in parts]))
     late()
     total = parts[mesh.rank].clone()
-    world.start_sum(total, "a sum")()
+    world.all_reduce_async(total, "a sum")()
     found["sum"] = torch.equal(total, parts[0] + parts[1])
     return found
 
@@ -59,15 +59,15 @@ def exchanges(mesh: Mesh) -> dict[str, bool]:
         total = parts[0] + parts[1]
         mine = parts[index].clone()
         version, given = mine._version, mine.clone()
-        made = {"sum": (exchange.sum(mine), total)}
+        made = {"sum": (exchange.all_reduce_async(mine), total)}
         for dim in range(3):
-            made[f"gather {dim}"] = exchange.gather(mine, dim), torch.cat(parts, dim)
+            made[f"gather {dim}"] = exchange.all_gather_async(mine, dim), torch.cat(parts, dim)
         for dim in (1, 2):
-            made[f"scatter {dim}"] = exchange.scatter_sum(mine, dim), total.chunk(size, dim)[index]
+            made[f"scatter {dim}"] = exchange.reduce_scatter_async(mine, dim), total.chunk(size, dim)[index]
         uneven = [1, 3]
         ragged = [part.narrow(1, 0, length) for part, length in zip(parts, uneven, strict=True)]
-        made["gather uneven"] = exchange.gather(ragged[index], 1, sizes=uneven), torch.cat(ragged, 1)
-        made["scatter uneven"] = exchange.scatter_sum(mine, 1, sizes=uneven), total.split(uneven, 1)[index]
+        made["gather uneven"] = exchange.all_gather_async(ragged[index], 1, sizes=uneven), torch.cat(ragged, 1)
+        made["scatter uneven"] = exchange.reduce_scatter_async(mine, 1, sizes=uneven), total.split(uneven, 1)[index]
         for name, (pending, wanted) in made.items():
             result = pending.wait()
             apart = not result.numel() or result.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
@@ -85,7 +85,7 @@ def launches_without_others(mesh: Mesh, seconds: float) -> list[float]:
         mesh.world.barrier("a moment")
         time.sleep(seconds * mesh.rank)
         began = time.monotonic()
-        finish = group.start_sum(tensor, "a sum")
+        finish = group.all_reduce_async(tensor, "a sum")
         took.append(time.monotonic() - began)
         finish()
         assert tensor.tolist() == [2.0] * 3

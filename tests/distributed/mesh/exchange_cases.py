@@ -43,26 +43,28 @@ def _at(exchange: Exchange, number: int, shape: tuple[int, ...], dtype: torch.dt
     size, index = exchange.size, exchange.index
     parts = [_values(rank, number, shape, dtype) for rank in range(size)]
     mine = parts[index].clone()
-    found = {"sum": torch.equal(exchange.sum(mine).wait(), _summed(parts))}
+    found = {"sum": torch.equal(exchange.all_reduce_async(mine).wait(), _summed(parts))}
     if not shape:
         return found
     uneven = [1] * (size - 1) + [shape[1] + 1 - size]
     starts = [sum(uneven[:rank]) for rank in range(size)]
     for dim in (0, 1, -1):
-        found[f"gather {dim}"] = torch.equal(exchange.gather(mine, dim).wait(), torch.cat(parts, dim))
+        found[f"gather {dim}"] = torch.equal(exchange.all_gather_async(mine, dim).wait(), torch.cat(parts, dim))
     ragged = [part.narrow(1, 0, uneven[rank]) for rank, part in enumerate(parts)]
-    gathered = exchange.gather(mine.narrow(1, 0, uneven[index]), 1, sizes=uneven).wait()
+    gathered = exchange.all_gather_async(mine.narrow(1, 0, uneven[index]), 1, sizes=uneven).wait()
     found["gather uneven"] = torch.equal(gathered, torch.cat(ragged, 1))
     whole = _summed(parts)
     share = whole.narrow(1, starts[index], uneven[index])
-    found["scatter uneven"] = torch.equal(exchange.scatter_sum(mine, 1, sizes=uneven).wait(), share)
+    found["scatter uneven"] = torch.equal(exchange.reduce_scatter_async(mine, 1, sizes=uneven).wait(), share)
     step = shape[2] // size if shape[2] % size == 0 else 0
     if step:
         share = whole.narrow(2, step * index, step)
-        found["scatter"] = torch.equal(exchange.scatter_sum(mine, -1).wait(), share)
-        turned = exchange.scatter_sum(mine.transpose(0, 2), 0).wait()
+        found["scatter"] = torch.equal(exchange.reduce_scatter_async(mine, -1).wait(), share)
+        turned = exchange.reduce_scatter_async(mine.transpose(0, 2), 0).wait()
         found["scatter of a transpose"] = torch.equal(turned, whole.transpose(0, 2).narrow(0, step * index, step))
-    found["sum of a transpose"] = torch.equal(exchange.sum(mine.transpose(0, 1)).wait(), whole.transpose(0, 1))
+    found["sum of a transpose"] = torch.equal(
+        exchange.all_reduce_async(mine.transpose(0, 1)).wait(), whole.transpose(0, 1)
+    )
     found["left as it was"] = torch.equal(mine, parts[index])
     return found
 
@@ -71,7 +73,10 @@ def in_any_order(mesh: Mesh, kind: Any, flying: int) -> list[bool]:
     """Results may be waited for in another order than the one they were started in, by each rank as it likes; or not at all."""
     exchange = open_exchange(mesh.world, mesh.device, kind)
     shapes = [(1 + number % 5, 1000 * (number % 3) + 7) for number in range(flying)]
-    pending = [exchange.sum(_values(mesh.rank, number, shape, torch.float32)) for number, shape in enumerate(shapes)]
+    pending = [
+        exchange.all_reduce_async(_values(mesh.rank, number, shape, torch.float32))
+        for number, shape in enumerate(shapes)
+    ]
     order = list(range(flying))
     if mesh.rank % 2:
         order.reverse()
@@ -96,13 +101,13 @@ def refusals(mesh: Mesh, kind: Any) -> dict[str, str]:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    pending = exchange.sum(tensor)
+    pending = exchange.all_reduce_async(tensor)
     pending.wait()
     found = {
-        "scatter": attempt(lambda: exchange.scatter_sum(tensor, 0)),
-        "scatter sizes": attempt(lambda: exchange.scatter_sum(tensor, 0, sizes=[1, 1])),
-        "gather sizes": attempt(lambda: exchange.gather(tensor, 1, sizes=[1, 1])),
-        "dim": attempt(lambda: exchange.gather(tensor, 2)),
+        "scatter": attempt(lambda: exchange.reduce_scatter_async(tensor, 0)),
+        "scatter sizes": attempt(lambda: exchange.reduce_scatter_async(tensor, 0, sizes=[1, 1])),
+        "gather sizes": attempt(lambda: exchange.all_gather_async(tensor, 1, sizes=[1, 1])),
+        "dim": attempt(lambda: exchange.all_gather_async(tensor, 2)),
         "twice": attempt(pending.wait),
     }
     mesh.world.barrier("all were refused")
@@ -114,7 +119,7 @@ def memory_of_slots(mesh: Mesh) -> dict[str, Any]:
     exchange = open_exchange(mesh.world, mesh.device, "shared")
     before = len(os.listdir("/proc/self/fd"))
     for number in range(40):
-        exchange.sum(torch.ones(20_000 * (1 + number % 7))).wait()
+        exchange.all_reduce_async(torch.ones(20_000 * (1 + number % 7))).wait()
     mesh.world.barrier("all have summed")
     slots = [slot.segment.nbytes for slot in exchange._ring.own]  # type: ignore[attr-defined]
     found = {"slots": slots, "descriptors": len(os.listdir("/proc/self/fd")) - before}
@@ -130,25 +135,25 @@ def goes_wrong(mesh: Mesh, kind: Any, fault: str) -> float:
     exchange = open_exchange(mesh.world, mesh.device, kind)
     tensor = torch.ones(4, 6)
     if fault != "gone before it was read":
-        exchange.sum(tensor).wait()
+        exchange.all_reduce_async(tensor).wait()
     if mesh.rank == mesh.world_size - 1:
         if fault == "gone before it was read":
-            exchange.sum(tensor)
+            exchange.all_reduce_async(tensor)
         if fault in ("killed", "gone before it was read"):
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault == "late":
             time.sleep(4)
         elif fault == "other collective":
-            return float(exchange.gather(tensor, 1).wait().sum())
+            return float(exchange.all_gather_async(tensor, 1).wait().sum())
         elif fault == "other shape":
-            return float(exchange.sum(tensor[:3]).wait().sum())
+            return float(exchange.all_reduce_async(tensor[:3]).wait().sum())
         elif fault == "other shares":
-            return float(exchange.scatter_sum(tensor, 0, sizes=[3, 1]).wait().sum())
+            return float(exchange.reduce_scatter_async(tensor, 0, sizes=[3, 1]).wait().sum())
     if fault == "other shares":
-        return float(exchange.scatter_sum(tensor, 0).wait().sum())
+        return float(exchange.reduce_scatter_async(tensor, 0).wait().sum())
     if fault == "gone before it was read":
         time.sleep(0.5)
-    return float(exchange.sum(tensor).wait().sum())
+    return float(exchange.all_reduce_async(tensor).wait().sum())
 
 
 def forgotten(mesh: Mesh) -> list[bool]:
@@ -156,7 +161,7 @@ def forgotten(mesh: Mesh) -> list[bool]:
     equal = []
     for number in range(20):
         exchange = open_exchange(mesh.world, mesh.device, "shared")
-        pending = exchange.sum(torch.full((1000,), mesh.rank + 1.0))
+        pending = exchange.all_reduce_async(torch.full((1000,), mesh.rank + 1.0))
         del exchange
         if number % mesh.world_size == mesh.rank:
             time.sleep(0.01)

@@ -21,7 +21,7 @@ def axes(mesh: Mesh) -> dict[str, Any]:
     found: dict[str, Any] = {
         "ranks": {name: list(group.ranks) for name, group in sets.items()},
         "linked": [name for name, group in sets.items() if group.link is not None],
-        "sums": {name: group.sum_(torch.tensor([mesh.rank]), "sum").item() for name, group in sets.items()},
+        "sums": {name: group.all_reduce(torch.tensor([mesh.rank]), "sum").item() for name, group in sets.items()},
         "same": [
             mesh["tensor"] is mesh.tensor,
             mesh["replicate", "shard"] is mesh.data,
@@ -84,7 +84,7 @@ def another_order(mesh: Mesh) -> dict[str, Any]:
         "rank": [mesh.rank, mesh.environment.rank, again.rank, dist.get_rank()],
         "processes": list(mesh.processes),
         "kinds": [choose_transport("auto", group, mesh.device) for group in (mesh.tensor, mesh.shard, mesh.world)],
-        "sum": exchange.sum(torch.tensor([float(mesh.rank)])).wait().item(),
+        "sum": exchange.all_reduce_async(torch.tensor([float(mesh.rank)])).wait().item(),
         "ranks": [row[0] for row in mesh.world.gather_integers([mesh.rank])],
         "refused": refused,
     }
@@ -98,9 +98,9 @@ def told(mesh: Mesh, kind: Any) -> dict[str, Any]:
     mesh.recorder.take_traffic()
     exchange = open_exchange(mesh.world, mesh.device, kind)
     tensor = torch.ones(3, 1000)
-    exchange.sum(tensor).wait()
-    exchange.gather(tensor, 0).wait()
-    exchange.scatter_sum(tensor, 1).wait()
+    exchange.all_reduce_async(tensor).wait()
+    exchange.all_gather_async(tensor, 0).wait()
+    exchange.reduce_scatter_async(tensor, 1).wait()
     transport = _open(mesh, kind, torch.float32, persistent=False)
     buffer, out = transport.buffers[0], torch.zeros(buffer_length := transport.buffers[0].full.numel() // 2)
     for sequence in range(3):
@@ -115,7 +115,7 @@ def told(mesh: Mesh, kind: Any) -> dict[str, Any]:
         reduction.finish()
         reduction.finish()
         reduction.settle()
-    mesh.shard.start_sum(torch.ones(50), "sum")()
+    mesh.shard.all_reduce_async(torch.ones(50), "sum")()
     found = mesh.recorder.take_traffic()
     rest = mesh.recorder.take_traffic()
     mesh.world.barrier("all have looked")

@@ -43,7 +43,7 @@ def life(mesh: Mesh) -> dict[str, Any]:
         "no exchange": said(lambda: open_exchange(edges, mesh.device)) if mesh.rank == 1 else "",
     }
     if edges.member:
-        found["edges"] = edges.sum_(torch.tensor([mesh.rank + 1]), "sum").item()
+        found["edges"] = edges.all_reduce(torch.tensor([mesh.rank + 1]), "sum").item()
         found["exchange"] = open_exchange(edges, mesh.device).sum(torch.tensor([mesh.rank + 1.0])).wait().tolist()
     parity = sets.split(None if mesh.rank == 1 else 7, -mesh.rank, name="even")
     found["split"] = [list(parity.ranks), parity.gather_integers([mesh.rank])] if parity else None
@@ -152,10 +152,10 @@ def churn(mesh: Mesh, count: int, kept: int) -> dict[str, Any]:
         exchange = open_exchange(load, mesh.device)
         going = 1
         while going:
-            total = exchange.sum(torch.full((4096,), mesh.rank + 1.0)).wait()
+            total = exchange.all_reduce_async(torch.full((4096,), mesh.rank + 1.0)).wait()
             wrong.extend([rounds[0]] * (total[0] != 6))
             rounds[0] += 1
-            going = int(load.sum_(torch.tensor([int(not stop.is_set())]), "going on")[0]) // 3
+            going = int(load.all_reduce(torch.tensor([int(not stop.is_set())]), "going on")[0]) // 3
 
     stop = threading.Event()
     thread = threading.Thread(target=use)

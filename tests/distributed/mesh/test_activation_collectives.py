@@ -41,16 +41,16 @@ def test_what_does_not_fit_is_refused(workers: Workers, kind: str) -> None:
 def test_alone_everything_is_a_copy() -> None:
     exchange, tensor = Exchange(), torch.arange(6.0).view(2, 3)
     results = [
-        exchange.sum(tensor),
-        exchange.gather(tensor, 1),
-        exchange.scatter_sum(tensor, 0),
+        exchange.all_reduce_async(tensor),
+        exchange.all_gather_async(tensor, 1),
+        exchange.reduce_scatter_async(tensor, 0),
     ]
     for pending in results:
         result = pending.wait()
         assert torch.equal(result, tensor)
         assert result.data_ptr() != tensor.data_ptr()
     with pytest.raises(LayoutError, match="allowed are 1 that add up to 2"):
-        exchange.scatter_sum(tensor, 0, sizes=[1])
+        exchange.reduce_scatter_async(tensor, 0, sizes=[1])
 
 
 def test_slots_are_used_again(workers: Workers) -> None:

@@ -33,7 +33,7 @@ while not os.path.exists(f"{folder}/enough"):
     time.sleep(0.05)
 for step in range(50):
     part = torch.full((4,), float(step * (environment.rank + 1)), dtype=torch.float64)
-    mesh.world.sum_(part, "sum")
+    mesh.world.all_reduce(part, "sum")
     total += part
 assert total.tolist() == [3.0 * sum(range(50))] * 4, total
 mesh.close()

@@ -146,14 +146,14 @@ class Counting:
         self.most = max(self.most, tensor.numel() * (self.size if what == "gather" else 1))
         return pending
 
-    def sum(self, tensor: torch.Tensor) -> Pending:
-        return self._note("sum", tensor, self._inner.sum(tensor))
+    def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
+        return self._note("sum", tensor, self._inner.all_reduce_async(tensor))
 
-    def gather(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        return self._note("gather", tensor, self._inner.gather(tensor, dim, sizes=sizes))
+    def all_gather_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+        return self._note("gather", tensor, self._inner.all_gather_async(tensor, dim, sizes=sizes))
 
-    def scatter_sum(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        return self._note("scatter_sum", tensor, self._inner.scatter_sum(tensor, dim, sizes=sizes))
+    def reduce_scatter_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+        return self._note("reduce_scatter_async", tensor, self._inner.reduce_scatter_async(tensor, dim, sizes=sizes))
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> Any:
@@ -204,7 +204,7 @@ def assembled(model: Any, parallel: Parallelized, exchange: Exchange) -> dict[st
             for dim, intervals in enumerate(part.region.dims):
                 index = torch.cat([index.narrow(dim, one.start, one.length) for one in intervals], dim)
             whole.view(-1)[index.reshape(-1)] = gradient.reshape(-1)
-        found[name] = exchange.sum(whole).wait()
+        found[name] = exchange.all_reduce_async(whole).wait()
     return found
 
 

@@ -110,9 +110,9 @@ def test_layers_that_read_one_input_sum_its_gradient_once(workers: Workers) -> N
         assert forward == ["sum"] * 5  # embedding, and two of each block
         assert backward == ["sum"] * 4
     for forward, backward in workers.run(2, "tensor_cases:counts_exchanges", name="llama", sequence=True):
-        assert forward == ["sum", *["gather", "scatter_sum"] * 4, "gather"]
+        assert forward == ["sum", *["gather", "reduce_scatter_async"] * 4, "gather"]
         # Of the row layer's output; of the inputs, which are gathered again, while their gradients are summed.
-        assert backward == [*["gather", "gather", "scatter_sum"] * 4, "gather"]
+        assert backward == [*["gather", "gather", "reduce_scatter_async"] * 4, "gather"]
 
 
 def test_there_is_no_more_to_a_plan_than_numbers() -> None:
