@@ -44,7 +44,9 @@ def life(mesh: Mesh) -> dict[str, Any]:
     }
     if edges.member:
         found["edges"] = edges.all_reduce(torch.tensor([mesh.rank + 1]), "sum").item()
-        found["exchange"] = open_exchange(edges, mesh.device).sum(torch.tensor([mesh.rank + 1.0])).wait().tolist()
+        found["exchange"] = (
+            open_exchange(edges, mesh.device).all_reduce_async(torch.tensor([mesh.rank + 1.0])).wait().tolist()
+        )
     parity = sets.split(None if mesh.rank == 1 else 7, -mesh.rank, name="even")
     found["split"] = [list(parity.ranks), parity.gather_integers([mesh.rank])] if parity else None
     found["names"] = list(sets)
