@@ -3,7 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,51 +12,88 @@ from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.tensor.plan.recognition import goes_by_shape, recognised
 from zeromesh.tensor.trial import difference_when_divided
-from zeromesh.trainer.models.small_copy import InFloat64, small_copy, vary
+from zeromesh.trainer.models.small_copy import ERRORS, InFloat64, small_copy, vary
 from zeromesh.trainer.models.user_model import integer, positive, text_part
 from zeromesh.zero.hooks import tensors_in
 
 _RANKS, _LENGTH, _FIRST_ID = 2, 8, 3
+_Value = TypeVar("_Value")
 
 
 def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, sequence: bool) -> None:
     """Run a small copy of a model whole and divided over two ranks; outputs and gradients must agree.
 
-    `rules` are the user's; without any, models that have a plan are not tried. With `sequence`, blocks exchange shards of the
-    sequence. Raises `ConfigError` with the module that differs, or if division by shape could not be tried.
+    `rules` are the user's. A model with a plan of its own, of which no small copy runs, is not tried. With `sequence`, blocks
+    exchange shards of the sequence. Raises `ConfigError` with the module that differs, or if division by shape could not be tried.
     """
     by_shape = goes_by_shape(model)
-    if not by_shape and not rules:
+    if not by_shape and not rules and not getattr(model, "tp_plan", None):
         return
-    # Block numbers of the copy differ.
-    plan = {re.sub(r"\.\d+(?=\.|$)", ".*", name): style for name, style in recognised(model).items() if by_shape}
-    small = small_copy(model, lambda each: torch.cat([out.flatten() for out in _outputs(each)]))
+    plan = _by_pattern(recognised(model)) if by_shape else {}
+    given: dict[str, Any] = {}
+
+    def run(each: Any) -> list[Tensor]:
+        with InFloat64():
+            return [out for out in tensors_in(each(**given)) if out.is_floating_point()]
+
+    @torch.no_grad()
+    def check(each: nn.Module) -> Tensor:
+        given.update(_inputs(each))
+        try:
+            outputs = run(each)
+        except ERRORS:
+            if not (given.pop("pixel_values", None) is not None and "input_ids" in given):
+                raise
+            outputs = run(each)  # A model of text and pictures, with text alone.
+        if missing := next(iter(plan.keys() - _by_pattern(dict(each.named_modules()))), ""):
+            raise NotImplementedError(f"it has no {missing}")
+        return torch.cat([out.flatten() for out in outputs])
+
+    small = small_copy(model, check)
     if isinstance(small, str):
         if rules or not plan:
             return
         raise ConfigError(_refused(model, f"no small copy of it could be tried ({small})"), where="parallel.tensor")
     vary(small)
+    if found := _unlike(model, small, plan) if by_shape else "":
+        raise ConfigError(_refused(model, found), where="parallel.tensor")
     for shares in dict.fromkeys((sequence, False)):
         try:
-            divided = plan_tensor(small, _RANKS, {**plan, **rules})
-            found = difference_when_divided(small, divided, _outputs, sequence=shares)
-        except LayoutError:  # Indivisible copies prove nothing; an indivisible model is refused later.
+            divided, inside = plan_tensor(small, _RANKS, rules), bool(plan or rules)
+            found = difference_when_divided(small, divided, run, sequence=shares, inside=inside)
+        except LayoutError as error:
+            found = str(error)
             continue
         if found:
             raise ConfigError(_refused(model, found), where="parallel.plan" if rules else "parallel.tensor")
         return
+    if plan and not rules:
+        raise ConfigError(_refused(model, f"the copy could not be divided ({found})"), where="parallel.tensor")
+
+
+def _by_pattern(named: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Give values by names with `*` for the numbers of blocks, of which a copy has fewer."""
+    return {re.sub(r"\.\d+(?=\.)", ".*", name): value for name, value in named.items()}
+
+
+def _unlike(model: nn.Module, small: nn.Module, plan: Mapping[str, str]) -> str:
+    """Say how a copy that has run differs from the model, so that it proves nothing for it; an empty text if it does not."""
+    kinds, copied = (
+        {(*_by_pattern({name: ""}), type(each).__name__) for name, each in one.named_modules()}
+        for one in (model, small)
+    )
+    for name, kind in copied - kinds:
+        return f"its forward puts a {kind} in the place of {name}"
+    others = _by_pattern(recognised(small))
+    unlike = next((name for name in (*plan, *others) if plan.get(name) != others.get(name)), "")
+    return f"its sizes do not tell how {unlike} is to be divided" if unlike else ""
 
 
 def _refused(model: nn.Module, reason: str) -> str:
     return (
-        f"{type(model).__name__} has layers that ranks could divide by their shapes or by your rules, and in a trial on a small "
-        f"copy {reason}; give rules under which it computes the same (parallel.plan), or set parallel.tensor: 1"
+        f"{type(model).__name__} would be divided by a plan, by the shapes of its layers or by your rules, and in a trial on a "
+        f"small copy {reason}; give rules under which it computes the same (parallel.plan), or set parallel.tensor: 1"
     )
-
-
-def _outputs(small: Any) -> list[Tensor]:
-    with InFloat64():
-        return [each for each in tensors_in(small(**dict(_inputs(small)))) if each.is_floating_point()]
 
 
 def _inputs(small: Any) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.activation_collectives import Exchange
+from zeromesh.errors import ConfigError
 from zeromesh.intervals import Interval
 from zeromesh.kernels.cpu_matmul import linear
 from zeromesh.tensor import autograd_collectives
@@ -114,7 +115,13 @@ class RowParallelLinear(_Linear):
             self._source.forget()
         if self._randomness is not None:
             self._randomness.leave()
-        out = linear(x, self.weight.t() if self.transposed else self.weight, None)
+        weight = self.weight.t() if self.transposed else self.weight
+        if x.shape[-1] != weight.shape[1]:
+            raise ConfigError(
+                f"a layer that is divided by its inputs has {weight.shape[1]} of them here, and gets {x.shape[-1]}: what comes "
+                "before it is divided otherwise; give rules that fit together (parallel.plan), or set parallel.tensor: 1"
+            )
+        out = linear(x, weight, None)
         if self._shares is not None and self._shares.active:
             return autograd_collectives.reduce_scatter_output(out, self.bias, sequence_dim(out), self._exchange)
         return autograd_collectives.all_reduce_output(out, self.bias, self._exchange)

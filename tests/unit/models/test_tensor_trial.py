@@ -33,6 +33,39 @@ def _on_meta(kind: type[nn.Module], config: Any) -> nn.Module:
         return kind(config)
 
 
+def _big_bird() -> nn.Module:
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 44,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "vocab_size": 67,
+    }
+    return _on_meta(tf.BigBirdForMaskedLM, tf.BigBirdConfig(**sizes, block_size=4, max_position_embeddings=64))
+
+
+def _ctrl() -> nn.Module:
+    return _on_meta(tf.CTRLLMHeadModel, tf.CTRLConfig(n_embd=32, n_layer=2, n_head=4, dff=44, vocab_size=67))
+
+
+class WholeGate(nn.Module):
+    """What comes before the down projection, made by a layer of which no plan knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.widen, self.down_proj = nn.Linear(32, 44), nn.Linear(44, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.widen(hidden))
+
+
+class LlamaOfAnotherMLP(tf.LlamaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = WholeGate()
+
+
 class SoftMLP(nn.Module):
     """An MLP by its shape, whose activation sees all features at once."""
 
@@ -55,9 +88,9 @@ def _gpt2(kind: type[nn.Module] = tf.GPT2LMHeadModel) -> nn.Module:
     return _on_meta(kind, tf.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=67, bos_token_id=0, eos_token_id=0))
 
 
-def _llama() -> nn.Module:
+def _llama(kind: type[nn.Module] = tf.LlamaForCausalLM) -> nn.Module:
     sizes = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return _on_meta(tf.LlamaForCausalLM, tf.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=67))
+    return _on_meta(kind, tf.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=67))
 
 
 @pytest.mark.parametrize(
@@ -83,8 +116,11 @@ def test_attention_and_mlps_are_recognised_and_equal(model: Any, divided: int) -
         (lambda: _gpt2(SoftGPT2), {}, r"parallel\.tensor: .*transformer\.h\.0\.mlp\.down, a Linear, computes something"),
         (_llama, {"*.gate_proj": "replicate"}, r"parallel\.plan: .*layers\.0\.mlp, a LlamaMLP, cannot compute its part \("),
         (_llama, {"*.input_layernorm": "replicated_with_grad_allreduce"}, r"input_layernorm, .* another gradient of its weight"),
+        (_big_bird, {}, r"forward puts a BigBirdSelfAttention in the place of bert\.encoder\.layer\.\*\.attention\.self"),
+        (_ctrl, {}, r"multi_head_attention\.Wk, a RowParallelLinear, cannot compute its part"),
+        (lambda: _llama(LlamaOfAnotherMLP), {}, r"mlp\.down_proj, a RowParallelLinear, .* has 22 of them here, and gets 44"),
     ],
-    ids=["softmax", "one of two", "a sum of whole gradients"],
+    ids=["softmax", "one of two", "a sum of whole gradients", "other modules in forward", "names of its own", "a library's plan"],
 )  # fmt: skip
 def test_what_computes_something_else_is_refused_by_its_module(model: Any, rules: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
