@@ -59,7 +59,7 @@ class Laboratory:
         return result
 
 
-_CASES = "conformance.cases"
+_CASES = "tests.conformance.cases"
 
 
 def _result(ranks: list[dict[str, Any]], path: Path) -> Result:
