@@ -134,7 +134,7 @@ def overlapping(mesh: Mesh, rounds: int) -> list[bool]:
         exchanges = [(group, open_exchange(group, mesh.device, kind)) for group in mine]  # type: ignore[arg-type]
         for number in range(rounds):
             random.Random(mesh.rank + number).shuffle(exchanges)
-            pending = [(group, each.sum(torch.full((300,), mesh.rank + 1.0))) for group, each in exchanges]
+            pending = [(group, each.all_reduce_async(torch.full((300,), mesh.rank + 1.0))) for group, each in exchanges]
             pending.reverse()
             equal += [float(each.wait()[0]) == sum(group.ranks) + group.size for group, each in pending]
     mesh.world.barrier("all are through")

@@ -91,7 +91,7 @@ def trains(mesh: Mesh, folder: str, parallel: dict[str, int]) -> dict[str, Any]:
     config = settings(folder, parallel={"timeout_seconds": 30, **parallel}, run={"max_steps": 2})
     plain = plain_fit(seeded(_capped), sentences(), config)
     widths: list[int] = []
-    plainly = autograd_collectives.gather
+    plainly = autograd_collectives.all_gather
 
     def noting(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
         found = plainly(tensor, *arguments)
@@ -99,7 +99,7 @@ def trains(mesh: Mesh, folder: str, parallel: dict[str, int]) -> dict[str, Any]:
         return found
 
     with (
-        patch.object(autograd_collectives, "gather", noting),
+        patch.object(autograd_collectives, "all_gather", noting),
         Trainer(seeded(_capped), config, train_dataset=sentences(), eval_dataset=sentences(5)) as trainer,
     ):
         before = trainer.evaluate()["eval_loss"]
