@@ -82,7 +82,7 @@ def _unlike(model: nn.Module, small: nn.Module, plan: Mapping[str, str]) -> str:
         {(*_by_pattern({name: ""}), type(each).__name__) for name, each in one.named_modules()}
         for one in (model, small)
     )
-    for name, kind in copied - kinds:
+    for name, kind in sorted(copied - kinds):
         return f"its forward puts a {kind} in the place of {name}"
     others = _by_pattern(recognised(small))
     unlike = next((name for name in (*plan, *others) if plan.get(name) != others.get(name)), "")
