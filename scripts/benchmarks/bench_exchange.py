@@ -37,8 +37,8 @@ def main() -> None:
             given = torch.randn(int(mebibytes * 2**20) // dtype.itemsize).to(dtype)
             place = torch.zeros_like(given)
             ways: dict[str, Callable[[], object]] = {
-                "shared": lambda given=given: shared.sum(given).wait(),
-                "gloo": lambda given=given: gloo.sum(given).wait(),
+                "shared": lambda given=given: shared.all_reduce_async(given).wait(),
+                "gloo": lambda given=given: gloo.all_reduce_async(given).wait(),
                 "all-reduce": lambda given=given: dist.all_reduce(given.clone(), group=group),
                 "bare": lambda place=place: dist.all_reduce(place, group=group),
             }

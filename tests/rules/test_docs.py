@@ -11,6 +11,7 @@ import subprocess
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -41,6 +42,23 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found,) = workers.run(1, "doc_cases:commanded", words=words, folder=str(folder))
     assert found["code"] == 0, found
     return folder / "runs/quickstart"
+
+
+def test_pages_of_the_api_name_what_there_is() -> None:
+    named = [
+        name for page in (ROOT / "docs").rglob("*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+    ]
+    assert len(named) > 20
+    assert [name for name in named if not _is_there(name)] == []
+    assert not _is_there("zeromesh.mesh.mesh_shape.Nothing")
+
+
+def _is_there(name: str) -> bool:
+    try:
+        resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 def test_the_page_on_the_architecture_names_todays_lines() -> None:

@@ -46,7 +46,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
                 raise
             outputs = run(each)  # A model of text and pictures, with text alone.
         if missing := next(iter(plan.keys() - _by_pattern(dict(each.named_modules()))), ""):
-            raise NotImplementedError(f"it has no {missing}")
+            raise LayoutError(f"it has no {missing}")
         return torch.cat([out.flatten() for out in outputs])
 
     small = small_copy(model, check)
