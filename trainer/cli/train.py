@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.text_sources import first_columns, holds_pictures
+from zeromesh.trainer.data.text_sources import first_columns, picture_endings
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -174,7 +175,8 @@ def _take_start(options: argparse.Namespace) -> None:
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
     model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
     sizes = _json_object(model / "config.json")
-    if first.is_dir() and holds_pictures(first):
+    beginning = islice(first.glob("*/*"), 1000) if first.is_dir() else ()
+    if any(each.name.lower().endswith(picture_endings()) for each in beginning):
         kind, head = "pictures", "image_classification"
     else:
         columns = first_columns(options.data)

@@ -45,9 +45,8 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
         raise DataError(f"{name} is a mapping of splits ({splits}); pass one of them, such as {name}[...]")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(
-            f"{name} is a {type(dataset).__name__} without length or indexing; samples are dealt by index, "
-            "so that any number of ranks sees the same data: pass a map-style dataset, or list(dataset) "
-            "where it fits in memory"
+            f"{name} is a {type(dataset).__name__} without length or indexing; samples are dealt by index, so that any number of "
+            "ranks sees the same data: pass a map-style dataset, or list(dataset) where it fits in memory"
         )
     if len(dataset) == 0:
         raise DataError(f"{name} is empty; give at least one sample")
@@ -77,12 +76,9 @@ def is_library(collate: Collate | None) -> bool:
 
 
 def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str, Tensor]:
-    """Stack samples, mappings of field to tensor, array, list or number, into tensors `[batch, ...]`.
-
-    This follows transformers' `default_data_collator`: a `label` or `label_ids` becomes `labels`, and fields that hold text or None
-    are left out. Python integers become int64, Python floats float32. `indices` are the samples' dataset indices, which errors
-    name. Raises `DataError` for samples that are no mappings, that have different fields, or whose shapes differ.
-    """
+    """Stack samples, mappings of field to tensor, array, list or number, into tensors `[batch, ...]`, as transformers'
+    `default_data_collator` does: a `label` or `label_ids` becomes `labels`, and fields of text or None are left out. Python
+    integers become int64, floats float32. Raises `DataError`, with dataset `indices`, for samples that cannot be stacked."""
     for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, Mapping):
             raise DataError(
@@ -114,11 +110,9 @@ def _tensor(value: Any, index: int, field: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
     try:
-        if isinstance(value, np.ndarray):
-            # torch has no indexing or comparison for wide unsigned types.
-            signed = value.dtype.kind == "u" and value.dtype.itemsize > 1
-            return torch.tensor(value.astype(np.int64) if signed else value)
-        return torch.tensor(value)
+        # torch has no indexing or comparison for wide unsigned types.
+        wide = isinstance(value, np.ndarray) and value.dtype.kind == "u" and value.dtype.itemsize > 1
+        return torch.tensor(value.astype(np.int64) if wide else value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"sample {index}: field {field!r} ({type(value).__name__}) is no array of numbers: {error}. "
@@ -131,12 +125,9 @@ def _field_list(sample: Mapping[str, Any]) -> str:
 
 
 def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
-    """Cut the trailing columns that are padding in all rows of a text batch with fields `[batch, sequence]`.
-
-    Padding is where `attention_mask` is 0, or the last document of a row by its `position_ids` where that has no target. A model
-    that balances experts, for example, counts all tokens that it is given. The length stays a `multiple`, and an `attention_mask`
-    of ones is dropped.
-    """
+    """Cut the trailing columns that are padding in all rows of a text batch with fields `[batch, sequence]`, to a `multiple`, as
+    models that balance experts count all tokens. Padding is where `attention_mask` is 0, or the last document of a row by its
+    `position_ids` where that has no target. An `attention_mask` of ones is dropped."""
     length = batch["input_ids"].shape[1]
     places = torch.arange(length)
     if "attention_mask" in batch:
@@ -153,12 +144,9 @@ def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
 
 
 def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
-    """Count the targets that the loss of a batch is averaged over.
-
-    Integer labels count where they are not `ignored`; a causal model predicts position i + 1 at i, so the first
-    position of each sequence (labels `[batch, sequence]`) is no target. Labels of floating point (regression)
-    count every element. Raises `DataError` for causal labels without a sequence dim.
-    """
+    """Count the targets that the loss of a batch is averaged over: integer labels that are not `ignored`, without the first
+    position of each sequence (labels `[batch, sequence]`) for a causal model, and every element of floating-point labels
+    (regression). Raises `DataError` for causal labels without a sequence dim."""
     if labels.is_floating_point():
         return labels.numel()
     if causal:
@@ -176,11 +164,8 @@ def check_batch(
     indices: Sequence[int],
     classes: int | None = None,
 ) -> None:
-    """Raise `DataError` for token ids outside of the vocabulary, and for class labels outside of the model's range.
-
-    `input_ids` are in [0, vocab_size), and so are the labels of a causal model that are not -100; those of a classifier are in
-    [0, classes). `indices` are the dataset indices of the batch's samples. None as `vocab_size` or `classes`: the model has none.
-    """
+    """Raise `DataError` for `input_ids`, or labels of a causal model other than -100, outside of [0, vocab_size), and for labels of
+    a classifier outside of [0, classes); None has no limit. `indices` are the dataset indices of the batch's samples."""
     inputs, labels = batch.get("input_ids"), batch.get("labels")
     if causal and isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.shape != labels.shape:
         raise DataError(
@@ -232,9 +217,8 @@ class BatchRules:
     """The number of tokens to a multiple of which text batches are cut; None leaves batches uncut."""
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
-        """Read, collate and check the samples of these dataset indices; the batch has all fields. Raises `DataError` if the
-        collator returns no mapping, and as `default_collate` and `check_batch` do. Errors of the user's code get a note with the
-        indices."""
+        """Read, collate and check the samples of these dataset indices; the batch has all fields. Raises `DataError` for a batch
+        that cannot be trained on; errors of the user's code get a note with the indices."""
         with ending_children():
             samples = []
             for index in indices:
@@ -259,11 +243,8 @@ class BatchRules:
         """Return the fields of a sample for the collator. Raises `DataError` if none is left, and for text labels."""
         if not isinstance(sample, Mapping):
             return sample
-        labels = (
-            {name: sample[name] for name in ("labels", *_LABEL_NAMES) if name in sample}
-            if is_library(self.collate)
-            else {}
-        )
+        names = ("labels", *_LABEL_NAMES) if is_library(self.collate) else ()
+        labels = {name: sample[name] for name in names if name in sample}
         if labels and all(isinstance(label, str) for label in labels.values()):
             name, label = next(iter(labels.items()))
             raise DataError(
@@ -292,10 +273,8 @@ def _with_note(where: str, indices: Sequence[int]) -> Iterator[None]:
 
 @contextmanager
 def ending_children() -> Iterator[None]:
-    """End a process that is forked inside the block at the end of the block, with its exit status.
-
-    Resources outside of the block (process groups, the board, locks, open files) belong to the parent alone.
-    """
+    """End a process that is forked inside the block at the end of the block, with its exit status, since resources outside of the
+    block (process groups, the board, locks, open files) belong to the parent alone."""
     parent, ending = os.getpid(), None
     try:
         yield

@@ -77,28 +77,27 @@ class Renderer:
 
     @property
     def format(self) -> RowFormat:
-        """The entry of the table of formats."""
         return FORMATS[self.form]
 
-    def named(self, *names: str) -> list[str]:
+    def _named(self, *names: str) -> list[str]:
         """Return the names that these columns have in the files."""
         return [self.columns.get(name, name) for name in names]
 
     def rows(self, source: TextSource, skipped: list[str]) -> Iterator[Row]:
         """Yield the rows of a source, as `TextSource.rows` does; for formats of documents, each text file is a row."""
         form = self.format
-        needed, label = form.needed, (form.label,) if form.label else ()
+        label = (form.label,) if form.label else ()
         optional = (*form.optional, *(FOR_TEMPLATES if form.answers else ()))
-        return source.rows(self.named(*needed, *label), self.named(*optional), skipped, whole=form.joined)
+        return source.rows(self._named(*form.needed, *label), self._named(*optional), skipped, whole=form.joined)
 
     def _parts(self, row: Row) -> Mapping[str, Any]:
         """Return the contents of a row, text or messages, by column name."""
         form = self.format
         if form.parts is None:
-            return {name: row.values[name] for name in self.named(*form.needed)}
+            return {name: row.values[name] for name in self._named(*form.needed)}
         names = (*form.needed, *form.optional)
         try:
-            return form.parts({name: row.values.get(own) for name, own in zip(names, self.named(*names), strict=True)})
+            return form.parts({name: row.values.get(own) for name, own in zip(names, self._named(*names), strict=True)})
         except (TypeError, AttributeError, KeyError) as error:
             raise DataError(f"{row.where} is no row of data.format {self.form}: {summary(error)}") from error
 
@@ -107,7 +106,7 @@ class Renderer:
         given, label = self._parts(row), None
         values = list(given.values())
         if self.format.label is not None:
-            (name,), (column,) = given, self.named(self.format.label)
+            (name,), (column,) = given, self._named(self.format.label)
             label = row.values[column]
             if not isinstance(values[0], str) or not isinstance(label, str | int):
                 raise DataError(
@@ -128,12 +127,12 @@ class Renderer:
         return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)
 
     def _conversation(self, row: Row, given: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Render messages by the template; return the text and the answer spans. Raises `DataError`."""
+        """Render messages by the template; return the text and the answer spans."""
         # Values that are neither text nor a list are checked before text that is wrong only beside a list.
         names = sorted(given, key=lambda name: isinstance(given[name], str))
         turns = {name: self._messages(row, name, given[name]) for name in names}
         whole = [message for name in given for message in turns[name]]
-        marked = len(given) == 1 and self.answers and _GENERATION.search(self._template(row)) is not None
+        marked = len(given) == 1 and self.answers and _GENERATION.search(self._template(row)[0]) is not None
         text, answers = self._apply(row, whole, marked=marked)
         if len(given) > 1:
             answers = [self._added(row, text, whole, len(whole) - len(turns[list(given)[-1]]), len(whole))]
@@ -187,41 +186,40 @@ class Renderer:
             )
         return [_without_null(message) for message in value]
 
-    def _tools(self, row: Row) -> Any:
-        (name,) = self.named("tools")
+    def _template(self, row: Row) -> tuple[str, Any]:
+        """Return the chat template for a row, and the row's tools or None."""
+        (name,) = self._named("tools")
         tools = row.values.get(name)
         try:
-            return _without_null(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
+            tools = _without_null(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
         except ValueError as error:
             raise DataError(f"{row.where}: field {name!r} is text, and no JSON: {error}") from error
-
-    def _template(self, row: Row) -> str:
-        template = self.tokenizer.template(self.template, self._tools(row))
+        template = self.tokenizer.template(self.template, tools)
         if template is None:
             raise DataError(
                 "data.tokenizer has no chat template; set data.chat_template to a Jinja template, or to a file that holds one "
                 "(chat_template.jinja of a model that was trained on such conversations)"
             )
-        return template
+        return template, tools
 
     def _apply(
         self, row: Row, messages: Messages, *, marked: bool = False, asking: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render messages; return the text and the marked spans. `asking` adds the generation prompt."""
-        more = row.values.get(*self.named("chat_template_kwargs")) or {}
+        more = row.values.get(*self._named("chat_template_kwargs")) or {}
         keys = {**self.tokenizer.special_tokens, **_without_null(more)}
-        template = self._template(row)
+        template, tools = self._template(row)
         render = partial(render_jinja_template, chat_template=template, **keys)
         require_bounded(template, lambda each, tools: render([each], tools=tools), messages)
         try:
             wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": asking}
-            texts, answers = render([messages], tools=self._tools(row), **wanted)
+            texts, answers = render([messages], tools=tools, **wanted)
         except TEMPLATE_ERRORS as error:
             raise DataError(f"{row.where}: the chat template refuses it: {summary(error)}") from error
         return texts[0], [tuple(span) for span in answers[0]] if marked else []
 
     def _added(self, row: Row, text: str, messages: Messages, begin: int, end: int) -> tuple[int, int]:
-        """Return the span of `text`, the rendering of all messages, that `messages[begin:end]` add. Raises `DataError`."""
+        """Return the span of `text`, the rendering of all messages, that `messages[begin:end]` add."""
         asked, _ = self._apply(row, messages[:begin], asking=True)
         told = text if end == len(messages) else self._apply(row, messages[:end])[0]
         if text.startswith(told) and told.startswith(asked):
@@ -234,10 +232,8 @@ class Renderer:
 
 
 def read_template(given: str | None) -> str | None:
-    """Return the chat template that `data.chat_template` gives, read from a file or the value itself. Raises `DataError`.
-
-    A value with neither a line break nor a brace is a path or a name that the tokenizer knows.
-    """
+    """Return the chat template that `data.chat_template` gives: the value itself, or what is read from a file. A value with neither
+    a line break nor a brace is a path or a name that the tokenizer knows."""
     if given is None or "{" in given or "\n" in given:
         return given
     path = Path(given).expanduser()
@@ -249,16 +245,15 @@ def read_template(given: str | None) -> str | None:
 
 
 def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> Iterator[EncodedRow]:
-    """Yield the tokens of each row, in order, made by `processes` worker processes, or by this one for 0.
-
-    Raises `DataError` for a row or template that cannot be used, and if a worker process dies.
-    """
+    """Yield the tokens of each row, in order, made by `processes` worker processes, or by this one for 0. Raises `DataError` for a
+    row or template that cannot be used, and if a worker process dies."""
     loader: DataLoader[Any] = DataLoader(
         renderer,  # type: ignore[arg-type]
         batch_sampler=_batches(rows),
         num_workers=processes,
         collate_fn=lambda found: found,
-        worker_init_fn=_begin_process,
+        # Each process has a core, and the tokenizer's own threads would compete for all of them.
+        worker_init_fn=lambda _: export({"TOKENIZERS_PARALLELISM": "false"}),
         generator=torch.Generator(),  # without it, torch draws from the user's generator
     )
     try:
@@ -270,11 +265,6 @@ def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> 
         if not processes:
             raise
         raise DataError(f"a process that tokenizes has ended ({summary(error)}); is memory short?") from error
-
-
-def _begin_process(number: int) -> None:
-    # Each process has a core, and the tokenizer's own threads would compete for all of them.
-    export({"TOKENIZERS_PARALLELISM": "false"})
 
 
 def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
@@ -295,7 +285,7 @@ def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[Encode
     texts = [row.text for row in batch]
     encoded: Iterable[tuple[TokenArray, TokenArray | None]]
     if renderer.format.label is not None:
-        encoded = [(tokenizer.encode_whole(text, renderer.limit), None) for text in texts]
+        encoded = [(np.asarray(tokenizer.encode_prompt(text, renderer.limit), np.int64), None) for text in texts]
     elif all(row.answers == ((0, len(row.text)),) for row in batch):
         encoded = zip(tokenizer.encode(texts), repeat(None))
     else:
@@ -314,12 +304,20 @@ def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[Encode
 def _targets(
     row: RenderedRow, ids: TokenArray, places: TokenArray | None, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.bool_], bool]:
-    """Return the target mask, and True if an answer begins or ends within a token. Raises `DataError`. The offsets of the tokens
-    decide. Failing that, the text is cut at the answers' ends and its pieces are encoded one by one, if together they give the
-    tokens of the whole text."""
+    """Return the target mask, and True if an answer begins or ends within a token. The offsets of the tokens decide. Failing that,
+    the text is cut at the answers' ends, if its pieces encoded one by one give the tokens of the whole text."""
     if row.answers in ((), ((0, len(row.text)),)):
         return np.full(len(ids), bool(row.answers)), False
-    targets, inside = (np.zeros(len(ids), np.bool_), True) if places is None else _by_places(places, row.answers)
+    targets, inside = np.zeros(len(ids), np.bool_), places is None
+    if places is not None:
+        # Some tokenizers exclude white space from a token's offsets, so a token begins where the previous one ends. A token with an
+        # empty span is a further piece of the previous character.
+        ends = np.maximum.accumulate(places[:, 1])
+        starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
+        empty = starts == ends
+        for begin, end in row.answers:
+            targets |= (starts >= begin) & (ends <= end) & (~empty | (starts > begin))
+            inside |= bool(((starts < begin) & (ends > begin) | (starts < end) & (ends > end)).any())
     if not inside:
         return targets, False
     cuts = sorted({0, len(row.text), *(cut for answer in row.answers for cut in answer)})
@@ -334,20 +332,6 @@ def _targets(
             "tokens lie; use a fast tokenizer (with tokenizer.json), or set data.loss_on: all"
         )
     return targets, True
-
-
-def _by_places(places: TokenArray, answers: Sequence[tuple[int, int]]) -> tuple[NDArray[np.bool_], bool]:
-    """Return the mask of tokens that lie wholly in an answer, and True if a token lies partly in one. Some tokenizers exclude white
-    space from a token's offsets, so a token begins where the previous one ends. A token with an empty span is a further piece of
-    the previous character."""
-    ends = np.maximum.accumulate(places[:, 1])
-    starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
-    empty = starts == ends
-    targets, inside = np.zeros(len(places), np.bool_), False
-    for begin, end in answers:
-        targets |= (starts >= begin) & (ends <= end) & (~empty | (starts > begin))
-        inside |= bool(((starts < begin) & (ends > begin) | (starts < end) & (ends > end)).any())
-    return targets, inside
 
 
 def _without_null(value: Any) -> Any:

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,8 +22,8 @@ import numpy as np
 
 from zeromesh.environment import available_cores
 from zeromesh.errors import DataError, counted, some
-from zeromesh.trainer.config.sections.training import EVAL, DataSection, MixturePart, paths_of
-from zeromesh.trainer.data.conversations import EncodedRow, Renderer, encode_rows, read_template
+from zeromesh.trainer.config.sections.training import EVAL, DataSection, paths_of
+from zeromesh.trainer.data.conversations import Renderer, encode_rows, read_template
 from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.packing import ConversationDataset, MixedDataset, PackedDataset, byte_pair_entropy
 from zeromesh.trainer.data.text_sources import TextSource, find_text
@@ -83,13 +83,7 @@ def load_datasets(
         cache=cache or TokenCache(None),
         tell=tell,
     )
-    if section.mixture is not None:
-        return loader.mix(section, section.mixture)
-    loaded = loader.load(section, "data.train")
-    if loaded.byte_pair_entropy is None:
-        return loaded
-    line = f"byte-pair entropy of the training text: {loaded.byte_pair_entropy:.4f} nats per byte, the loss to beat"
-    return replace(loaded, notes=(*loaded.notes, Detail(line)))
+    return loader.load(section)
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -117,60 +111,34 @@ class _DatasetLoader:
     classes: list[str] = field(default_factory=list)
     """Class names in the order of their numbers, taken from the first labelled text that is loaded."""
 
-    def load(self, section: DataSection, where: str) -> RunData:
-        fraction = section.eval_fraction
-        source = self.source(section, section.train, where)
-        where = f"{where} {source.name!r}"
-        eval_sources = self.eval_sources(section)
-        text = self._read(section, source, 0.0 if eval_sources else fraction)
-        kept, held, entropy = text.kept, text.held, text.remarks["entropy"]
-        apart = _fills(section, held) and _fills(section, kept)
-        if not apart:
-            kept = TextAmount(*map(sum, zip(kept, held, strict=True)))
-            entropy = text.remarks["entropy of all"]
-        self._take_classes(section, text, where)
-        if section.rows.answers:
-            with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
-                renderer = self._renderer(section)
-                ending = renderer.ending(islice(renderer.rows(source, []), _SEARCHED_ROWS))
-                self.endings.update([ending] if ending is not None else [])
-        self.notes.extend(source.notes)
-        train, evaluation = self._pack(section, text, 0, kept, where), None
-        if eval_sources:
-            evaluation = self.evaluation(section, eval_sources)
-        elif apart:
-            evaluation = self._pack(section, text, kept.tokens, held, f"{where}, held out")
-        elif fraction and len(train) < 2:
-            self.notes[-1] += "; too little to hold any out for evaluation"
-        elif fraction:
-            train, evaluation = train.split_tail(fraction)
-            few = f"the last {len(evaluation)} sequences are held out"
-            self.notes.append(f"{where}: too few documents to hold out whole ones; {few}")
-        if skipped := text.remarks["skipped"]:
-            kind = "text" if section.rows.joined else "rows"
-            files = counted(len(skipped), "file")
-            self.notes.append(f"{where}: left out {files} that are not {kind}, such as {skipped[0]!r}")
-        return self._loaded(train, evaluation, entropy)
-
-    def mix(self, section: DataSection, parts: Mapping[str, MixturePart]) -> RunData:
-        """Return the datasets of a mixture; its evaluation sets are those held out of the parts, by name."""
-        eval_sources = self.eval_sources(section)
-        own = {"eval_fraction": 0.0, "eval": None} if eval_sources else {}
-        loaded = {
-            name: self.load(part.model_copy(update=own), f"data.mixture.{name}.train")
-            for name, part in section.parts().items()
-        }
-        mixed = MixedDataset([each.train for each in loaded.values()], [part.weight for part in parts.values()])
-        shares = [
-            f"{name} {weight / sum(mixed.weights):.1%}" for name, weight in zip(parts, mixed.weights, strict=True)
-        ]
-        self.notes.append(
-            f"data.mixture: {', '.join(shares)} of the sequences; {len(mixed):,} of them count as an epoch"
-        )
-        held = {name: each.eval for name, each in loaded.items() if each.eval is not None}
-        return self._loaded(mixed, self.evaluation(section, eval_sources) if eval_sources else held or None, None)
-
-    def _loaded(self, train: Any, evaluation: Any, entropy: float | None) -> RunData:
+    def load(self, section: DataSection) -> RunData:
+        sources = {where: self._source(section, each, where) for where, each in section.evaluated().items()}
+        trained, held = dict[str, Sequences](), dict[str, Sequences]()
+        entropy = None
+        for name, part in section.parts().items():
+            where = "data.train" if section.mixture is None else f"data.mixture.{name}.train"
+            trained[name], apart, entropy = self._load_part(part, where, 0.0 if sources else section.eval_fraction)
+            held |= {} if apart is None else {name: apart}
+        train: Any = trained.get("train")
+        evaluation: Evaluated = held.get("train")
+        if section.mixture is not None:
+            weights = [part.weight for part in section.mixture.values()]
+            train, evaluation, entropy = MixedDataset(list(trained.values()), weights), held or None, None
+            total = sum(train.weights)
+            shares = [f"{name} {weight / total:.1%}" for name, weight in zip(trained, train.weights, strict=True)]
+            self.notes.append(
+                f"data.mixture: {', '.join(shares)} of the sequences; {len(train):,} of them count as an epoch"
+            )
+        if sources:
+            found: dict[str, Sequences] = {}
+            for where, source in sources.items():
+                text = self._read(section, source, 0.0)
+                name = where.removeprefix(EVAL).removeprefix(".")
+                found[name] = self._pack(section, text, 0, text.kept, f"{where} {source.name!r}")
+            evaluation = found.get("", found)
+        if entropy is not None:
+            what = f"{entropy:.4f} nats per byte, the loss to beat"
+            self.notes.append(Detail(f"byte-pair entropy of the training text: {what}"))
         return RunData(
             train=train,
             eval=evaluation,
@@ -181,35 +149,52 @@ class _DatasetLoader:
             classes=tuple(self.classes),
         )
 
-    def _take_classes(self, section: DataSection, text: StoredText, where: str) -> None:
-        """Number the classes of the first labelled text. Raises `DataError` for a single class."""
+    def _load_part(
+        self, section: DataSection, where: str, fraction: float
+    ) -> tuple[Sequences, Sequences | None, float | None]:
+        """Return the sequences to train on, those held out of them, and the byte-pair entropy of the text."""
+        source = self._source(section, section.train, where)
+        where = f"{where} {source.name!r}"
+        text = self._read(section, source, fraction)
+        kept, held, entropy = text.kept, text.held, text.remarks["entropy"]
+        joined, length = section.rows.joined, section.sequence_length
+        apart = all(each.tokens >= length if joined else each.documents > 0 for each in (kept, held))
+        if not apart:
+            kept = TextAmount(*map(sum, zip(kept, held, strict=True)))
+            entropy = text.remarks["entropy of all"]
         names = set(text.remarks["labels"])
-        if section.rows.label is None or self.classes:
-            return
-        if len(names) == 1:  # transformers treats one class as a regression.
-            raise DataError(f"{where} has no class but {names.pop()!r}; labels need two")
-        numbers = all(re.fullmatch(r"\d{1,9}", each) for each in names)
-        self.classes.extend(sorted(names, key=int if numbers else str))
+        if section.rows.label is not None and not self.classes:
+            if len(names) == 1:  # transformers treats one class as a regression.
+                raise DataError(f"{where} has no class but {names.pop()!r}; labels need two")
+            numbers = all(re.fullmatch(r"\d{1,9}", each) for each in names)
+            self.classes.extend(sorted(names, key=int if numbers else str))
+        if section.rows.answers:
+            with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
+                renderer = self._renderer(section)
+                ending = renderer.ending(islice(renderer.rows(source, []), _SEARCHED_ROWS))
+                self.endings.update([ending] if ending is not None else [])
+        self.notes.extend(source.notes)
+        train, evaluation = self._pack(section, text, 0, kept, where), None
+        if apart:
+            evaluation = self._pack(section, text, kept.tokens, held, f"{where}, held out")
+        elif fraction and len(train) < 2:
+            self.notes[-1] += "; too little to hold any out for evaluation"
+        elif fraction:
+            train, evaluation = train.split_tail(fraction)
+            few = f"the last {len(evaluation)} sequences are held out"
+            self.notes.append(f"{where}: too few documents to hold out whole ones; {few}")
+        if skipped := text.remarks["skipped"]:
+            kind, files = "text" if joined else "rows", counted(len(skipped), "file")
+            self.notes.append(f"{where}: left out {files} that are not {kind}, such as {skipped[0]!r}")
+        return train, evaluation, entropy
+
+    def _source(self, section: DataSection, given: Any, where: str) -> TextSource:
+        return find_text(paths_of(given), where=where, encoding=section.encoding)
 
     def _renderer(self, section: DataSection) -> Renderer:
         columns = {**section.columns, "text": section.text_field}
         answers, limit = section.loss_on == "answers", section.sequence_length
         return Renderer(self.tokenizer, section.format, columns, self.template, answers, limit)
-
-    def source(self, section: DataSection, given: Any, where: str) -> TextSource:
-        return find_text(paths_of(given), where=where, encoding=section.encoding)
-
-    def eval_sources(self, section: DataSection) -> dict[str, TextSource]:
-        return {where: self.source(section, each, where) for where, each in section.evaluated().items()}
-
-    def evaluation(self, section: DataSection, sources: Mapping[str, TextSource]) -> Evaluated:
-        """Return the sequences of `data.eval`, or a mapping of its sets by name."""
-        found: dict[str, Sequences] = {}
-        for where, source in sources.items():
-            text = self._read(section, source, 0.0)
-            name = where.removeprefix(EVAL).removeprefix(".")
-            found[name] = self._pack(section, text, 0, text.kept, f"{where} {source.name!r}")
-        return found.get("", found)
 
     def _read(self, section: DataSection, source: TextSource, fraction: float) -> StoredText:
         form, renderer = section.rows, self._renderer(section)
@@ -229,11 +214,17 @@ class _DatasetLoader:
             processes = min(available_cores(), _MOST_PROCESSES) if size > _LARGE and form.answers else 0
             for row in encode_rows(renderer.rows(source, skipped), renderer, processes):
                 counts["rows"] += 1
-                taken = _cut(row, renderer.limit, counts) if form.answers else row
-                if not (taken.text_bytes if form.joined else taken.ids.size):
+                ids, targets = row.ids, row.targets
+                if form.answers:
+                    ids, targets = ids[: renderer.limit], targets[: renderer.limit]
+                    learnt = int(targets[1:].sum())
+                    cut = len(row.ids) > renderer.limit
+                    counts.update({"cut": cut, "inside": row.inside, "targets": learnt, "without a target": not learnt})
+                    ids = ids if learnt else ids[:0]
+                if not (row.text_bytes if form.joined else ids.size):
                     continue
                 apart = is_held_out(row.key, fraction)
-                (held if apart else kept).append(taken.ids, text_bytes=taken.text_bytes, targets=taken.targets)
+                (held if apart else kept).append(ids, text_bytes=row.text_bytes, targets=targets)
                 labels[apart].extend([] if row.label is None else [row.label])
                 done = kept.amount.text_bytes + held.amount.text_bytes
                 speed = done / max(time.monotonic() - began, 1e-3)
@@ -328,17 +319,3 @@ _ROW_NOTES = {
     "inside": "in {:,} an answer begins or ends inside of a token, which is no target then",
 }
 """Messages about rows that were cut or lost, by the name of their count."""
-
-
-def _cut(row: EncodedRow, limit: int, counts: Counter[str]) -> EncodedRow:
-    """Cut a row to `limit` tokens, empty it if no target remains, and update `counts`."""
-    ids, targets = row.ids[:limit], row.targets[:limit]
-    learnt = int(targets[1:].sum())
-    counts.update(
-        {"cut": len(row.ids) > limit, "inside": row.inside, "targets": learnt, "without a target": not learnt}
-    )
-    return row._replace(ids=ids if learnt else ids[:0], targets=targets)
-
-
-def _fills(section: DataSection, amount: TextAmount) -> bool:
-    return amount.tokens >= section.sequence_length if section.rows.joined else amount.documents > 0

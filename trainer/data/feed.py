@@ -73,13 +73,9 @@ class RunData:
     def description(self, *, shuffle: bool) -> dict[str, Any]:
         """Describe the samples and their order, independent of file paths, which a resumed run must match."""
         if self.tokenizer is not None:
-            found = {
-                "train": self.train.fingerprint(),
-                "sequence_length": self.train.sequence_length,
-                "shuffle": shuffle,
-            }
+            found = {"train": self.train.fingerprint(), "sequence_length": self.train.sequence_length}
             mixed = {"mixture": ":".join(map(str, self.train.weights))} if isinstance(self.train, MixedDataset) else {}
-            return {**found, **mixed}
+            return {**found, "shuffle": shuffle, **mixed}
         if isinstance(self.train, StreamedDataset):
             return {"train_samples": "a stream", "shuffle": self.train.block if shuffle else False}
         return {"train_samples": 0 if self.train is None else len(self.train), "shuffle": shuffle}
@@ -97,9 +93,10 @@ class Feed:
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
         """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts."""
         with data_randomness(self.order.seed, microbatch.first_sample):
-            return self.rules.accepted(
-                self.rules.make_batch(self.dataset, list(self.order.dataset_indices(microbatch)))
-            )
+            return self.rules.accepted(self._make_batch(microbatch))
+
+    def _make_batch(self, microbatch: Microbatch) -> dict[str, Any]:
+        return self.rules.make_batch(self.dataset, [self.order.dataset_index(each) for each in microbatch.samples])
 
     def first_batch(self) -> dict[str, Any]:
         """Return the first batch with a target, all fields kept. Raises `DataError` if the first global batches have none.
@@ -113,15 +110,13 @@ class Feed:
             steps = min(_SEARCHED_BATCHES, -(-plan.epoch_size // plan.global_size))
         with torch.random.fork_rng(devices=[]):  # so that random masking later is unchanged
             for step, turn in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
-                indices = self.order.dataset_indices(plan.microbatch(step, 0, turn))
-                batch = self.rules.make_batch(self.dataset, list(indices))
+                batch = self._make_batch(plan.microbatch(step, 0, turn))
                 labels = batch.get("labels")
                 if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
                     return batch
         raise DataError(
-            f"every label of the first {counted(plan.samples_of(steps - 1).stop, 'sample')} is {IGNORED_LABEL}: "
-            f"their loss is the mean of "
-            "nothing; check how the dataset or the data_collator masks labels"
+            f"every label of the first {counted(plan.samples_of(steps - 1).stop, 'sample')} is {IGNORED_LABEL}: their loss is the "
+            "mean of nothing; check how the dataset or the data_collator masks labels"
         )
 
 
@@ -159,16 +154,17 @@ class Feeds:
         return batch and self.rules.accepted(batch)
 
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
-        size = self.rules.vocab_size
-        if isinstance(dataset, TokenDataset | MixedDataset) and size is not None:
-            dataset.check_vocabulary(size)
         order: SampleOrder | MixedOrder
         if isinstance(dataset, MixedDataset):
-            order = dataset.order(self.seed, shuffle=shuffle)
+            lengths = tuple(map(len, dataset.parts))
+            order = MixedOrder(lengths=lengths, weights=dataset.weights, seed=self.seed, shuffle=shuffle)
+        elif isinstance(dataset, StreamedDataset):
+            order = SampleOrder(length=dataset.block, seed=self.seed, shuffle=shuffle, endless=True)
         else:
-            endless = isinstance(dataset, StreamedDataset)
-            length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-            order = SampleOrder(length=length, seed=self.seed, shuffle=shuffle, endless=endless)
+            order = SampleOrder(length=len(dataset), seed=self.seed, shuffle=shuffle)
+        for part in dataset.parts if isinstance(dataset, MixedDataset) else (dataset,):
+            if isinstance(part, TokenDataset) and self.rules.vocab_size is not None:
+                part.check_vocabulary(self.rules.vocab_size)
         return Feed(dataset=dataset, order=order, plan=plan, rules=self.rules)
 
 

@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -50,6 +50,8 @@ _GRACE_SECONDS = 2.0
 _STACK_SIGNAL = signal.SIGRTMAX
 """The signal that asks a worker for its stack; schedulers do not send it."""
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}
+"""The likely causes of signals that end a worker."""
 
 Batch = dict[str, Any]
 
@@ -108,16 +110,9 @@ class _Result(NamedTuple):
 
 
 class BatchLoader(AbstractContextManager["BatchLoader"]):
-    """Loader of the batches of one data rank, a context manager that ends its workers.
-
-    Args:
-        feed: the dataset, order and rules of the batches.
-        data_rank: the data-parallel rank.
-        workers: the worker settings.
-        last: the exclusive last step of the data; nothing is prefetched beyond it.
-        state: the saved state from which a stream resumes; None starts at the beginning.
-        waiting: called a few times a second while the loader waits.
-    """
+    """Loader of the batches of one data rank, a context manager that ends its workers. Nothing is prefetched beyond the exclusive
+    `last` step of the data. A stream resumes from the saved `state`, and `waiting` is called a few times a second while the loader
+    waits."""
 
     def __init__(
         self,
@@ -138,10 +133,9 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._stream = feed.dataset if isinstance(feed.dataset, StreamedDataset) else None
         if self._stream is not None and not workers.count:
             self._stream.waiting = waiting
-        tasks = last * feed.plan.accumulation
         # A stream is sequential, so one worker reads it.
-        count = min(workers.count, 1 if self._stream is not None else tasks)
-        self._workers = Workers(count=count, timeout_seconds=workers.timeout_seconds, pinned=workers.pinned)
+        most = 1 if self._stream is not None else last * feed.plan.accumulation
+        self._workers = replace(workers, count=min(workers.count, most))
         self._group: _WorkerGroup | None = None
         self._maker = _BatchMaker(feed, state)
         self._place: tuple[int, int] = (0, 0)
@@ -154,11 +148,6 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         group, self._group = self._group, None
         if group is not None:
             group.close()
-
-    @property
-    def workers(self) -> int:
-        """The number of worker processes; 0 means that this process makes the batches."""
-        return self._workers.count
 
     def step(self, step: int) -> list[Batch]:
         """Return the batches of all microbatches of data step `step` (from 0), on the CPU."""
@@ -309,19 +298,23 @@ class _WorkerGroup:
                 if stream is not None and stream.reading[1] != read:
                     began, read = time.monotonic(), stream.reading[1]
                 late = time.monotonic() - began > self._timeout
-                if late or self._gone() or "timed out" not in str(error):
+                gone = any(each.exitcode is not None for each in self._processes)
+                if late or gone or "timed out" not in str(error):
                     failure = self._failure(error)
                     self.close(at_once=True)
                     raise failure from None
 
-    def _gone(self) -> list[BaseProcess]:
-        return [each for each in self._processes if each.exitcode is not None]
-
     def _failure(self, error: RuntimeError) -> DataError:
-        if gone := self._gone():
-            ends = ", ".join(f"process {each.pid} {_ending(each.exitcode or 0)}" for each in gone)
+        ends = []
+        for each in self._processes:
+            if each.exitcode is not None and each.exitcode < 0:
+                name = signal.Signals(-each.exitcode).name
+                ends.append(f"process {each.pid} was ended by {name}{_SIGNALS.get(name, '')}")
+            elif each.exitcode is not None:
+                ends.append(f"process {each.pid} ended with status {each.exitcode}")
+        if ends:
             return DataError(
-                f"a data worker is gone: {ends}. A dataset or a library under it ended the process, or the system did; "
+                f"a data worker is gone: {', '.join(ends)}. A dataset or a library under it ended the process, or the system did; "
                 "data.workers: 0 reads in the training process"
             )
         limit = f"{self._timeout:g} seconds"
@@ -333,9 +326,8 @@ class _WorkerGroup:
         return DataError(f"data workers gave nothing for {limit} (data.timeout_seconds): {summary(error)}")
 
     def _stack(self, process: BaseProcess) -> str:
-        """Return the stack of a busy worker, newest call first; empty if it is idle or does not answer. The worker is asked by a
-        signal, not by a timer of its own: if the parent has such a timer of `faulthandler`, the child waits forever for a thread
-        that a fork does not copy."""
+        """Return the stack of a busy worker, newest call first; empty if it is idle or does not answer. A signal asks for it, since
+        a timer of `faulthandler` in the parent would make the child wait forever for a thread that a fork does not copy."""
         os.ftruncate(self._report, os.lseek(self._report, 0, os.SEEK_SET))
         os.kill(process.pid or 0, _STACK_SIGNAL)
         until, text, before = time.monotonic() + 1.0, "", None
@@ -367,30 +359,18 @@ def _kill(processes: Sequence[BaseProcess]) -> None:
             each.join()
 
 
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with status {code}"
-    advice = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}
-    name = signal.Signals(-code).name
-    return f"was ended by {name}{advice.get(name, '')}"
-
-
 def _begin(parent: int, report: int, worker: int) -> None:
     """Start a worker, which dies with its parent and ignores the stop signals of the run."""
     faulthandler.register(_STACK_SIGNAL, report, all_threads=False)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    for stop in STOP_SIGNALS:
+        signal.signal(stop, signal.SIG_IGN)
     for name in ("stdout", "stderr"):  # Undo rich's redirection, as the console belongs to the parent.
         file = getattr(sys, name)
         setattr(sys, name, getattr(file, "rich_proxied_file", file))
-    _reopen_files()
-
-
-def _reopen_files() -> None:
-    """Reopen files that are open for reading, since forked processes share file offsets."""
+    # Files that are open for reading are opened anew, since forked processes share file offsets.
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             number = int(name)

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.data.collate import IGNORED_LABEL
-from zeromesh.trainer.data.sampler import MixedOrder, whole_weights
+from zeromesh.trainer.data.sampler import whole_weights
 from zeromesh.trainer.data.token_cache import BEGINS, ID_SHIFT, TARGET, StoredText, TextAmount
 from zeromesh.trainer.data.tokenizer import TokenArray
 
@@ -111,23 +111,15 @@ class ConversationDataset(TokenDataset):
     ) -> ConversationDataset:
         """Build the dataset of the documents from token `first`, one per sequence or packed by best fit."""
         end = first + amount.tokens
-        steps = range(first, end, _TOKENS_AT_ONCE)
-        begins = np.concatenate(
-            [np.flatnonzero(text.tokens[at : min(at + _TOKENS_AT_ONCE, end)] & BEGINS) + at for at in steps]
-            or [np.empty(0, np.int64)]
-        )
+        pieces = range(first, end, _TOKENS_AT_ONCE)
+        found = [np.flatnonzero(text.tokens[at : min(at + _TOKENS_AT_ONCE, end)] & BEGINS) + at for at in pieces]
+        begins = np.concatenate([np.empty(0, np.int64), *found])
         ends = np.append(begins[1:], end)[: len(begins)]
         sequence_of = best_fit(ends - begins, sequence_length) if packing else np.arange(len(begins))
         order = np.argsort(sequence_of, kind="stable")
         cuts = np.searchsorted(sequence_of[order], np.arange(sequence_of.max(initial=-1) + 2))
-        return cls(
-            text=text,
-            sequence_length=sequence_length,
-            begins=begins[order],
-            ends=ends[order],
-            cuts=cuts,
-            **keys,
-        )
+        placed: dict[str, Any] = {"begins": begins[order], "ends": ends[order], "cuts": cuts}
+        return cls(text=text, sequence_length=sequence_length, **placed, **keys)
 
     def __len__(self) -> int:
         return len(self.cuts) - 1
@@ -170,24 +162,14 @@ class ConversationDataset(TokenDataset):
 
 
 class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
-    """The concatenation of several datasets, which is read in the order of `order`.
-
-    Raises `ConfigError` for weights that are too fine.
-    """
+    """The concatenation of several datasets, which is read in a `MixedOrder`. Raises `ConfigError` for weights that are too
+    fine."""
 
     def __init__(self, parts: Sequence[PackedDataset | ConversationDataset], weights: Sequence[float]) -> None:
         super().__init__(parts)  # type: ignore[arg-type]
         self.parts = tuple(parts)
         self.weights = whole_weights(weights)
         self.sequence_length = parts[0].sequence_length
-
-    def order(self, seed: int, *, shuffle: bool) -> MixedOrder:
-        """Return the order of global samples: parts alternate by their weights, and each has its own epochs."""
-        return MixedOrder(lengths=tuple(map(len, self.parts)), weights=self.weights, seed=seed, shuffle=shuffle)
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        for part in self.parts:
-            part.check_vocabulary(vocab_size)
 
     def fingerprint(self) -> str:
         return xxhash.xxh3_64_hexdigest(" ".join(part.fingerprint() for part in self.parts).encode())

@@ -15,7 +15,7 @@ A plan that knows the length of an epoch ends a step there: the last global batc
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -198,10 +198,6 @@ class SampleOrder:
             position = _permute(position, self.length, _round_keys(self.seed, epoch))
         return epoch * self.length + position if self.endless else position
 
-    def dataset_indices(self, microbatch: Microbatch) -> Iterator[int]:
-        """Return the dataset indices of the samples of `microbatch`, in order."""
-        return map(self.dataset_index, microbatch.samples)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedOrder:
@@ -225,9 +221,6 @@ class MixedOrder:
         # Each part has its own seed; else parts of equal length would share an order.
         order = SampleOrder(length=self.lengths[part], seed=self.seed + (part << 64), shuffle=self.shuffle)
         return sum(self.lengths[:part]) + order.dataset_index(cycle * self.weights[part] + int(turns[place]))
-
-    def dataset_indices(self, microbatch: Microbatch) -> Iterator[int]:
-        return map(self.dataset_index, microbatch.samples)
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:

@@ -94,12 +94,8 @@ class StreamedDataset:
         return {**self._places[start], "earlier": proved[-1] if proved else None}
 
     def restore(self, state: Mapping[str, Any], where: str) -> None:
-        """Resume from `state`.
-
-        Raises:
-            CheckpointError: for a value that `state` did not return.
-            DataError: if the samples before that place have changed.
-        """
+        """Resume from `state`. Raises `CheckpointError` for a value that `state` did not return, and `DataError` if the samples
+        before that place have changed."""
         earlier = state.get("earlier")
         for place in (state, state if earlier is None else earlier):
             numbers = [place.get(name) for name in _NUMBERS] if isinstance(place, Mapping) else [None]
@@ -169,7 +165,15 @@ class StreamedDataset:
             if self._next == start:
                 self._save_place()
             while self._next < min(start + self.block, until):
-                sample = self._sample()
+                try:
+                    sample = next(cast("Iterator[Any]", self._iterator))
+                except StopIteration:
+                    if self._next == self._epoch_start:
+                        none = "train_dataset has no samples, or is a generator, which is read but once"
+                        raise DataError(f"{none}; give at least one sample, or a list of them") from None
+                    self._epoch, self._epoch_start = self._epoch + 1, self._next
+                    self._open()
+                    continue
                 for name, content in _contents(sample):
                     self._digested &= content is not None
                     self._chain = crc32(content or b"", crc32(name, self._chain))
@@ -177,19 +181,7 @@ class StreamedDataset:
                 self._recent.pop(self._next - 2 * self.block, None)
                 self._next += 1
 
-    def _sample(self) -> Any:
-        while True:
-            try:
-                return next(cast("Iterator[Any]", self._iterator))
-            except StopIteration:
-                if self._next == self._epoch_start:
-                    none = "train_dataset has no samples, or is a generator, which is read but once"
-                    raise DataError(f"{none}; give at least one sample, or a list of them") from None
-                self._epoch, self._epoch_start = self._epoch + 1, self._next
-                self._open()
-
     def _save_place(self) -> None:
-        """Save the state before the next sample, and drop states that are no longer needed."""
         if self._iterator is None:
             self._open()
         numbers = dict(zip(_NUMBERS, (self._next, self._chain, self._epoch, self._epoch_start), strict=True))
@@ -219,10 +211,8 @@ def is_stream(dataset: Any) -> bool:
 
 
 def digest(sample: Any, limit: int | None = None) -> int:
-    """Return the CRC-32 of a sample or a batch, using at most the first `limit` elements of a tensor.
-
-    Objects whose repr is an address are skipped.
-    """
+    """Return the CRC-32 of a sample or a batch, using at most the first `limit` elements of a tensor, without objects whose repr is
+    an address."""
     found = 0
     for name, content in _contents(sample, limit):
         found = found if content is None else crc32(content, crc32(name, found))

@@ -20,7 +20,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,10 @@ _BOMS = {
 }
 
 
-def _open_zstd(path: Path, _: str) -> Any:
-    import pyarrow
-
-    return pyarrow.input_stream(str(path), compression="zstd")
-
-
 _UNPACKED: dict[str, Callable[[Path, Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
-    ".zst": _open_zstd,
+    ".zst": lambda path, _: import_module("pyarrow").input_stream(str(path), compression="zstd"),
     ".xz": lzma.open,
     ".lzma": lzma.open,
 }
@@ -110,40 +105,48 @@ class TextSource:
         """Yield every row, file by file, with the `wanted` columns and available `optional` ones; names of files without rows are
         added to `skipped`. With `whole`, a text file is a row with the first wanted column. Raises `DataError` for a file that
         cannot be read by its suffix or lacks a wanted column, and if no file has rows."""
-        read = 0
+        read = False
         for file in self.files:
-            if file.form == "text" and not (whole and _is_text(file)):
+            is_text = file.form == "text" and whole
+            if is_text:
+                with _opened(file.path) as opened:
+                    head = opened.read(_PROBE_BYTES)
+                is_text = "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
+            if file.form == "text" and not is_text:
                 if file.named:
                     raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")
                 skipped.append(file.key)
                 continue
-            read += 1
-            if file.form == "text":
+            read = True
+            if is_text:
                 text = read_text(file.path, file.encoding)
                 yield Row(key=file.key, where=repr(str(file.path)), values={wanted[0]: text})
-            else:
-                yield from _rows(file, wanted, optional, cure=f"set data.{'text_field' if whole else 'columns'}")
+                continue
+            for number, values in enumerate(_records(file)):
+                where = f"{str(file.path)!r} row {number}"
+                if missing := [name for name in wanted if name not in values]:
+                    form, only = format_of(values), ", ".join(map(repr, values))
+                    cure = f"format: {form}" if form != "text" else "text_field" if whole else "columns"
+                    raise DataError(f"{where} has no field {missing[0]!r}, only {only}; set data.{cure}")
+                there = {name: values[name] for name in (*wanted, *optional) if name in values}
+                yield Row(key=f"{file.key}:{number}", where=where, values=there)
         if not read:
             kind = "text file" if whole else "file with rows"
             raise DataError(f"no {kind} in {self.name!r}; give {ROW_FILES} files{' or text' if whole else ''}")
 
     def description(self) -> list[Any]:
         """Return JSON values that identify this source and change when one of its files does."""
-        stats = [(file, file.path.stat()) for file in self.files]
-        return [
-            [os.path.abspath(file.path), file.key, s.st_size, s.st_mtime_ns, s.st_ctime_ns, file.encoding]
-            for file, s in stats
-        ]
+        described = []
+        for file in self.files:
+            stat, path = file.path.stat(), os.path.abspath(file.path)
+            described.append([path, file.key, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, file.encoding])
+        return described
 
 
 def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: str = "utf-8") -> TextSource:
     """Find the source that a config key (`where`: `data.train`) names: `stdlib`, a path, a pattern, a dataset of the Hub, or a list
-    of those.
-
-    A directory is searched for all files that are text, hidden ones left out, and a pattern (`data/*.jsonl`) is the paths that fit
-    it, sorted. A dataset that is not in the cache of datasets is downloaded. Raises `DataError` for a path that does not exist, a
-    file that is not text, and a source without files.
-    """
+    of those. A directory is searched for all files, hidden ones left out, and a pattern (`data/*.jsonl`) is the paths that fit it,
+    sorted. Raises `DataError` for a path that does not exist, and a source without files."""
     paths = [spec] if isinstance(spec, str | Path) else list(spec)
     if paths == [STDLIB]:
         return stdlib_source()
@@ -193,12 +196,6 @@ def picture_endings() -> tuple[str, ...]:
     return tuple(ImageFolder.EXTENSIONS)
 
 
-def holds_pictures(folder: Path) -> bool:
-    """Return True if one of the first files in sub-folders has a picture's suffix."""
-    names, endings = [each.name.lower() for each in islice(folder.glob("*/*"), 1000)], picture_endings()
-    return any(name.endswith(endings) for name in names)
-
-
 def first_columns(paths: Sequence[str]) -> frozenset[str]:
     """Return the column names of the first row of some files; empty for text, and without a row."""
     with suppress(DataError):
@@ -208,11 +205,8 @@ def first_columns(paths: Sequence[str]) -> frozenset[str]:
 
 
 def stdlib_source(root: Path | None = None) -> TextSource:
-    """Find the Python source of the standard library: real text that every machine with Python has.
-
-    Tests and generated tables are left out, and so are files that differ between machines of one Python version. Raises `DataError`
-    where Python was installed without its source.
-    """
+    """Find the Python source of the standard library, without tests, generated tables and files that differ between machines of one
+    Python version. Raises `DataError` where Python was installed without its source."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _OF_A_MACHINE.search(key))
     files = tuple(SourceFile(path=root / key, key=key, form="text") for key in keys)
@@ -282,12 +276,6 @@ def files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in found if path.is_file())
 
 
-def _is_text(file: SourceFile) -> bool:
-    with _opened(file.path) as opened:
-        head = opened.read(_PROBE_BYTES)
-    return "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
-
-
 def _form(name: str) -> str:
     inside = Path(name).stem if Path(name).suffix.lower() in _UNPACKED else name
     form = Path(inside).suffix.lower().removeprefix(".")
@@ -295,7 +283,7 @@ def _form(name: str) -> str:
 
 
 def _hub_files(spec: str, where: str) -> list[SourceFile]:
-    """Return the Arrow files of a Hub dataset in the cache of datasets, downloading it if needed. Raises `DataError`."""
+    """Return the Arrow files of a Hub dataset in the cache of datasets, downloading it if needed."""
     match = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::(\w[\w.-]*))?", spec)
     if match is None:
         raise DataError(f"{where}: {spec!r} is no dataset of the Hub; give {HUB_FORM}")
@@ -311,31 +299,18 @@ def _hub_files(spec: str, where: str) -> list[SourceFile]:
 
 
 def _saved_files(path: Path, where: str) -> list[str]:
-    """Return the Arrow files of a `save_to_disk` directory; none for other paths. Raises `DataError` for splits."""
+    """Return the Arrow files of a `save_to_disk` directory; none for other paths."""
     if (path / "dataset_dict.json").is_file():
-        splits = ", ".join(
-            repr(str(path / name)) for name in json.loads(read_text(path / "dataset_dict.json"))["splits"]
-        )
+        names = json.loads(read_text(path / "dataset_dict.json"))["splits"]
+        splits = ", ".join(repr(str(path / name)) for name in names)
         raise DataError(f"{where}: {str(path)!r} holds several splits; give one of them: {splits}")
     if not ((path / "state.json").is_file() and (path / "dataset_info.json").is_file()):
         return []
     return [each["filename"] for each in json.loads(read_text(path / "state.json"))["_data_files"]]
 
 
-def _rows(file: SourceFile, wanted: Sequence[str], optional: Sequence[str], *, cure: str) -> Iterator[Row]:
-    for number, values in enumerate(_records(file)):
-        where = f"{str(file.path)!r} row {number}"
-        if missing := [name for name in wanted if name not in values]:
-            only = ", ".join(map(repr, values))
-            form = format_of(values)
-            advice = cure if form == "text" else f"set data.format: {form}"
-            raise DataError(f"{where} has no field {missing[0]!r}, only {only}; {advice}")
-        there = {name: values[name] for name in (*wanted, *optional) if name in values}
-        yield Row(key=f"{file.key}:{number}", where=where, values=there)
-
-
 def _records(file: SourceFile) -> Iterator[dict[str, Any]]:
-    """Yield the values of each row by column. Raises `DataError` for a damaged file."""
+    """Yield the values of each row by column."""
     if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
         return
     try:
@@ -359,7 +334,7 @@ def _arrow_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
 
 
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
-    """Yield each row of CSV by the header's names; values stay text, and NA is not missing."""
+    """Yield each row by the header's names; values stay text, and NA is not missing."""
     csv.field_size_limit(_LONGEST_FIELD)
     with _text(file.path, file.encoding) as lines:
         names = next(lines)

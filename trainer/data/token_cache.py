@@ -62,10 +62,7 @@ class TokenWriter:
 
     def append(self, ids: TokenArray, *, text_bytes: int, targets: TokenArray | None = None) -> None:
         """Append the tokens of one document, one or more; `targets`, bool of the same length, is the target mask if tokens are
-        marked.
-
-        Raises `DataError` for an id that the vocabulary does not have.
-        """
+        marked. Raises `DataError` for an id that the vocabulary does not have."""
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise DataError(
                 f"the tokenizer gave ids from {ids.min()} to {ids.max()}, and says that its vocabulary has {self._vocab_size}"
@@ -133,13 +130,8 @@ class TokenCache:
         self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks, *, marked: bool = False
     ) -> StoredText:
         """Return the entry of a key; a missing one is made by `write`, which writes kept and held-out documents, `marked` or not.
-
-        `remarks` is called with all tokens and the number of kept ones. Without a key the entry is private to the process.
-
-        Raises:
-            DataError: as `write` does.
-            StorageError: if the entry cannot be written.
-        """
+        `remarks` is called with all tokens and the number of kept ones. Without a key the entry is private to the process. Raises
+        `StorageError` if the entry cannot be written."""
         path = None if self._root is None or key is None else self._root / key
         try:
             if path is not None and path.exists():
@@ -150,7 +142,10 @@ class TokenCache:
                     shutil.rmtree(path)
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                _remove_abandoned(path.parent)
+                for left in path.parent.glob(".*.tmp"):
+                    with suppress(OSError):
+                        if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                            shutil.rmtree(left)
             names: Any = {"prefix": ".tokens-", "suffix": ".tmp", "ignore_cleanup_errors": True}
             with tempfile.TemporaryDirectory(dir=path and path.parent, **names) as folder:
                 _write_entry(Path(folder), vocab_size, write, remarks, marked)
@@ -162,13 +157,6 @@ class TokenCache:
         except OSError as error:
             where = str(self._root or tempfile.gettempdir())
             raise StorageError(f"tokens cannot be kept in {where!r} ({error}); set data.cache") from error
-
-
-def _remove_abandoned(root: Path) -> None:
-    for left in root.glob(".*.tmp"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                shutil.rmtree(left)
 
 
 def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks, marked: bool) -> None:
@@ -198,7 +186,7 @@ def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks
 
 
 def _open(folder: Path) -> StoredText:
-    """Open an entry and verify its description, size and first blocks. Raises `DataError` and `OSError`."""
+    """Open an entry and verify its description, size and first blocks."""
     checksum, text = json.loads(read_whole(folder / _ENTRY))
     if xxhash.xxh3_64_hexdigest(text.encode()) != checksum:
         raise DataError(f"{_ENTRY} is not as it was written")

@@ -46,9 +46,6 @@ class ByteTokenizer:
         """Return the UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
-    def encode_whole(self, text: str, limit: int) -> TokenArray:
-        return self.encode([text])[0][:limit]
-
     def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
         """Return the bytes of each text without offsets, as bytes never merge across a cut."""
         return [(ids, None) for ids in self.encode(texts)]
@@ -57,8 +54,8 @@ class ByteTokenizer:
     def padding(self) -> int:
         return self.end_of_text
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return [int(each) for each in self.encode([text])[0]]
+    def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
+        return list(text.encode("utf-8", errors="replace")[:limit])
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
         """Raise `DataError`, as bytes have no chat template."""
@@ -127,30 +124,25 @@ class PretrainedTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Return the ids of each text without special tokens, int64."""
-        return [ids for ids, _ in self._encoded(texts)]
+        return [ids for ids, _ in self.encode_places(texts, places=False)]
 
-    def _encoded(self, texts: Sequence[str], *, places: bool = False) -> list[tuple[TokenArray, TokenArray | None]]:
+    def encode_places(self, texts: Sequence[str], *, places: bool = True) -> list[tuple[TokenArray, TokenArray | None]]:
+        """Return the ids of each text and the character offsets `[begin, end)` of the tokens, int64 `[tokens, 2]`; None without
+        `places`, and if the tokenizer gives no offsets."""
         if not texts:
             return []
+        places = places and getattr(self.tokenizer, "is_fast", False)
         settings = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": places}
         found = self.tokenizer(list(texts), verbose=False, **settings)
         ids = [np.asarray(each, np.int64) for each in found["input_ids"]]
-        offsets = found["offset_mapping"] if places else [None] * len(ids)
-        own = [None if each is None else np.asarray(each, np.int64).reshape(-1, 2) for each in offsets]
-        return list(zip(ids, own, strict=True))
+        if not places:
+            return [(each, None) for each in ids]
+        offsets = [np.asarray(each, np.int64).reshape(-1, 2) for each in found["offset_mapping"]]
+        return list(zip(ids, offsets, strict=True))
 
-    def encode_whole(self, text: str, limit: int) -> TokenArray:
-        """Return the ids of a text with special tokens, cut to `limit`, int64."""
-        return np.asarray(self.tokenizer(text, truncation=True, max_length=limit)["input_ids"], dtype=np.int64)
-
-    def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
-        """Return the ids of each text and the character offsets `[begin, end)` of the tokens, int64 `[tokens, 2]`; None if the
-        tokenizer gives no offsets."""
-        return self._encoded(texts, places=getattr(self.tokenizer, "is_fast", False))
-
-    def encode_prompt(self, text: str) -> list[int]:
-        """Return the ids of a prompt with the tokenizer's special tokens."""
-        return list(self.tokenizer(text)["input_ids"])
+    def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
+        """Return the ids of a text with the tokenizer's special tokens, cut to `limit` tokens, if given."""
+        return list(self.tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"])
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
         """Return the ids of a conversation rendered by the chat template, generation prompt included.
@@ -256,13 +248,8 @@ _SAMPLE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
 def require_bounded(
     template: str, render: Callable[[list[dict[str, Any]], Any], object], *own: list[dict[str, Any]]
 ) -> None:
-    """Render sample conversations, and `own`, by a new chat template under limits of time and memory.
-
-    `render` is called with messages, and with tools or None, in a child process with limited time and memory.
-
-    Raises:
-        DataError: for a template that does not end in time, or makes too much text.
-    """
+    """Call `render` with sample conversations, and `own`, and with tools or None, in a child process with limited time and memory.
+    Raises `DataError` for a new chat template that does not end in time, or makes too much text."""
     if template in _BOUNDED:
         return
     with warnings.catch_warnings():
@@ -291,15 +278,12 @@ def require_bounded(
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Return True if a directory has the files of a tokenizer."""
     return any((directory / name).is_file() for name in _FILES)
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Load the tokenizer of `data.tokenizer`: `bytes`, or a directory that `save_pretrained` wrote.
-
-    A hub name is refused like any missing path: nothing is downloaded and no code of the directory is run. Raises `DataError`.
-    """
+    """Load the tokenizer of `data.tokenizer`: `bytes`, or a directory that `save_pretrained` wrote, without downloads or code of
+    the directory. Raises `DataError`."""
     if spec == BYTES:
         return ByteTokenizer()
     path = Path(spec).expanduser()
@@ -329,11 +313,7 @@ _KEPT_TOKENS = 12
 
 
 class TextStream:
-    """Incremental decoder of new tokens to new text, in whole characters.
-
-    Args:
-        decode: the function that returns the text of tokens without special ones.
-    """
+    """Incremental decoder of new tokens to new text, in whole characters, by a function that returns the text of tokens."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode

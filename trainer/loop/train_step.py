@@ -215,7 +215,7 @@ class Stepper:
                     results = self._forwards(batches, streams, outputs=plain)
                 if generation is not None:
                     tokens = [
-                        generation.tokens(batch, list(feed.order.dataset_indices(each)), self._dtype)
+                        generation.tokens(batch, list(map(feed.order.dataset_index, each.samples)), self._dtype)
                         for each, batch in zip(group, fetched, strict=True)
                     ]
                     results = [(loss, count, new) for (loss, count, _), new in zip(results, tokens, strict=True)]

@@ -49,17 +49,9 @@ class _HeadWork:
 
 
 class ChunkedHead:
-    """Replacement of the `forward` of a model's output embedding during a run, and by the route `loss_function` of that function.
-
-    Outside of a run the model is unchanged: it can be copied and pickled.
-
-    Args:
-        model: a Hugging Face model whose `output_layer` is an `nn.Linear`.
-        route: see `Route`.
-        chunk_tokens: tokens whose logits exist at once; None minimises memory.
-        change: the transformation of each logit before the model's loss; the first run checks it.
-        kernel: the loss function, with the arguments of `chunked_cross_entropy`.
-    """
+    """Replacement of the `forward` of a model's output embedding, an `nn.Linear`, during a run, and by the route `loss_function` of
+    that function. `chunk_tokens` are the tokens whose logits exist at once; None minimises memory. The first run checks the
+    `change` of each logit before the model's loss. `kernel` takes the arguments of `chunked_cross_entropy`."""
 
     def __init__(
         self,
@@ -87,10 +79,8 @@ class ChunkedHead:
     def run(
         self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
     ) -> torch.Tensor:
-        """Return the sum of the losses over `targets`, where -100 marks no target; the model's inputs include `labels`.
-
-        Raises `PhaseError` if the model uses its head in an unsupported way, or transforms its logits otherwise than `change`.
-        """
+        """Return the sum of the losses over `targets`, where -100 marks no target; the model's inputs include `labels`. Raises
+        `PhaseError` if the model uses its head in an unsupported way, or transforms its logits otherwise than `change`."""
         current = _HeadWork(targets=targets.reshape(-1), seed=seed, count=count)
         with _replaced(output_layer(self._model), "forward", partial(self._forward, current)):
             if self._route == "logits":

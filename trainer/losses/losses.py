@@ -105,7 +105,15 @@ def make_loss(
         ConfigError: for smoothing of a loss with unknown targets, and for models without a loss.
     """
     if smoothing:
-        return _smoothed_loss(model, compute_loss, smoothing)
+        kind = str(getattr(model, "loss_type", None))
+        causal = False if kind in _LABELLED else _shifts_labels(model)
+        if compute_loss is not None or pretrained_of(model) is None or causal is None:
+            whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
+            raise ConfigError(
+                f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
+            )
+        line = f"loss: cross entropy with label smoothing {smoothing:g}"
+        return _label_loss(model, line, causal=causal, smoothing=smoothing)
     if compute_loss is not None:
         return _user_loss(compute_loss)
     inside = pretrained_of(model)
@@ -122,18 +130,6 @@ def make_loss(
     return _task_loss(inside) or _language_loss(inside, mode)
 
 
-def _smoothed_loss(model: nn.Module, compute_loss: ComputeLoss | None, smoothing: float) -> Loss:
-    kind = str(getattr(model, "loss_type", None))
-    causal = False if kind in _LABELLED else _shifts_labels(model)
-    if compute_loss is not None or pretrained_of(model) is None or causal is None:
-        whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
-        raise ConfigError(
-            f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
-        )
-    line = f"loss: cross entropy with label smoothing {smoothing:g}"
-    return _label_loss(model, line, causal=causal, smoothing=smoothing)
-
-
 def _task_loss(model: Any) -> Loss | None:
     """Return the loss of a task that needs no trial; None for language models and unknown tasks."""
     kind, config, arguments = getattr(model, "loss_type", None), model.config, signature(type(model).forward).parameters
@@ -145,7 +141,7 @@ def _task_loss(model: Any) -> Loss | None:
         return None
     # Question answering may also classify pictures, or use beam search and a loss of several parts.
     if kind == "ForQuestionAnswering" and "start_positions" in arguments and "is_impossible" not in arguments:
-        return Loss(kind="answers", count=_count_answers, compute=_compute_answers)
+        return _answer_loss()
     if kind == "ForCTC":
         return _transcript_loss(getattr(config, "ctc_loss_reduction", "mean"))
     if kind == "ForSemanticSegmentation" and config.num_labels > 1:
@@ -249,71 +245,81 @@ def _label_loss(
     return Loss(kind="labels", count=count, compute=compute, notes=notes, causal=causal)
 
 
-def _compute_answers(model: Any, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
-    """Compute the loss of extractive question answering: cross entropy of the start and of the end of an answer; both count. As in
-    transformers, a position beyond the sequence is no target. If each example has both positions or none, as in transformers'
-    preprocessing, the mean equals the model's own loss, the mean of two means."""
-    outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
-    total = torch.zeros((), device=outputs.start_logits.device)
-    for logits, targets in zip((outputs.start_logits, outputs.end_logits), _answers(batch), strict=True):
-        wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        total = total + cross_entropy(wide, targets, ignore_index=IGNORED_LABEL, reduction="sum")
-    return total, outputs, count, {}
+def _answer_loss() -> Loss:
+    """Return the loss of extractive question answering: cross entropy of the start and of the end of an answer; both count, unless
+    they lie beyond the sequence. If each example has both positions or none, as in transformers' preprocessing, its mean equals the
+    model's own loss, the mean of two means."""
 
+    def answers(batch: Mapping[str, Any]) -> list[Tensor]:
+        fields = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
+        length = next((each.shape[1] for each in fields if isinstance(each, Tensor) and each.dim() > 1), None)
+        if length is None:
+            raise DataError(f"the batch has no input_ids; it has {_field_names(batch)}")
+        cure = "Give each sample the positions of the first and of the last token of its answer"
+        found = [_tensor_of(batch, name, cure).reshape(-1) for name in _POSITIONS]
+        return [each.clamp(min=0).masked_fill(each >= length, IGNORED_LABEL) for each in found]
 
-def _count_answers(batch: Mapping[str, Any]) -> int:
-    return sum(count_targets(positions, causal=False) for positions in _answers(batch))
+    def compute(model: Any, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
+        outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
+        total = torch.zeros((), device=outputs.start_logits.device)
+        for logits, targets in zip((outputs.start_logits, outputs.end_logits), answers(batch), strict=True):
+            wide = logits.float() if logits.dtype.itemsize < 4 else logits
+            total = total + cross_entropy(wide, targets, ignore_index=IGNORED_LABEL, reduction="sum")
+        return total, outputs, count, {}
 
+    def count(batch: Mapping[str, Any]) -> int:
+        return sum(count_targets(positions, causal=False) for positions in answers(batch))
 
-def _answers(batch: Mapping[str, Any]) -> list[Tensor]:
-    """Return the start and end positions of answers, `[batch]` each; positions beyond the sequence are no targets."""
-    fields = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
-    length = next((each.shape[1] for each in fields if isinstance(each, Tensor) and each.dim() > 1), None)
-    if length is None:
-        raise DataError(f"the batch has no input_ids; it has {_field_names(batch)}")
-    cure = "Give each sample the positions of the first and of the last token of its answer"
-    found = [_tensor_of(batch, name, cure).reshape(-1) for name in _POSITIONS]
-    return [each.clamp(min=0).masked_fill(each >= length, IGNORED_LABEL) for each in found]
+    return Loss(kind="answers", count=count, compute=compute)
 
 
 def _transcript_loss(reduction: str) -> Loss:
     """Return the CTC loss as a mean over examples, each aligned with its transcript as a whole. `reduction` (transformers'
-    `ctc_loss_reduction`) is the sum over an example's frames, or that sum divided by the transcript's length. Raises `ConfigError`
-    for one that gives no scalar."""
+    `ctc_loss_reduction`) is the sum over an example's frames, or that sum divided by the transcript's length."""
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"ctc_loss_reduction is {reduction!r}; give sum or mean", where="model.config")
-
-    def count(batch: Mapping[str, Any]) -> int:
-        return _tensor_of(batch, "labels", "Give each sample its transcript").shape[0]
 
     def compute(model: Any, batch: Mapping[str, Any], found: int, seed: float | None) -> _Computed:
         outputs = model(**batch)
         return outputs.loss * (1 if reduction == "sum" else found), outputs, found, {}
 
-    note = "loss: the mean over examples of their alignments with transcripts (CTC)"
-    return Loss(kind="transcripts", count=count, compute=compute, notes=(note,))
+    return Loss(
+        kind="transcripts",
+        count=lambda batch: _tensor_of(batch, "labels", "Give each sample its transcript").shape[0],
+        compute=compute,
+        notes=("loss: the mean over examples of their alignments with transcripts (CTC)",),
+    )
 
 
 def _example_loss(what: str) -> Loss:
-    """Return a module's own scalar loss as a mean over the batch's examples (dim 0 of its first tensor)."""
+    """Return a module's own scalar loss (a tensor, `loss` of an object or mapping, or the first of a tuple) as a mean over the
+    batch's examples (dim 0 of its first tensor)."""
+
+    def count(batch: Mapping[str, Any]) -> int:
+        for value in batch.values():
+            if isinstance(value, Tensor) and value.dim() > 0:
+                return value.shape[0]
+        raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
 
     def compute(model: nn.Module, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
-        outputs = model(**batch)
-        return _scalar(outputs, type(model).__name__) * count, outputs, count, _scalars_of(outputs)
+        output = model(**batch)
+        first = output[:1] if isinstance(output, tuple | list) else ()
+        found = (
+            output.get("loss") if isinstance(output, Mapping) else next(iter(first), getattr(output, "loss", output))
+        )
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(
+                f"{type(model).__name__}.forward gave {shape} where a scalar loss was expected; return the loss (a scalar, or an "
+                "object with `loss`) or pass compute_loss=(model, batch) -> (sum, count)"
+            )
+        return found.reshape(()) * count, output, count, _scalars_of(output)
 
     note = f"{what} is taken for a mean over examples; pass compute_loss to count otherwise"
-    return Loss(kind="examples", count=_count_examples, compute=compute, notes=(note,))
-
-
-def _count_examples(batch: Mapping[str, Any]) -> int:
-    for value in batch.values():
-        if isinstance(value, Tensor) and value.dim() > 0:
-            return value.shape[0]
-    raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
+    return Loss(kind="examples", count=count, compute=compute, notes=(note,))
 
 
 def _user_loss(compute_loss: ComputeLoss) -> Loss:
-    """Return a user's loss. Raises `ConfigError` unless `compute_loss` returns a scalar and an integer of 0 or more."""
 
     def compute(model: nn.Module, batch: Mapping[str, Any], _: int, seed: float | None) -> _Computed:
         result: Any = compute_loss(model, batch)
@@ -344,27 +350,14 @@ def whole_count(count: object) -> int:
     return int(count)
 
 
-def _scalar(output: Any, name: str) -> Tensor:
-    """Return the loss among a module's outputs: a tensor, `loss` of an object or mapping, or the first of a tuple."""
-    first = output[:1] if isinstance(output, tuple | list) else ()
-    found = output.get("loss") if isinstance(output, Mapping) else next(iter(first), getattr(output, "loss", output))
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise ConfigError(
-            f"{name}.forward gave {shape} where a scalar loss was expected; return the loss (a scalar, or an object "
-            "with `loss`) or pass compute_loss=(model, batch) -> (sum, count)"
-        )
-    return found.reshape(())
-
-
 def _scalars_of(outputs: Any) -> dict[str, Any]:
     """Return the scalars among a model's outputs by name, without the loss."""
-    found = {} if not isinstance(outputs, Mapping) else {name: each for name, each in outputs.items() if name != "loss"}
-    return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, float) or (isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point())
-    }
+    found: dict[str, Any] = {}
+    for name, value in outputs.items() if isinstance(outputs, Mapping) else ():
+        scalar = isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+        if name != "loss" and (scalar or isinstance(value, float)):
+            found[name] = value
+    return found
 
 
 def _tensor_of(batch: Mapping[str, Any], name: str, cure: str) -> Tensor:

@@ -30,7 +30,7 @@ from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
-from zeromesh.trainer.data.collate import MapDataset, check_dataset
+from zeromesh.trainer.data.collate import check_dataset
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData, require_same_data
 from zeromesh.trainer.data.loader import Workers
@@ -137,18 +137,22 @@ def build_run(
     Raises:
         ConfigError, DataError, LayoutError, StorageError: for a run that cannot train, before anything large is allocated.
     """
-    config = _agreed(config, mesh, inputs, events)
-
-    workers, plan, options = _planned(config, mesh, inputs, console)
+    require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
+    config, workers, plan, options = _planned(config, mesh, inputs, console)
 
     # The data, and the settings that depend on its length.
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
     console.note(*data.notes, *map(Detail, workers.notes(data.train)), f"data     {data.row()}")
-    config, plan = _over_data(with_classes(config, data), plan, data.train, console)
+    config, plan = _over_data(config, plan, data, console)
     made = inputs.lr_scheduler
     schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer) if made else schedule_of(config)
-    data_description = _require_alike(config, mesh, data, schedule)
+    described = data.description(shuffle=config.data.shuffle)
+    mesh.meet("comparison of data")
+    decided_by_data = {f"data.{name}": value for name, value in described.items()}
+    decided_by_data |= {"run.max_steps": config.run.max_steps, "schedule": schedule.factor(0)}
+    decided_by_data |= {"schedule.warmup_steps": config.schedule.warmup_steps}
+    require_same_data(mesh, data.sets(), decided_by_data)
     times.end("data")
 
     # The model, and its measurements.
@@ -167,7 +171,7 @@ def build_run(
         config=config,
         mesh=mesh,
         events=events,
-        data_description=data_description,
+        data_description=described,
         schedule=schedule,
         model=model,
         stats=stats,
@@ -178,7 +182,17 @@ def build_run(
 
 def _planned(
     config: TrainerConfig, mesh: Mesh, inputs: UserInputs, console: Console
-) -> tuple[Workers, BatchPlan, ZeroOptions]:
+) -> tuple[TrainerConfig, Workers, BatchPlan, ZeroOptions]:
+    """Return the configuration with pinned sources, and what follows from it alone; sets this process's matrix products."""
+    config = pin_sources(
+        config,
+        mesh,
+        model_given=inputs.model is not None,
+        came_from=source_of(inputs.model),
+        # The model that a callable builds is not known yet.
+        reads_text=inputs.reads_text and isinstance(inputs.model, nn.Module | None),
+    )
+    set_products(config, mesh.device)
     workers = Workers.choose(
         config.data.workers,
         mesh.device,
@@ -193,42 +207,23 @@ def _planned(
     )
     require_directories(config.offload)
     options = engine_options(config, plan.accumulation)
-    table = Detail(options.precision.table(config.optimizer.name))
-    console.note(*config.notes, *_layout_notes(config, mesh, plan), table)
+    shape, device = mesh.shape, mesh.device.type.upper()
+    axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
+    ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
+    layout = f"ZeRO stage {config.zero.stage} on {ranks}"
+    picture = [Detail(mesh.picture())] if mesh.model_size > 1 else []
+    batch = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
+    console.note(
+        *config.notes,
+        Detail(f"{config.run.name}: {layout}"),
+        *picture,
+        Detail(f"batch: {plan.equation()}"),
+        f"layout   {layout}; batch {plan.global_size} = {batch}",
+        Detail(options.precision.table(config.optimizer.name)),
+    )
     if inputs.model is None:
         check_model(config.model)
-    return workers, plan, options
-
-
-def _agreed(config: TrainerConfig, mesh: Mesh, inputs: UserInputs, events: CallbackDispatcher) -> TrainerConfig:
-    """Return the configuration with pinned sources, checked to be equal on all ranks, and set the libraries' precision."""
-    require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
-    config = pin_sources(
-        config,
-        mesh,
-        model_given=inputs.model is not None,
-        came_from=source_of(inputs.model),
-        # The model that a callable builds is not known yet.
-        reads_text=inputs.reads_text and isinstance(inputs.model, nn.Module | None),
-    )
-    set_products(config, mesh.device)
-    return config
-
-
-def _require_alike(
-    config: TrainerConfig, mesh: Mesh, data: RunData, schedule: LRSchedule | TorchSchedule
-) -> dict[str, Any]:
-    """Return the description of the data, after checking that it and the settings derived from it agree on all ranks."""
-    described = data.description(shuffle=config.data.shuffle)
-    mesh.meet("comparison of data")
-    decided_by_data = {
-        **{f"data.{name}": value for name, value in described.items()},
-        "run.max_steps": config.run.max_steps,
-        "schedule.warmup_steps": config.schedule.warmup_steps,
-        "schedule": schedule.factor(0),
-    }
-    require_same_data(mesh, data.sets(), decided_by_data)
-    return described
+    return config, workers, plan, options
 
 
 def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
@@ -241,34 +236,18 @@ def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str
     mesh.world.require_same(values, ConfigError, advice=advice)
 
 
-def _layout_notes(config: TrainerConfig, mesh: Mesh, plan: BatchPlan) -> list[str | Detail]:
-    shape, device = mesh.shape, mesh.device.type.upper()
-    axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
-    ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
-    layout = f"ZeRO stage {config.zero.stage} on {ranks}"
-    picture = [Detail(mesh.picture())] if mesh.model_size > 1 else []
-    batch = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
-    details = [Detail(f"{config.run.name}: {layout}"), *picture, Detail(f"batch: {plan.equation()}")]
-    return [*details, f"layout   {layout}; batch {plan.global_size} = {batch}"]
-
-
-def with_classes(config: TrainerConfig, data: RunData) -> TrainerConfig:
-    """Return the configuration with the class names of labelled data, unless the model's configuration has labels."""
-    classes, given = data.classes, config.model.config or {}
-    if not classes or "num_labels" in given or "id2label" in given:
-        return config
-    names: dict[str, Any] = {
-        "id2label": {str(number): name for number, name in enumerate(classes)},
-        "label2id": {name: n for n, name in enumerate(classes)},
-    }
-    return config.model_copy(update={"model": config.model.model_copy(update={"config": {**given, **names}})})
-
-
 def _over_data(
-    config: TrainerConfig, plan: BatchPlan, train: MapDataset | StreamedDataset | None, console: Console
+    config: TrainerConfig, plan: BatchPlan, data: RunData, console: Console
 ) -> tuple[TrainerConfig, BatchPlan]:
-    """Return the configuration with its steps and the plan with its epochs, given the length of the data. Raises `ConfigError` for
-    a warm-up that outlasts the run, and for epochs without a step."""
+    """Return the configuration with the classes and steps of the data, and the plan with its epochs. Raises `ConfigError` for a
+    warm-up that outlasts the run, and for epochs without a step."""
+    train, given = data.train, config.model.config or {}
+    if data.classes and "num_labels" not in given and "id2label" not in given:
+        names: dict[str, Any] = {
+            "id2label": {str(number): name for number, name in enumerate(data.classes)},
+            "label2id": {name: number for number, name in enumerate(data.classes)},
+        }
+        config = config.model_copy(update={"model": config.model.model_copy(update={"config": {**given, **names}})})
     if train is None:
         return config, plan
     if not isinstance(train, StreamedDataset):
@@ -291,14 +270,13 @@ def _over_data(
 
 
 def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console: Console) -> RunData:
-    """Return the user's datasets, or those of the configuration, tokenized by the user's tokenizer if given; all ranks call it. One
-    rank of each host tokenizes uncached text while the others wait. Raises `DataError` for an empty or unusable dataset, file or
-    tokenizer."""
+    """Return the user's datasets, or those of the configuration; all ranks call it. One rank of each host tokenizes uncached text
+    while the others wait."""
     train, evaluation, tokenizer = inputs.train_dataset, inputs.eval_dataset, inputs.processing_class
     if train is not None or evaluation is not None:
         streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
-        data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation)
         whole = {} if train is None or streams else {"train_dataset": train}
+        data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation)
         for name, dataset in {**whole, **data.evaluated()}.items():
             check_dataset(dataset, name=name)
         return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
@@ -339,17 +317,12 @@ def _limited(data: RunData, count: int | None) -> RunData:
     if count is None or data.eval is None:
         return data
     sets: Mapping[str, Any] = data.eval if isinstance(data.eval, Mapping) else {"": data.eval}
-    parts: dict[str, Any] = {
-        name: each if len(each) <= count else Subset(each, [index * len(each) // count for index in range(count)])
-        for name, each in sets.items()
-    }
-    notes = [
-        Detail(
-            f"evaluation{f' of {name}' if name else ''}: {count:,} of {counted(len(each), 'sample', ',')} (data.eval_samples)"
-        )
-        for name, each in sets.items()
-        if len(each) > count
-    ]
+    parts, notes = dict(sets), []
+    for name, each in sets.items():
+        if len(each) > count:
+            parts[name] = Subset(each, [index * len(each) // count for index in range(count)])
+            samples = f"{count:,} of {counted(len(each), 'sample', ',')} (data.eval_samples)"
+            notes.append(Detail(f"evaluation{f' of {name}' if name else ''}: {samples}"))
     chosen = parts if isinstance(data.eval, Mapping) else parts[""]
     return replace(data, eval=chosen, notes=(*data.notes, *notes), limited=bool(notes))
 

@@ -17,7 +17,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
-from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
@@ -71,30 +71,33 @@ def build_trained_model(
     console: Console,
     start_times: StartTimes,
 ) -> TrainedModel:
-    """Build the model, check it and the data, and leave this rank its part of the model with initial values.
-
-    Raises `ConfigError`, `DataError`, `LayoutError` or `StorageError`, before anything large is allocated, for a model that cannot
-    be built, divided or trained, for data that do not fit, and for too little memory.
-    """
+    """Build the model, check it and the data, and leave this rank its part of the model with initial values. Raises, before
+    anything large is allocated, a `ZeromeshError` for a model that cannot be built, divided or trained, unfit data and too little
+    memory."""
     console.status("building the model")
     built = build_whole_model(inputs.model, config, data.tokenizer)
     model = built.model
     _fit_to_data(model, config, data, console)
     options, described = exempted(options, config, model), description_of(model)
     with ExitStack() as undone:
-        changes = undone.enter_context(_changed(model, config, options, mesh))
+        changes = undone.enter_context(ExitStack())
+        changes.callback(keep_attributes(model))
+        if config.model.attention is not None:
+            changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = open_tiers(mesh, options)
         undone.callback(tiers.close)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*begin_alike(built, mesh, config.run.seed))
-        whole = _whole(model)
+        # Facts about the undivided model, by which all ranks count alike.
+        whole: dict[str, Any] = {"flops": ModelFlops.of(model), "counted": counted_parameters(model)}
+        whole |= {"parameters": sum(each.numel() for each in model.parameters()), "hub_form": HubForm(model)}
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
-        loss, feeds, checked = _loss_and_feeds(model, config, inputs, data, plan, console)
+        loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example)
         length = config.data.sequence_length if data.tokenizer is not None else 0
-        engine = _make_engine(built, config, mesh, options, tiers, divided, console, length, [*loss.notes, *checked])
+        engine = _make_engine(built, config, mesh, options, tiers, divided, console, length, notes)
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -139,7 +142,19 @@ def _make_engine(
     if config.precision.linear is not None:
         console.note(use_float8_linear(model, mesh.device))
     away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
-    console.note(*divided.notes, *prepared, *built.notes, *_notes_on_modules(model), *notes)
+    console.note(*divided.notes, *prepared, *built.notes)
+    # The statistics of SyncBatchNorm cover all ranks.
+    local = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if local:
+        console.note(
+            f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "
+            "every rank keeps running statistics of its own, and rank 0's are saved"
+        )
+    console.note(*notes)
     kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
     engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=kept_inputs)
     if mesh.device.type == "cpu":
@@ -147,40 +162,30 @@ def _make_engine(
     return engine
 
 
-def _whole(model: nn.Module) -> dict[str, Any]:
-    """Collect facts about the undivided model, from which all ranks take the same batches and count alike."""
-    parameters = sum(each.numel() for each in model.parameters())
-    counted_ones = counted_parameters(model)
-    return {
-        "flops": ModelFlops.of(model),
-        "counted": counted_ones,
-        "parameters": parameters,
-        "hub_form": HubForm(model),
-    }
-
-
-def _changed(model: nn.Module, config: TrainerConfig, options: ZeroOptions, mesh: Mesh) -> ExitStack:
-    """Change attributes of a model as the configuration says; the stack puts them back."""
-    changes = ExitStack()
-    changes.callback(keep_attributes(model))
-    if config.model.attention is not None:
-        changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
-    return changes
-
-
 def _fit_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
-    """Have generation end where answers of the data end.
-
-    Raises `ConfigError` for a built model whose tokens differ from those of the data, or that lacks their classes.
-    """
+    """Have generation end where answers of the data end. Raises `ConfigError` for a model without the data's tokens or classes."""
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
         raise ConfigError(
             f"null means bytes for a model that a callable builds, and this one comes from {name!r}; give its tokenizer",
             where="data.tokenizer",
         )
+    inside, text = pretrained_of(model), data.tokenizer is not None
     if data.classes:
-        _require_classes(model, data)
+        what, head = ("labels", "sequence") if text else ("pictures", "image")
+        if inside is None or not type(inside).__name__.endswith(f"For{head.title()}Classification"):
+            raise ConfigError(
+                f"{what} are for a model that has classes, and {type(model).__name__} has none; set model.head: "
+                f"{head}_classification",
+                where="data.format",
+            )
+        if inside.config.num_labels < len(data.classes):
+            count = inside.config.num_labels
+            raise ConfigError(
+                f"num_labels is {count}, and the data has {len(data.classes)} classes", where="model.config"
+            )
+        if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
+            inside.config.pad_token_id = data.tokenizer.padding
     if data.tokenizer is not None:
         console.note(*end_also_at(model, data.endings, data.tokenizer.decode_all))
 
@@ -198,6 +203,9 @@ def _loss_and_feeds(
         smoothing=config.run.label_smoothing,
     )
     of_text = data.tokenizer is not None and inputs.collate is None
+    cut_to = None
+    if of_text and not all(each.joined for each in config.data.formats):  # Joined text has no padding.
+        cut_to = config.parallel.tensor if config.parallel.sequence else 1
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
         require_separate_documents(model)
     if of_text and type(pretrained_of(model)).__name__.endswith("ForMaskedLM"):
@@ -215,10 +223,10 @@ def _loss_and_feeds(
             classes=loss.classes,
             fields=forward.fields,
             reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
-            cut_to=_cut_to(config) if data.tokenizer is not None and inputs.collate is None else None,
+            cut_to=cut_to,
         ),
     )
-    return loss, feeds, _check_first_batches(feeds, config, forward, loss, inputs)
+    return loss, feeds, [*loss.notes, *_check_first_batches(feeds, config, forward, loss, inputs)]
 
 
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
@@ -352,40 +360,18 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
     digests = [xxhash.xxh3_64_intdigest(tensor_bytes(tensor).numpy().data) >> 1 for tensor in held.values()]
     rows = mesh.world.gather_integers(digests)
     differing = [name for index, name in enumerate(held) if len({row[index] for row in rows}) > 1]
-    for name in differing:
-        _take_from_first(held[name], mesh.world)
     if not differing:
         return []
+    for tensor in map(held.__getitem__, differing):
+        content = tensor_bytes(tensor).clone()
+        for part in torch.split(content, _CHUNK):
+            layouts = on_one_rank(len(part), mesh.world_size, 0), replicated(len(part), mesh.world_size)
+            given = part[:0] if mesh.world.index else part
+            part.copy_(redistribute(given, *layouts, mesh.world, "initial weights of rank 0"))
+        if mesh.world.index:
+            tensor.detach().copy_(content.view(tensor.dtype).view(tensor.shape))
     others = ", ".join(str(rank) for rank, row in enumerate(rows) if row != rows[0])
     return [f"initial weights differed on ranks {others} ({some(differing)}): every rank begins with those of rank 0"]
-
-
-def _take_from_first(tensor: Tensor, world: ProcessSet) -> None:
-    """Overwrite a tensor in place with rank 0's."""
-    content = tensor_bytes(tensor).clone()
-    for part in torch.split(content, _CHUNK):
-        held, everywhere = on_one_rank(len(part), world.size, 0), replicated(len(part), world.size)
-        part.copy_(
-            redistribute(part if not world.index else part[:0], held, everywhere, world, "initial weights of rank 0")
-        )
-    if world.index:
-        tensor.detach().copy_(content.view(tensor.dtype).view(tensor.shape))
-
-
-def _notes_on_modules(model: nn.Module) -> list[str]:
-    """Return notes on training modules whose result depends on the division of the global batch, except SyncBatchNorm, whose
-    statistics cover all ranks."""
-    names = [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
-    if not names:
-        return []
-    return [
-        f"BatchNorm ({some(names)}): means and variances are those of each rank's own microbatch, not of the global batch; every "
-        "rank keeps running statistics of its own, and rank 0's are saved"
-    ]
 
 
 class _WatchedSource:
@@ -408,15 +394,31 @@ class _WatchedSource:
 def _check_first_batches(
     feeds: Feeds, config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs
 ) -> list[str]:
-    """Check each dataset's first batch before anything large is allocated; returns notes. Raises `ConfigError` or `DataError`."""
-    _check_settings(config, forward, loss, inputs, text=feeds.data.tokenizer is not None)
+    """Check settings and each dataset's first batch before anything large is allocated; returns notes. Raises `ConfigError` or
+    `DataError`."""
+    if inputs.compute_loss is not None:
+        late = "needs the number of targets before forward, and compute_loss counts them after it"
+        if config.optimizer.in_backward:
+            raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
+        if config.batch.average == "samples":
+            raise ConfigError(f"batch.average: samples {late}; set it to tokens")
+    if feeds.data.tokenizer is not None:
+        forward.check_length(config.data.sequence_length, "lower data.sequence_length")
+        labelled = any(each.label for each in config.data.formats)
+        if inputs.collate is None and loss.kind == "labels" and not loss.causal and not labelled:
+            raise ConfigError(
+                f"{forward.model} does not predict the next token, so plain text has no labels for it; "
+                "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
+            )
+    run = Path(config.run.output_dir).expanduser() / config.run.name
+    resumes = config.checkpoint.resume not in ("auto", "never") or bool(CheckpointStore(run / FOLDER).steps())
     notes, train = [], feeds.data.train
     size = feeds.plan.global_size
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
         samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.named().items():
-        if isinstance(feed.dataset, StreamedDataset) and _resumes(config):
+        if isinstance(feed.dataset, StreamedDataset) and resumes:
             continue  # A resumed stream was checked when the run began, and does not continue at its beginning.
         batch = feed.first_batch()
         sample = feed.dataset[feed.order.dataset_index(0)]
@@ -435,56 +437,6 @@ def _check_first_batches(
         if left_out:
             notes.append(f"{name}: left out {', '.join(left_out)}, which {forward.model}.forward does not take")
     return notes
-
-
-def _resumes(config: TrainerConfig) -> bool:
-    named = config.checkpoint.resume not in ("auto", "never")
-    return named or bool(CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER).steps())
-
-
-def _check_settings(
-    config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs, *, text: bool
-) -> None:
-    """Raise `ConfigError` for settings that conflict with the model, its loss or the inputs; `text` is True for text files."""
-    if inputs.compute_loss is not None:
-        late = "needs the number of targets before forward, and compute_loss counts them after it"
-        if config.optimizer.in_backward:
-            raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
-        if config.batch.average == "samples":
-            raise ConfigError(f"batch.average: samples {late}; set it to tokens")
-    if text:
-        forward.check_length(config.data.sequence_length, "lower data.sequence_length")
-        labelled = any(each.label for each in config.data.formats)
-        if inputs.collate is None and loss.kind == "labels" and not loss.causal and not labelled:
-            raise ConfigError(
-                f"{forward.model} does not predict the next token, so plain text has no labels for it; "
-                "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
-            )
-
-
-def _require_classes(model: nn.Module, data: RunData) -> None:
-    """Raise `ConfigError` for a model without the data's classes, and set its padding token."""
-    inside, text = pretrained_of(model), data.tokenizer is not None
-    what, head = ("labels", "sequence") if text else ("pictures", "image")
-    if inside is None or not type(inside).__name__.endswith(f"For{head.title()}Classification"):
-        raise ConfigError(
-            f"{what} are for a model that has classes, and {type(model).__name__} has none; set model.head: {head}_classification",
-            where="data.format",
-        )
-    if inside.config.num_labels < len(data.classes):
-        raise ConfigError(
-            f"num_labels is {inside.config.num_labels}, and the data has {len(data.classes)} classes",
-            where="model.config",
-        )
-    if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
-        inside.config.pad_token_id = data.tokenizer.padding
-
-
-def _cut_to(config: TrainerConfig) -> int | None:
-    """Return the number that divides the cut length of padded batches, or None for joined text, which has no padding."""
-    if all(each.joined for each in config.data.formats):
-        return None
-    return config.parallel.tensor if config.parallel.sequence else 1
 
 
 def check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> None:

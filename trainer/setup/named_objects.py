@@ -36,10 +36,8 @@ class _CalledAnew:
 
 
 def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -> Any:
-    """Import the object of a name, from `folders`, the current folder or the import path.
-
-    Raises `ConfigError` for the key `where` if the module cannot be imported or lacks the name.
-    """
+    """Import the object of a name, from `folders`, the current folder or the import path. Raises `ConfigError` for the key
+    `where`."""
     module, _, path = named.python.partition(":")
     places = list(dict.fromkeys((*folders, os.getcwd())))
     sys.path[:0] = places
@@ -73,8 +71,8 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def _bound(named: NamedFunction, where: str, folders: Sequence[str], *, called: bool) -> Any:
-    """Bind the arguments to a named object: with `called`, return a call without arguments; else a function is returned and a class
-    instantiated. Raises `ConfigError` for arguments that do not fit."""
+    """Bind the arguments to a named object: with `called`, return a call without arguments; else return a function, or an instance
+    of a class."""
     found, arguments = find_object(named, where, folders), named.arguments
     made = isinstance(found, type)
     if not made and not inspect.isroutine(found) and not isinstance(found, functools.partial):
@@ -93,7 +91,6 @@ def _bound(named: NamedFunction, where: str, folders: Sequence[str], *, called: 
 
 
 def _dataset(named: Any, where: str, folders: Sequence[str], *, trained: bool) -> Any:
-    """Return the samples of a function, class or object. Raises `ConfigError` for an object without samples."""
     call = _bound(named, where, folders, called=True)
     found = call()
     if inspect.isgenerator(found):
@@ -108,10 +105,8 @@ def _dataset(named: Any, where: str, folders: Sequence[str], *, trained: bool) -
 
 
 def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs, list[Any]]:
-    """Return the inputs with the objects that the configuration names where the user gave none, and its callbacks.
-
-    Raises `ConfigError` for names that do not exist, arguments that do not fit, and objects of other kinds.
-    """
+    """Return the inputs with the objects that the configuration names where the user gave none, and its callbacks. Raises
+    `ConfigError` for names that do not exist, arguments that do not fit, and objects of other kinds."""
     data, folders, found = config.data, config.folders, dict[str, Any]()
     if inputs.model is None and config.model.named is not None:
         key, model = "model.python", find_object(config.model.named, "model.python", folders)

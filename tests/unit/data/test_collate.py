@@ -25,7 +25,7 @@ PLAN = BatchPlan(global_size=4, micro_size=2, data_ranks=2)
 
 
 def fetch_microbatch(dataset: Any, order: SampleOrder, microbatch: Microbatch, **rules: Any) -> dict[str, Any]:
-    return BatchRules(**rules).make_batch(dataset, list(order.dataset_indices(microbatch)))
+    return BatchRules(**rules).make_batch(dataset, list(map(order.dataset_index, microbatch.samples)))
 
 
 def check_first_batch(dataset: Any, order: SampleOrder, plan: BatchPlan, **rules: Any) -> None:

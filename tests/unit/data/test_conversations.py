@@ -522,9 +522,10 @@ def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: Pretrain
     }
     assert all(sorted(data.train[index]) == ["input_ids", "labels", "position_ids"] for index in range(len(data.train)))
     assert "data.mixture: text 50.0%, chat 25.0%, pairs 25.0% of the sequences" in data.notes[-1]
-    data.train.check_vocabulary(340)
+    for part in data.train.parts:
+        part.check_vocabulary(340)
     with pytest.raises(DataError, match="vocabulary has 4 tokens"):
-        data.train.check_vocabulary(4)
+        data.train.parts[0].check_vocabulary(4)
     other = {**mixture, "text": {**mixture["text"], "weight": 1.0}}
     changed = load(tmp_path, rows, own, mixture=other, train="stdlib", packing=True, eval_fraction=0.2)
     assert (changed.train.weights, data.train.weights) == ((4, 1, 1), (2, 1, 1))

@@ -127,12 +127,6 @@ def test_neighbours_in_the_dataset_are_not_neighbours_in_the_order() -> None:
     assert adjacent < 12  # 2 expected
 
 
-def test_a_microbatch_is_mapped_in_order() -> None:
-    order = SampleOrder(length=4, seed=1)
-    microbatch = Microbatch(first_sample=3, samples=(3, 4), weight=1)
-    assert list(order.dataset_indices(microbatch)) == [order.dataset_index(3), order.dataset_index(4)]
-
-
 @st.composite
 def epochs_of(draw: st.DrawFn) -> BatchPlan:
     micro, last = draw(st.integers(1, 5)), draw(st.sampled_from(["partial", "drop"]))
