@@ -5,7 +5,7 @@ A model's directory may bring Python code (`model.trust_remote_code`), and a con
 configuration enters through `load_config`, which asks `refused_code`; its caller sets the required consent.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from typing import Any
 
@@ -27,13 +27,11 @@ def foreign_code(data: Any, path: str = "") -> Iterator[str]:
         yield from foreign_code(value, f"{path}{key}.")
 
 
-def refused_code(data: Any, consent: Consent, *, typed: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each key of a configuration `data` that would run code without the user's consent.
-
-    `typed` holds the command line's keys, nested as in the configuration.
-    """
+def refused_code(data: Any, consent: Consent, *, named: Collection[str]) -> list[str]:
+    """Return a problem for each key of a configuration `data` that would run code without the user's consent. `named` are the keys
+    of the command line, dotted."""
     if consent is Consent.GIVEN:
         return []
-    named = set(foreign_code(typed)) if consent is Consent.COMMAND_LINE else set()
-    keys = [key for key in foreign_code(data) if key not in named]
+    typed = tuple(f"{key}." for key in named) if consent is Consent.COMMAND_LINE else ()
+    keys = [key for key in foreign_code(data) if not f"{key}.".startswith(typed)]
     return [f"{key}: would run code that somebody else may have written; {consent.value}" for key in keys]

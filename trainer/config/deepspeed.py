@@ -33,11 +33,9 @@ _PATHS = dict.fromkeys(part for row in TABLE for part in accumulate(row.name.spl
 _COMMON = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
 """Sections that exist in both kinds of configuration."""
 
+# DeepSpeed's defaults.
 _GRADIENT_CLIPPING = 1.0
-_WARMUP_STEPS = 1000
-_WARMUP_DECAY_LR = 1e-3
-_COSINE_END = 1e-4
-_CYCLE_STEPS = 2000
+_WARMUP_STEPS, _WARMUP_DECAY_LR, _COSINE_END, _CYCLE_STEPS = 1000, 1e-3, 1e-4, 2000
 _SCALE_POWER, _SCALE_WINDOW = 16, 1000
 _ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _TORCH_ADAMW_DECAY = 0.01
@@ -84,7 +82,6 @@ class Translation:
         self.notes: list[str] = []
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        """Return the value of a setting, or `default`."""
         return self.settings.get(name, default)
 
     def has(self, beginning: str) -> bool:
@@ -151,7 +148,7 @@ def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) ->
             read.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
         if row.as_it_is:
             read.values[row.keys[0]] = value
-    for decide in (_batch, _optimizer, _schedule, _precision, _zero, _offload, _activations, _figures):
+    for decide in (_batch, _optimizer, _schedule, _precision, _zero, _offload, _others):
         read.values.update(decide(read))
     read.origins |= {key: f"DeepSpeed {row.name}" for row in present for key in row.keys if key in read.values}
     read.notes[:] = [f"DeepSpeed: {line}" for line in (*_lines(read), *read.notes)]
@@ -250,7 +247,7 @@ def _optimizer(read: Translation) -> Pairs:
 
 
 def _schedule(read: Translation) -> Pairs:
-    prefix = "scheduler.params."
+    prefix, steps = "scheduler.params.", None
     if not read.has("scheduler."):
         read.notes.append("no scheduler is given: the learning rate is constant")
         yield from (("schedule.name", "constant"), ("schedule.warmup_steps", 0))
@@ -261,16 +258,26 @@ def _schedule(read: Translation) -> Pairs:
     yield from ((f"schedule.{key}", None) for key in _SHAPE_KEYS)
     yield "schedule.name", name
     if name == "polynomial":
-        yield from _one_cycle(read, prefix)
-        return
-    if f"{prefix}warmup_num_steps" not in read.automatic:
-        yield "schedule.warmup_steps", max(2, read.count(f"{prefix}warmup_num_steps") or _WARMUP_STEPS)
-        yield "schedule.warmup_ratio", None
-    yield "schedule.warmup_shape", read(f"{prefix}warmup_type", "log")
+        lowest, highest = read.number(f"{prefix}cycle_min_lr"), read.number(f"{prefix}cycle_max_lr")
+        if read(f"{prefix}cycle_momentum") is not False:
+            read.refuse(f"{prefix}cycle_momentum", "momentum does not cycle; set it to false")
+        first = read.count(f"{prefix}cycle_first_step_size") or _CYCLE_STEPS
+        steps = first + (read.count(f"{prefix}cycle_second_step_size") or first)
+        if lowest is None or not highest or lowest > highest:
+            need = "OneCycle needs cycle_min_lr and cycle_max_lr, of which it is the higher"
+            read.refuse(f"{prefix}cycle_max_lr", need)
+            return
+        yield from (("schedule.warmup_steps", first), ("schedule.warmup_ratio", None), ("optimizer.lr", highest))
+        yield from ((f"schedule.{key}", lowest / highest) for key in ("min_ratio", "start_ratio"))
+    else:
+        if f"{prefix}warmup_num_steps" not in read.automatic:
+            yield "schedule.warmup_steps", max(2, read.count(f"{prefix}warmup_num_steps") or _WARMUP_STEPS)
+            yield "schedule.warmup_ratio", None
+        yield "schedule.warmup_shape", read(f"{prefix}warmup_type", "log")
     if name == "cosine_warmup_with_min_lr":
         yield "schedule.min_ratio", read(f"{prefix}cos_min_ratio", _COSINE_END)
         yield "schedule.start_ratio", read(f"{prefix}warmup_min_ratio")
-    else:
+    elif name != "polynomial":
         highest, lowest = read.number(f"{prefix}warmup_max_lr"), read.number(f"{prefix}warmup_min_lr")
         if highest is None and name == "linear" and f"{prefix}warmup_max_lr" not in read.automatic:
             highest = _WARMUP_DECAY_LR
@@ -279,25 +286,7 @@ def _schedule(read: Translation) -> Pairs:
         highest = highest or read.number("optimizer.params.lr") or OptimizerSection().lr
         if lowest and highest:
             yield "schedule.start_ratio", lowest / highest
-    if name != "constant_with_warmup":
-        yield from _length(read, read.count(f"{prefix}total_num_steps"))
-
-
-def _one_cycle(read: Translation, prefix: str) -> Pairs:
-    lowest, highest = read.number(f"{prefix}cycle_min_lr"), read.number(f"{prefix}cycle_max_lr")
-    if read(f"{prefix}cycle_momentum") is not False:
-        read.refuse(f"{prefix}cycle_momentum", "momentum does not cycle; set it to false")
-    first = read.count(f"{prefix}cycle_first_step_size") or _CYCLE_STEPS
-    second = read.count(f"{prefix}cycle_second_step_size") or first
-    if lowest is None or not highest or lowest > highest:
-        read.refuse(f"{prefix}cycle_max_lr", "OneCycle needs cycle_min_lr and cycle_max_lr, of which it is the higher")
-        return
-    yield from (("schedule.warmup_steps", first), ("schedule.warmup_ratio", None), ("optimizer.lr", highest))
-    yield from ((f"schedule.{key}", lowest / highest) for key in ("min_ratio", "start_ratio"))
-    yield from _length(read, first + second)
-
-
-def _length(read: Translation, steps: int | None) -> Pairs:
+    steps = read.count(f"{prefix}total_num_steps") if name in ("linear", "cosine_warmup_with_min_lr") else steps
     if steps is not None:
         yield from (("run.max_steps", steps), ("run.epochs", None))
 
@@ -360,15 +349,12 @@ def _offload(read: Translation) -> Pairs:
         yield "offload.directory", directories if len(directories) > 1 else directories[0]
 
 
-def _activations(read: Translation) -> Pairs:
+def _others(read: Translation) -> Pairs:
     names = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
     if any(read(f"activation_checkpointing.{name}") for name in names):
         yield "model.activation_checkpointing", "block"
     if read("activation_checkpointing.cpu_checkpointing"):
         yield "offload.activations", "host"
-
-
-def _figures(read: Translation) -> Pairs:
     if read("steps_per_print") is not None:
         steps = 0 if read("steps_per_print") == math.inf else read.count("steps_per_print")
         if steps is not None:

@@ -35,8 +35,7 @@ class SettingRow:
     neutral: tuple[Any, ...] = ()
 
 
-_MAPPED = re.compile(r"([\w. ]+) (->|=) ([\w. ]+): (.+)")
-_OTHER = re.compile(r"([\w. ]+): (read|no effect|refused)(?: unless (.+?))?: (.+)")
+_ROW = re.compile(r"([\w. ]+?)(?: (->|=) ([\w. ]+)|: (read|no effect|refused)(?: unless (.+?))?): (.+)")
 
 
 def read_table(text: str) -> dict[str, tuple[SettingRow, ...]]:
@@ -68,24 +67,23 @@ def read_table(text: str) -> dict[str, tuple[SettingRow, ...]]:
 
 
 def _rows(line: str, prefix: str) -> Iterator[SettingRow]:
-    if mapped := _MAPPED.fullmatch(line):
-        name, arrow, keys, text = mapped.groups()
-        found = tuple(keys.split())
-        yield SettingRow(name=prefix + name, fate=Fate.MAPPED, text=text, keys=found, as_it_is=arrow == "=")
-        return
-    other = _OTHER.fullmatch(line)
-    if other is None:
+    row = _ROW.fullmatch(line)
+    if row is None:
         raise ValueError(f"no row of a table of settings: {line!r}")
-    names, what, values, text = other.groups()
-    neutral: tuple[Any, ...] = ()
+    names, arrow, keys, what, values, text = row.groups()
+    fate, neutral = Fate.MAPPED if what in (None, "read") else Fate(what), list[Any]()
     if what == "refused":
-        allowed = (
-            [{}, {"enabled": False}] if values == "off" else json.loads(f"[{(values or '').replace(' or ', ',')}]")
-        )
-        neutral = (None, *([] if any(value is True for value in allowed) else [False]), *allowed)
+        off = [{}, {"enabled": False}]
+        neutral = off if values == "off" else json.loads(f"[{(values or '').replace(' or ', ',')}]")
+        neutral = [None, *([] if any(value is True for value in neutral) else [False]), *neutral]
     for name in names.split():
         yield SettingRow(
-            name=prefix + name, fate=Fate.MAPPED if what == "read" else Fate(what), text=text, neutral=neutral
+            name=prefix + name,
+            fate=fate,
+            text=text,
+            keys=tuple((keys or "").split()),
+            as_it_is=arrow == "=",
+            neutral=tuple(neutral),
         )
 
 

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from glob import glob
 from importlib.util import find_spec
 from os import PathLike
@@ -56,12 +56,6 @@ OF_TRANSFORMERS = "TrainingArguments: use zeromesh.transformers.Trainer, the sam
 """The advice for `TrainingArguments` in place of a configuration."""
 
 
-def _is_training_arguments(source: Any) -> bool:
-    """Return True for transformers' `TrainingArguments`, without importing transformers, which takes seconds."""
-    names = [(base.__module__, base.__name__) for base in type(source).__mro__]
-    return ("transformers.training_args", "TrainingArguments") in names
-
-
 _KINDS = ("model_type", "python")
 """Keys that identify the object their siblings belong to; a mapping with another value replaces the lower one."""
 
@@ -87,16 +81,10 @@ class _Given:
     """Its name in messages."""
     own: dict[str, Any]
     """Sections and keys of zeromesh."""
+    layers: tuple[tuple[str, Mapping[str, Any]], ...]
+    """Descriptions of the files that keys come from, empty for the first, with their keys; the upper first."""
     deepspeed: dict[str, Any] | None = None
     folders: tuple[str, ...] = ()
-    origins: dict[str, str] = field(default_factory=dict)
-    """Descriptions of the files that inherited keys come from, by key."""
-
-
-def _keys(values: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    for key, value in values.items():
-        yield f"{above}{key}"
-        yield from _keys(value, f"{above}{key}.") if isinstance(value, Mapping) else ()
 
 
 def _inheriting(given: _Given, base: Any, chain: tuple[Path, ...]) -> _Given:
@@ -112,16 +100,13 @@ def _inheriting(given: _Given, base: Any, chain: tuple[Path, ...]) -> _Given:
             f"base: {str(path)!r} does not exist; it is looked for beside the file that names it", where=given.where
         )
     below = _read(path, chain)
+    (_, keys), *rest = below.layers
     return replace(
         given,
         own=_merged(below.own, given.own),
+        layers=(*given.layers, (f"set in {below.where}", keys), *rest),
         deepspeed=given.deepspeed or below.deepspeed,
         folders=given.folders + below.folders,
-        origins={
-            key: below.origins.get(key, f"set in {below.where}")
-            for key in _keys(below.own)
-            if not _holds(given.own, key)
-        },
     )
 
 
@@ -131,14 +116,19 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
     folders: tuple[str, ...] = ()
     if isinstance(source, TrainerConfig):
         data = source.model_dump(mode="json", exclude_unset=True)
-        own = {
-            **data,
-            "run": {"name": source.run.name, **data.get("run", {})},
-        }  # A default name may depend on the time.
-        return _Given(where=where, own=own, folders=source.folders)
+        # A default name may depend on the time.
+        own = {**data, "run": {"name": source.run.name, **data.get("run", {})}}
+        return _Given(where=where, own=own, layers=(("", own),), folders=source.folders)
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
-        data = _read_file(path, where)
+        data = read_yaml(path, "no such file; give the path of a YAML or JSON file", where=where)
+        if not isinstance(data, dict):
+            sections = ", ".join(TrainerConfig.model_fields)
+            found = f"holds {shown('', data)}; allowed is a mapping of sections ({sections})"
+            empty = (
+                "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults"
+            )
+            raise ConfigError(empty if data is None else found, where=where)
         folders, chain = (os.path.dirname(os.path.abspath(path)),), (*chain, path.resolve())
         try:
             data = with_variables(data, takes_text)
@@ -146,7 +136,9 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
             raise ConfigError(error.problems, where=where) from None
     elif source is None or isinstance(source, Mapping):
         data = plain_value(source or {}, where=where)
-    elif _is_training_arguments(source):
+    elif "transformers.training_args.TrainingArguments" in [
+        f"{b.__module__}.{b.__name__}" for b in type(source).__mro__
+    ]:
         raise ConfigError(OF_TRANSFORMERS)
     else:
         raise ConfigError(
@@ -158,21 +150,8 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
     own, deepspeed = (data.pop(OWN, {}), data) if is_deepspeed(data) else (data, None)
     if not isinstance(own, dict):
         raise ConfigError(f"{OWN}: got {shown('', own)}; allowed is a mapping of sections of zeromesh", where=where)
-    given = _Given(where=where, own=own, deepspeed=deepspeed, folders=folders)
+    given = _Given(where=where, own=own, layers=(("", own),), deepspeed=deepspeed, folders=folders)
     return given if base is None else _inheriting(given, base, chain)
-
-
-def _read_file(path: Path, where: str) -> dict[str, Any]:
-    value = read_yaml(path, "no such file; give the path of a YAML or JSON file", where=where)
-    if value is None:
-        raise ConfigError(
-            "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults",
-            where=where,
-        )
-    if not isinstance(value, dict):
-        sections = ", ".join(TrainerConfig.model_fields)
-        raise ConfigError(f"holds {shown('', value)}; allowed is a mapping of sections ({sections})", where=where)
-    return value
 
 
 _ON_THE_HUB = "the name of a model on the Hub"
@@ -216,7 +195,9 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
     registered = getattr(sys.modules.get("accelerate.tracking"), "LOGGER_TYPE_TO_CLASS", {})
     for name in names:
         if name in TRACKERS:
-            if not any(map(_installed, TRACKERS[name].modules or (name,))):
+            specs = map(find_spec, TRACKERS[name].modules or (name,))
+            # A plain folder of that name, such as wandb's run folder, is no package.
+            if not any(spec is not None and spec.origin is not None for spec in specs):
                 package = name.replace("_", "-")
                 yield f"tracking.backends: {name} needs a package that is not installed; run: pip install {package}"
         elif name not in registered:
@@ -226,12 +207,6 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
                 f"tracking.backends: got {name!r}; allowed are {', '.join(TRACKERS)}, and names of trackers that were given to "
                 f"accelerate.tracking.register_tracker_class{hint}"
             )
-
-
-def _installed(module: str) -> bool:
-    spec = find_spec(module)
-    # A plain folder of that name, such as wandb's run folder, is no package.
-    return spec is not None and spec.origin is not None
 
 
 # Reasons why some common choices are unavailable.
@@ -276,33 +251,29 @@ def load_config(
         ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
     """
     given = _read(source)
-    where, own, deepspeed = given.where, given.own, given.deepspeed
-    problems, overridden_keys = _apply(own, overrides)
-    translation = Translation({})
-    if deepspeed is not None:
-        translation = read_deepspeed(deepspeed, ranks or read_environment().world_size, own.get("parallel"))
+    own, translation = given.own, Translation({})
+    problems, overridden = _apply(own, overrides)
+    if given.deepspeed is not None:
+        translation = read_deepspeed(given.deepspeed, ranks or read_environment().world_size, own.get("parallel"))
     data = _merged(nested(translation.values), own)
     notes = tuple(translation.notes)
-    if tunes is not None and deepspeed is None:
+    if tunes is not None and given.deepspeed is None:
         defaults = _tuning_defaults(data, adapted=tunes == "adapters" or bool((data.get("model") or {}).get("lora")))
         notes, data = (*notes, f"defaults for tuning: {json.dumps(defaults)}"), _merged(defaults, data)
     if isinstance(source, str | PathLike):
         run = data.get("run") or {}
         data["run"] = {"name": name_of_file(source), **run} if isinstance(run, dict) else run
     problems += translation.problems
-    origins = {key: origin for key, origin in translation.origins.items() if not _holds(own, key)} | given.origins
     config, wrong = _validate(data, unused)
-    typed: dict[str, Any] = {}
-    _apply(typed, overrides)
     consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | PathLike) else Consent.GIVEN)
-    problems += refused_code(config.model_dump(mode="json"), consent, typed=typed)
-    count = len(problems) + sum(_key_of(problem) in overridden_keys for problem in wrong)
-    # Problems also name the origin of the key: a base file, another trainer's setting or an override.
-    problems += [_with_origin(each, {**origins, **overridden_keys}) for each in wrong]
+    problems += refused_code(config.model_dump(mode="json"), consent, named=overridden)
+    only_overrides = not translation.problems
+    for problem in wrong:
+        only_overrides &= problem.partition(" ")[0].rstrip(":") in overridden
+        problems.append(_with_origin(problem, overridden, given, translation.origins))
     if problems:
         clean = Redaction(secret_values()).text
-        only_overrides = len(problems) == count and not translation.problems
-        raise ConfigError([clean(problem) for problem in problems], where="" if only_overrides else where)
+        raise ConfigError([clean(problem) for problem in problems], where="" if only_overrides else given.where)
     earlier = source.notes if isinstance(source, TrainerConfig) else ()
     return config.coming_from((*earlier, *notes), given.folders)
 
@@ -327,21 +298,21 @@ def _holds(data: Any, path: str) -> bool:
     return True
 
 
-def _with_origin(problem: str, origins: Mapping[str, str]) -> str:
-    """Append the origin of a problem's key, or of the nearest section that has one."""
-    key = _key_of(problem)
-    while key and key not in origins:
+def _with_origin(problem: str, overridden: Mapping[str, str], given: _Given, translated: Mapping[str, str]) -> str:
+    """Append the origin of a problem's key, or of the nearest section that has one: an override, a base file, or another trainer's
+    setting."""
+    key = problem.partition(" ")[0].rstrip(":")
+    while key:
+        layer = next((text for text, values in given.layers if _holds(values, key)), translated.get(key))
+        if origin := overridden.get(key) or layer:
+            return f"{problem} ({origin})"
         key = key.rpartition(".")[0]
-    return f"{problem} ({origins[key]})" if key else problem
-
-
-def _key_of(problem: str) -> str:
-    return problem.partition(" ")[0].rstrip(":")
+    return problem
 
 
 def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Set each override in `data`; returns problems of invalid ones, and descriptions of the others by key."""
-    problems, overridden_keys = [], {}
+    problems, overridden = [], {}
     for override in overrides:
         path, equals, text = override.partition("=")
         path = path.strip()
@@ -360,12 +331,11 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             problem = str(error)
         if problem:
             problems.append(f"{name}: {problem}")
-        overridden_keys[path] = name
-    return problems, overridden_keys
+        overridden[path] = name
+    return problems, overridden
 
 
 def _override_hint(path: str, equals: str, text: str) -> str:
-    """Return a hint for a word that is no override."""
     field = known_paths().get(path)
     section = section_of(field) if field is not None else None
     if section is not None:
@@ -424,36 +394,23 @@ def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str])
         except ValidationError as error:
             holders = []
             for detail in error.errors(include_url=False):
-                keys, value, holder = _locate(data, detail["loc"][:depth])
-                wrong.setdefault(keys, _problem(keys, value, detail["type"]))
+                keys: tuple[str, ...] = ()
+                holder = at = data
+                # A location also names branches of unions and positions in lists, which are skipped.
+                for step in detail["loc"][:depth]:
+                    if isinstance(at, dict) and step in at:
+                        keys, holder, at = (*keys, str(step)), at, at[step]
+                wrong.setdefault(keys, _problem(keys, at, detail["type"]))
                 holders.append((holder, keys[-1]))
         for holder, key in holders:
             holder.pop(key, None)
     return TrainerConfig.model_validate(data, context={"rules": False})
 
 
-def _locate(data: dict[str, Any], location: Sequence[int | str]) -> tuple[tuple[str, ...], Any, dict[str, Any]]:
-    """Return the keys to pydantic's error location, the value, and the mapping that holds it. A location also names branches of
-    unions and positions in lists, which are skipped."""
-    keys: list[str] = []
-    holder: dict[str, Any] = data
-    at: Any = data
-    for step in location:
-        if not isinstance(at, dict):
-            break
-        if step in at:
-            keys.append(str(step))
-            holder, at = at, at[step]
-    return tuple(keys), at, holder
-
-
-_NAMED = (("data", "mixture"), ("data", "columns"))
-"""Keys that hold mappings with names chosen by the user, or of columns."""
-
-
 def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
     path = ".".join(keys)
-    if keys[:2] in _NAMED and len(keys) > 2:
+    # Mappings with names of the user's choice, or of columns.
+    if keys[:2] in (("data", "mixture"), ("data", "columns")) and len(keys) > 2:
         names = get_args(Column) if keys[1] == "columns" else tuple(MixturePart.model_fields)
         if kind == "missing":
             return f"{path}: has no train; give the paths of its data"
