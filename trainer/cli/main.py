@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh import __version__
-from zeromesh.environment import LOOPBACK
-from zeromesh.errors import ZeromeshError, printable, refused_path
+from zeromesh.environment import LOOPBACK, read_environment
+from zeromesh.errors import ConfigError, ZeromeshError, printable, refused_path
 from zeromesh.launch.rank_processes import become_worker
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.reports import REPORT, examples
@@ -54,7 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refused = refused_path(error) if isinstance(error, OSError) else error
         if options.worker or refused is None:
             raise
-        train.say(f"{train.rank_prefix()}{refused}")
+        prefix = ""
+        with suppress(ConfigError):  # Under a launcher, several processes share one terminal.
+            environment = read_environment()
+            prefix = f"rank {environment.rank}: " if environment.world_size > 1 else ""
+        train.say(f"{prefix}{refused}")
         return train.exit_code_of(refused)
     except RuntimeError as error:
         if options.worker or "home directory" not in str(error):
@@ -265,7 +269,11 @@ def _add_commands(parser: argparse.ArgumentParser, table: str, dest: str) -> dic
         if words:
             metavar, _, allowed = words[0].partition("{")
             more |= {"metavar": metavar or None, "choices": allowed[:-1].split(",") if allowed else None}
-            more |= {"type": _KINDS[words[1]], **dict(map(_mark, words[2:]))}
+            more["type"] = _KINDS[words[1]]
+        for word in words[2:]:
+            marks = {"=": "default", ">": "dest", "&": "action", "!": "required"}
+            values = {"&": "append", "!": True}
+            more[marks.get(word[0], "nargs")] = values.get(word[0], word[1:] if word[0] in marks else word)
         command.add_argument(name, help=argparse.SUPPRESS if text == "-" else text, **more)
     return commands.choices
 
@@ -283,26 +291,23 @@ def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float
     return parse
 
 
-def _steps(text: str) -> range:
+def _pair(text: str, allowed: str) -> tuple[int, int]:
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed are the first and the last step, as 10:12")
-    return range(int(first), int(last) + 1)
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed {allowed}")
+    return int(first), int(last)
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    most = most or least
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed is a number of hosts, or MIN:MAX")
-    return int(least), int(most)
+def _steps(text: str) -> range:
+    first, last = _pair(text, "are the first and the last step, as 10:12")
+    return range(first, last + 1)
 
 
 _KINDS: dict[str, Callable[[str], Any]] = {
     "text": str,
     "path": Path,
     "seconds": float,
-    "nodes": _nodes,
+    "nodes": lambda text: _pair(text if ":" in text else f"{text}:{text}", "is a number of hosts, or MIN:MAX"),
     "steps": _steps,
     "names": lambda text: tuple(filter(None, map(str.strip, text.split(",")))),
     "natural": _number(int, "is an integer >= 0", 0),
@@ -312,11 +317,6 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "interval": _number(float, "are seconds from 0.1 to 86400", 0.1, 86400),
     "silence": _number(float, "are seconds from 1 to 86400", 1, 86400),
 }
-
-
-def _mark(word: str) -> tuple[str, Any]:
-    marks = {"=": ("default", word[1:]), ">": ("dest", word[1:]), "&": ("action", "append"), "!": ("required", True)}
-    return marks.get(word[0], ("nargs", word))
 
 
 _MOST_NUMBERS = 10
@@ -367,11 +367,15 @@ def run_completion(options: argparse.Namespace) -> int:
         "fish": f"{keys} {values}",
         "preamble": {shell: text.replace("KEYS", keys).replace("VALUES", values) for shell, text in preambles.items()},
     }
-    for action in _actions(parser):
-        if action.dest == "overrides":
-            action.complete = overrides  # type: ignore[attr-defined]
-        elif action.nargs != 0 and not action.choices:
-            action.complete = shtab.FILE  # type: ignore[attr-defined]
+    parsers = [parser]
+    for each in parsers:
+        for action in each._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            elif action.dest == "overrides":
+                action.complete = overrides  # type: ignore[attr-defined]
+            elif action.nargs != 0 and not action.choices:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
     sys.stdout.write(shtab.complete(parser, shell) + "\n" + (_BASH_END if shell == "bash" else ""))
     return 0
 
@@ -393,16 +397,6 @@ def config_keys() -> Iterator[tuple[str, list[str]]]:
         if info.annotation is int and low is not None and high is not None and high - low < _MOST_NUMBERS:
             words = [str(number) for number in range(low, high + 1)]
         yield path, words
-
-
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the actions of a parser and of all its subparsers, except those that hold subparsers."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for below in action.choices.values():
-                yield from _actions(below)
-        else:
-            yield action
 
 
 if __name__ == "__main__":

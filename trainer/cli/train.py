@@ -54,9 +54,17 @@ SILENCE_SECONDS = 15.0
 
 def run_launch(options: argparse.Namespace) -> int:
     """Train on the hosts of a file; returns the exit code."""
-    hosts = _hosts(options.hostfile)
+    path = options.hostfile
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ConfigError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error
+    hosts = read_hosts(text, where=str(path))
     slots = sum(host.slots for host in hosts)
     config = load_config(options.config, options.overrides, ranks=slots, consent=Consent.GIVEN)
+    if options.min_hosts is not None and options.min_hosts > len(hosts):
+        raise ConfigError(f"--min-hosts {options.min_hosts}: {path} has {len(hosts)}")
     plan = _plan(options, config, hosts)
     if not options.dry_run:
         return report(supervise(plan, say))
@@ -79,15 +87,19 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
 
 
 def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
-    if options.min_hosts is not None and options.min_hosts > len(hosts):
-        raise ConfigError(f"--min-hosts {options.min_hosts}: {options.hostfile} has {len(hosts)}")
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (options.min_hosts is not None)
+    try:
+        ssh = SSH if options.ssh is None else tuple(shlex.split(options.ssh))
+    except ValueError as error:
+        raise ConfigError(f"--ssh {options.ssh!r} cannot be read: {error}") from error
+    if not ssh:
+        raise ConfigError("--ssh is empty; give a command such as 'ssh -p 2222', or leave it out")
     words = ("train", "--attached", f"{options.host_timeout:g}", "--", options.config, *options.overrides)
     return LaunchPlan(
         hosts=hosts,
         # `zeromesh train` parses the arguments of a host's launcher.
         command=(sys.executable, *python_arguments("zeromesh", words)),
-        ssh=tuple(_words(options.ssh)) if options.ssh is not None else SSH,
+        ssh=ssh,
         directory=os.getcwd(),
         python_path=setting("PYTHONPATH"),
         variables=_variables(options.env or ()),
@@ -97,25 +109,6 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
         max_restarts=restarts,
         check=lambda left: check_mesh(config, sum(host.slots for host in left)),
     )
-
-
-def _hosts(path: Path) -> tuple[Host, ...]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise ConfigError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error
-    return read_hosts(text, where=str(path))
-
-
-def _words(command: str) -> list[str]:
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise ConfigError(f"--ssh {command!r} cannot be read: {error}") from error
-    if not words:
-        raise ConfigError("--ssh is empty; give a command such as 'ssh -p 2222', or leave it out")
-    return words
 
 
 def _variables(asked: Sequence[str]) -> dict[str, str]:
@@ -138,17 +131,8 @@ def _variables(asked: Sequence[str]) -> dict[str, str]:
 EVALUATED = "evaluated.jsonl"
 """The file in a run's directory with a line per `zeromesh evaluate`."""
 _RESOLVED = "config.resolved.yaml"
-
-
 _DEFAULTS = "-"
 """The source that stands for a configuration of defaults and the keys of the command line."""
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError, RecursionError), path.open(encoding="utf-8") as file:
-        found = json.loads(file.read(1 << 24))
-        return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _evaluated(given: Sequence[str]) -> str | dict[str, str]:
@@ -174,7 +158,10 @@ def _take_start(options: argparse.Namespace) -> None:
         either = "give either a configuration, or --model DIR --data FILE [--lora] [--eval FILE]"
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
     model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
-    sizes = _json_object(model / "config.json")
+    sizes: Any = {}
+    with suppress(OSError, ValueError, RecursionError), (model / "config.json").open(encoding="utf-8") as file:
+        sizes = json.loads(file.read(1 << 24))
+    sizes = sizes if isinstance(sizes, dict) else {}
     beginning = islice(first.glob("*/*"), 1000) if first.is_dir() else ()
     if any(each.name.lower().endswith(picture_endings()) for each in beginning):
         kind, head = "pictures", "image_classification"
@@ -209,7 +196,10 @@ def run_train(options: argparse.Namespace) -> int:
     """Train or evaluate, in this process or in ranks that it starts; returns the exit code."""
     _take_start(options)
     if options.attached is not None:
-        return _attached(options)
+        # One host of a `zeromesh launch`: messages go to that command, and this process ends when it is gone.
+        with kept_environment({BEGAN: str(options.began)}):
+            ended = run_attached(_worker_arguments(options), options.attached)
+        return ended if isinstance(ended, int) else ended.exit_code
     processes, starts = ranks_of(options)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
@@ -231,13 +221,6 @@ def run_train(options: argparse.Namespace) -> int:
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
-def _attached(options: argparse.Namespace) -> int:
-    """Run as one host of a `zeromesh launch`: messages go to that command, and this process ends when it is gone."""
-    with kept_environment({BEGAN: str(options.began)}):
-        result = run_attached(_worker_arguments(options), options.attached)
-    return result if isinstance(result, int) else result.exit_code
-
-
 def launch_same(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
     """Start ranks that run this command line, by `launch_workers`."""
     from zeromesh.launch.rendezvous import launch_workers
@@ -252,10 +235,8 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
-    """Return the number of ranks, by the launcher or else by --nproc; and True if this process starts them.
-
-    A scheduler's single task may start workers; several tasks are the ranks themselves.
-    """
+    """Return the number of ranks, by the launcher or else by --nproc; and True if this process starts them. A scheduler's single
+    task may start workers; several tasks are the ranks themselves."""
     environment, wanted = read_environment(), options.nproc
     if wanted is not None and wanted > (most := max(64, 8 * available_cores())):
         raise ConfigError(f"--nproc {wanted}: this host has {available_cores()} cores; allowed are up to {most} ranks")
@@ -326,10 +307,8 @@ def _fit(config: TrainerConfig, began: float) -> int:
 
 def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None]:
     """Return the configuration that `source` names, its overrides, and the checkpoint with the weights to evaluate, if any.
-
     `source` is a run's directory, which stands for its newest checkpoint, a checkpoint, a Hugging Face model directory, or a
-    configuration. Raises `ConfigError` for any other directory, and `CheckpointError` for a run without a checkpoint.
-    """
+    configuration."""
     path = Path(source).expanduser()
     if not path.is_dir():
         if path.name == _RESOLVED:
@@ -367,10 +346,8 @@ def _require_no_script(run: Path) -> None:
 
 
 def _evaluate(config: Any, checkpoint: Path | None) -> int:
-    """Evaluate on the evaluation data of a configuration, print the values and append them to `evaluated.jsonl`.
-
-    The default of `checkpoint` is the newest one of the configuration's run, or else the initial weights of a run.
-    """
+    """Evaluate a checkpoint, by default the newest of the configuration's run or else initial weights, print the values and append
+    them to `evaluated.jsonl`."""
     from zeromesh.checkpoint.store import CheckpointStore
     from zeromesh.trainer import Trainer
     from zeromesh.trainer.checkpoints.manager import FOLDER
@@ -409,15 +386,6 @@ def print_config(options: argparse.Namespace) -> int:
 def exit_code_of(error: BaseException) -> int:
     """Return 2 for an error in the user's input, else 1."""
     return 2 if isinstance(error, ZeromeshError) and isinstance(error, ValueError) else 1
-
-
-def rank_prefix() -> str:
-    """Return `rank 3: ` under a launcher, where several processes share one terminal."""
-    try:
-        environment = read_environment()
-    except ConfigError:
-        return ""
-    return f"rank {environment.rank}: " if environment.world_size > 1 else ""
 
 
 def say(message: str) -> None:

@@ -77,10 +77,9 @@ class PackedDataset(TokenDataset):
 
     def split_tail(self, fraction: float) -> tuple[PackedDataset, PackedDataset]:
         """Split off the last `fraction` of the sequences; each side keeps at least one."""
-        tail = min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
-        head = len(self) - tail
-        end = self.first + head * self.sequence_length
-        return replace(self, sequences=head), replace(self, sequences=tail, first=end)
+        head = len(self) - min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
+        tail = self.first + head * self.sequence_length
+        return replace(self, sequences=head), replace(self, sequences=len(self) - head, first=tail)
 
     def fingerprint(self) -> str:
         """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and their length, equal for equal data."""
@@ -176,11 +175,9 @@ class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Return the sequence index of each document by best-fit decreasing bin packing.
-
-    Lengths are at most `capacity`. The result has at most 11/9 of the fewest sequences possible, and one more (Johnson
-    and others, "Worst-Case Performance Bounds for Simple One-Dimensional Packing Algorithms", 1974).
-    """
+    """Return the sequence index of each document, of at most `capacity` tokens, by best-fit decreasing bin packing: at most 11/9 of
+    the fewest sequences possible, and one more (Johnson and others, "Worst-Case Performance Bounds for Simple One-Dimensional
+    Packing Algorithms", 1974)."""
     found = np.empty(len(lengths), dtype=np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # Bit r: some sequence has room for r tokens.
@@ -210,11 +207,8 @@ def _positions(begins: torch.Tensor) -> torch.Tensor:
 
 
 def byte_pair_entropy(tokens: TokenArray) -> float:
-    """Return the conditional entropy H(next token | token) of a text, in nats per token.
-
-    This is the loss on the text of the best bigram model, which a model that has learned anything beyond letter
-    pairs undercuts. A table of all pairs is kept in memory, so use it for small vocabularies such as bytes, and two tokens or more.
-    """
+    """Return the conditional entropy H(next token | token) of a text of two tokens or more, in nats per token: the loss of the best
+    bigram model. A table of all pairs is kept in memory, so use it for small vocabularies such as bytes."""
     size = int(tokens.max()) + 1
     counts = np.zeros(size * size, dtype=np.int64)
     for start in range(0, tokens.size - 1, _PAIRS_AT_ONCE):

@@ -46,12 +46,9 @@ class PictureDataset:
 
 
 def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
-    """List the pictures that `section` names; without `data.eval`, `data.eval_fraction` of them are held out by name.
-
-    Raises:
-        DataError: for folders that are not there, have no pictures in sub-folders, or labels that the training pictures lack, for
-            files that are no pictures, and without Pillow.
-    """
+    """List the pictures that `section` names; without `data.eval`, `data.eval_fraction` of them are held out by name. Raises
+    `DataError` for folders without pictures in sub-folders, labels that the training pictures lack, files that are no pictures, and
+    without Pillow."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:

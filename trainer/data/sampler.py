@@ -46,13 +46,10 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """The division of a global batch into microbatches of data-parallel ranks; sizes are in samples.
-
-    `epoch_size` is the samples of an epoch, if known. By `last`, a global batch continues into the next epoch (carry),
-    ends with the epoch (partial), or is dropped if smaller (drop).
-
-    Raises `ConfigError` for a microbatch that is larger than the global batch, and for epochs without any global batch.
-    """
+    """The division of a global batch into microbatches of data-parallel ranks; sizes are in samples. `epoch_size` is the samples of
+    an epoch, if known. By `last`, a global batch continues into the next epoch (carry), ends with the epoch (partial), or is
+    dropped if smaller (drop). Raises `ConfigError` for a microbatch that is larger than the global batch, and for epochs without
+    any global batch."""
 
     global_size: int
     micro_size: int
@@ -71,9 +68,8 @@ class BatchPlan:
             )
         if self.steps_per_epoch == 0:
             raise ConfigError(
-                f"an epoch of {counted(self.epoch_size or 0, 'sample')} has no whole global batch of "
-                f"{self.global_size} (batch.last: drop); "
-                "lower batch.global_size, or set batch.last: partial"
+                f"an epoch of {counted(self.epoch_size or 0, 'sample')} has no whole global batch of {self.global_size} "
+                "(batch.last: drop); lower batch.global_size, or set batch.last: partial"
             )
 
     @property
@@ -88,9 +84,7 @@ class BatchPlan:
         """Return the steps of `epochs` passes over the data, rounded up. Raises `ConfigError` for data without a length."""
         if self.epoch_size is None:
             raise ConfigError("run.epochs: the training data has no length; set run.max_steps")
-        per_epoch = (
-            Fraction(self.epoch_size, self.global_size) if self.steps_per_epoch is None else self.steps_per_epoch
-        )
+        per_epoch = self.steps_per_epoch or Fraction(self.epoch_size, self.global_size)
         return max(1, math.ceil(Fraction(str(epochs)) * per_epoch))
 
     def epochs_after(self, step: int) -> int:
@@ -98,10 +92,8 @@ class BatchPlan:
         return int(self.epoch_after(step))
 
     def epoch_after(self, step: int) -> float:
-        """Return the fractional epochs after `step` steps; 0 for data without a length.
-
-        A smaller last step counts for proportionally less, in rounds of microbatches, as in transformers.
-        """
+        """Return the fractional epochs after `step` steps; 0 for data without a length. A smaller last step counts for
+        proportionally less, in rounds of microbatches, as in transformers."""
         if self.epoch_size is None:
             return 0.0
         per_epoch = self.steps_per_epoch
@@ -162,10 +154,8 @@ class BatchPlan:
         return tuple(self.microbatch(step, data_rank, turn) for turn in range(self.accumulation))
 
     def microbatch(self, step: int, data_rank: int, turn: int) -> Microbatch:
-        """Return microbatch `turn` of a rank's step, in constant time.
-
-        A turn past the end of the step repeats the first block with weight 0.
-        """
+        """Return microbatch `turn` of a rank's step, in constant time. A turn past the end repeats the first block with weight
+        0."""
         samples = self.samples_of(step)
         start = (turn * self.data_ranks + data_rank) * self.micro_size
         weight = 1 if start < len(samples) else 0
@@ -177,13 +167,10 @@ class BatchPlan:
 class SampleOrder:
     """The order of global samples in the dataset: each sample once per epoch, each epoch in its own order.
 
-    The order is a function of (`length`, `seed`, epoch) alone, computed index by index by a Feistel network
-    over [0, length) (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So it takes no
-    memory, whatever the length, starts anywhere at once, and stays the same across versions of NumPy and
-    PyTorch, whose generators may change; a run that resumes years later sees the same data.
-
-    With `endless`, the dataset is a stream indexed by the number of a sample since the start of training, and each block of
-    `length` samples has its own order.
+    The order is a function of (`length`, `seed`, epoch) alone, computed index by index by a Feistel network over [0, length) (Black
+    and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So it takes no memory, starts anywhere at once, and stays the same
+    across versions of NumPy and PyTorch. With `endless`, the dataset is a stream indexed by the number of a sample since the start
+    of training, and each block of `length` samples has its own order.
     """
 
     length: int
@@ -224,10 +211,8 @@ class MixedOrder:
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest integers in the same proportions: 0.5 and 0.25 become 2 and 1.
-
-    Raises `ConfigError` where they add up to more than 2^20.
-    """
+    """Return the smallest integers in the same proportions: 0.5 and 0.25 become 2 and 1. Raises `ConfigError` where they add up to
+    more than 2^20."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(each.denominator for each in exact))
     whole = [int(each * scale) for each in exact]
@@ -260,8 +245,7 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def _permute(index: int, length: int, keys: tuple[int, ...]) -> int:
     """Return the image of `index` under a permutation of [0, length) chosen by `keys`. An index is a pair of digits in [0, rows) x
     [0, columns). Each round adds a hash of one digit to the other, modulo its base, which can be undone, so rounds are a
-    permutation of all pairs. A pair past `length` is sent on until it lands inside (cycle walking): there are fewer than 2
-    sqrt(length) of them."""
+    permutation of all pairs. A pair past `length` is sent on until it lands inside (cycle walking)."""
     rows = math.isqrt(length - 1) + 1
     columns = -(-length // rows)
     while True:

@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from itertools import product
@@ -41,6 +41,9 @@ class ByteTokenizer:
 
     vocab_size: int = 256
     end_of_text: int = 255
+    padding: int = 255
+    beginning: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Return the UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
@@ -49,10 +52,6 @@ class ByteTokenizer:
     def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
         """Return the bytes of each text without offsets, as bytes never merge across a cut."""
         return [(ids, None) for ids in self.encode(texts)]
-
-    @property
-    def padding(self) -> int:
-        return self.end_of_text
 
     def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
         return list(text.encode("utf-8", errors="replace")[:limit])
@@ -69,14 +68,6 @@ class ByteTokenizer:
 
     def template(self, given: str | None, tools: Any) -> str | None:
         return given
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        return {}
-
-    @property
-    def beginning(self) -> list[int]:
-        return []
 
     def digest(self) -> str | None:
         """Return a digest that is equal for tokenizers that give equal ids; None if unknown."""
@@ -112,9 +103,8 @@ class PretrainedTokenizer:
     @property
     def end_of_text(self) -> int:
         """The id of `eos_token`, or else of `sep_token`."""
-        end = self.tokenizer.eos_token_id
-        separator: int = self.tokenizer.sep_token_id if end is None else end
-        return separator
+        end: int = self.tokenizer.sep_token_id if self.tokenizer.eos_token_id is None else self.tokenizer.eos_token_id
+        return end
 
     @property
     def padding(self) -> int:
@@ -145,13 +135,9 @@ class PretrainedTokenizer:
         return list(self.tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"])
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
-        """Return the ids of a conversation rendered by the chat template, generation prompt included.
-
-        `tools` are JSON schemas of the functions that the assistant may call.
-
-        Raises:
-            DataError: without a template, and for messages that the template refuses.
-        """
+        """Return the ids of a conversation rendered by the chat template, generation prompt included. `tools` are JSON schemas of
+        the functions that the assistant may call. Raises `DataError` without a template, and for messages that the template
+        refuses."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
         self.try_template()

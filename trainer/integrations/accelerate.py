@@ -72,10 +72,8 @@ class PreparedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelera
 
 
 class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no types.
-    """accelerate's `Accelerator` over the engine. All ranks make the same calls.
-
-    A model and its optimizer are passed to one call of `prepare`; a model without an optimizer is partitioned for evaluation.
-    """
+    """accelerate's `Accelerator` over the engine. All ranks make the same calls. A model and its optimizer are passed to one call
+    of `prepare`; a model without an optimizer is partitioned for evaluation."""
 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, accumulation: int | None = None, **named: Any):
         """Create an accelerator with accelerate's arguments and the configuration of `shard`.
@@ -112,7 +110,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             raise ConfigError(problems, where="Accelerator")
         self._tensor = self._config.parallel.tensor
         if self._tensor > 1:
-            self._share_batches()
+            # Loaders ask the device mesh for their ranks, so that tensor ranks get the same batches.
+            shape = MeshShape.resolve(self.num_processes, tensor=self._tensor)
+            mesh = ParallelismConfig(tp_size=self._tensor, dp_shard_size=shape.shard)
+            self.state.parallelism_config = mesh
+            self.state.device_mesh = mesh.get_device_mesh(self.device.type)
 
     def _problems(self) -> list[str]:
         """Return the settings of accelerate that the engine does not support, or has other keys for."""
@@ -150,31 +152,30 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         }
         return [problem for problem, found in problems.items() if found]
 
-    def _share_batches(self) -> None:
-        """Give tensor ranks the same batches, through the device mesh that loaders ask."""
-        shape = MeshShape.resolve(self.num_processes, tensor=self._tensor)
-        sizes = {"tp_size": self._tensor, "dp_shard_size": shape.shard}
-        self.state.parallelism_config = ParallelismConfig(**sizes)
-        self.state.device_mesh = self.state.parallelism_config.get_device_mesh(self.device.type)
-
     def prepare(self, *arguments: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Prepare models, optimizers, schedulers and loaders, in any order and number, and return them in that order.
-
-        Raises:
-            ConfigError: for an optimizer whose model is not among them, and for one over several models.
-        """
+        """Prepare models, optimizers, schedulers and loaders, in any order and number, and return them in that order. Raises
+        `ConfigError` for an optimizer whose model is not among them, and for a model with several."""
         prepared = (PreparedOptimizer, ShardedOptimizer)
         optimizers = [each for each in arguments if isinstance(each, Optimizer) and not isinstance(each, prepared)]
-        pairs = [(each, _optimizer_of(each, optimizers)) for each in arguments if isinstance(each, nn.Module)]
+        pairs: list[tuple[nn.Module, Optimizer | None]] = []
+        for model in (each for each in arguments if isinstance(each, nn.Module)):
+            own = {id(each) for each in model.parameters()}
+            found = [
+                each for each in optimizers if any(id(p) in own for group in each.param_groups for p in group["params"])
+            ]
+            if len(found) > 1:
+                raise ConfigError(
+                    f"{type(model).__name__} has {len(found)} optimizers; make one of them by zeromesh.ChainedOptimizer"
+                )
+            pairs.append((model, found[0] if found else None))
         taken = {id(optimizer) for _, optimizer in pairs}
         if any(id(each) not in taken for each in optimizers):
             raise ConfigError(
                 "prepare() got an optimizer without its model; pass a model and the optimizer over its parameters together"
             )
         for model, optimizer in pairs:
-            if optimizer is not None and is_sharded(
-                model
-            ):  # The model was evaluated before, or trained by another optimizer.
+            # The model may have been evaluated before, or trained by another optimizer.
+            if optimizer is not None and is_sharded(model):
                 self.make_whole(model)
             if not is_sharded(model):
                 self._partition(model, optimizer)
@@ -246,11 +247,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             each.requires_grad_(trained)
 
     def backward(self, loss: torch.Tensor, **named: Any) -> None:
-        """Run backward with the loss over `gradient_accumulation_steps`, times the loss scale of float16.
-
-        Raises:
-            ConfigError: for float16 with several optimizers, as each has a loss scale.
-        """
+        """Run backward with the loss over `gradient_accumulation_steps`, times the loss scale of float16. Raises `ConfigError` for
+        float16 with several optimizers, as each has a loss scale."""
         loss = loss / self.gradient_accumulation_steps
         if self._compute == "float16":
             if len(self._optimizers) != 1:
@@ -266,12 +264,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale the gradients of a model down to `max_norm`; returns their norm before, a scalar, exact over all ranks.
-
-        Raises:
-            ConfigError: for some of a model's parameters, those of several models, other norms than the Euclidean, and before the
-                last backward of a step.
-        """
+        """Scale the gradients of a model down to `max_norm`; returns their norm before, a scalar, exact over all ranks. Raises
+        `ConfigError` for some of a model's parameters, those of several models, other norms than the Euclidean, and before the
+        last backward of a step."""
         if not self.sync_gradients:
             raise ConfigError(
                 "clip_grad_norm_ was called before a step's last backward; call it if accelerator.sync_gradients"
@@ -326,10 +321,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._gathers_data_alone = False
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return all whole parameters and buffers of a model, on the CPU, in their original dtypes, on the main process.
-
-        All ranks call it; the others get an empty dict, as with accelerate's FSDP.
-        """
+        """Return all whole parameters and buffers of a model, on the CPU, in their original dtypes, on the main process. All ranks
+        call it; the others get an empty dict, as with accelerate's FSDP."""
         if self._leaves_models_alone:
             return {}
         if not is_sharded(model):
@@ -356,12 +349,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def load_state(
         self, input_dir: str | PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **named: Any
     ) -> None:
-        """Load the files of `save_state`, on any number of ranks.
-
-        Raises:
-            CheckpointError, LayoutError: as `load`.
-            PhaseError: where the files of a model are missing.
-        """
+        """Load the files of `save_state`, on any number of ranks. Raises `CheckpointError` and `LayoutError` as `load` does, and
+        `PhaseError` where the files of a model are missing."""
         read: list[Path] = []
 
         def note(models: list[nn.Module], directory: str) -> None:
@@ -405,17 +394,6 @@ def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[.
         del hooks[_last_hook]
 
 
-def _optimizer_of(model: nn.Module, optimizers: Iterable[Optimizer]) -> Optimizer | None:
-    """Return the optimizer with parameters of a model. Raises `ConfigError` where there are several."""
-    own = {id(each) for each in model.parameters()}
-    found = [each for each in optimizers if any(id(p) in own for group in each.param_groups for p in group["params"])]
-    if len(found) > 1:
-        raise ConfigError(
-            f"{type(model).__name__} has {len(found)} optimizers; make one of them by zeromesh.ChainedOptimizer"
-        )
-    return found[0] if found else None
-
-
 def _compute_in(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     """Return a model's `forward` with floating-point inputs cast to `dtype` and results to float32, as under autocast."""
 
@@ -446,9 +424,8 @@ def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callabl
         with copies_from(model, state_dict or {}):
             store(model, directory, *arguments, state_dict=state_dict, **named)
         if accelerator.is_main_process and floating and not is_adapted(model) and model.config.dtype not in floating:
-            model.config.dtype = max(
-                floating, key=lambda each: each.itemsize
-            )  # transformers saves in the model's dtype.
+            # transformers saves in the model's dtype.
+            model.config.dtype = max(floating, key=lambda each: each.itemsize)
             model.config.save_pretrained(directory)
 
     return stored

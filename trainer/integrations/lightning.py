@@ -19,10 +19,8 @@ _PRECISIONS = ("32-true", "64-true", "bf16-true")
 
 
 class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no types here.
-    """Partitions a LightningModule and its optimizer over the ranks of Lightning's Trainer. A checkpoint is a directory.
-
-    The module stays partitioned after `fit`, for `validate`, `test` and `predict`; `zeromesh.unshard` makes it whole.
-    """
+    """Partitions a LightningModule and its optimizer over the ranks of Lightning's Trainer. A checkpoint is a directory. The module
+    stays partitioned after `fit`, for `validate`, `test` and `predict`; `zeromesh.unshard` makes it whole."""
 
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False  # `load_checkpoint` restores them.
@@ -94,10 +92,8 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         return {}
 
     def save_checkpoint(self, checkpoint: Any, filepath: str | Path, storage_options: Any = None) -> None:
-        """Write a directory as `zeromesh.save` does, with Lightning's other state in it before it is complete.
-
-        Tensors that a hook has removed from the checkpoint's `state_dict` are left out. Raises `ConfigError` for added ones.
-        """
+        """Write a directory as `zeromesh.save` does, with Lightning's other state in it before it is complete. Tensors that a hook
+        has removed from the checkpoint's `state_dict` are left out. Raises `ConfigError` for added ones."""
         names, kept = set(self.lightning_module.state_dict(keep_vars=True)), checkpoint["state_dict"]
         changed = [each for each, value in kept.items() if each not in names or not value.is_meta]
         if changed:

@@ -97,18 +97,14 @@ class TrainerOverEngine:
         """Skip the move: the whole model may be too large for the device, and the engine moves its parts."""
 
     def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
-        if (
-            is_sharded(self.model) and self.optimizer is None
-        ):  # The model was evaluated before, with all parameters frozen.
+        # The model may have been evaluated before, with all parameters frozen.
+        if is_sharded(self.model) and self.optimizer is None:
             self.accelerator.make_whole(self.model)
         return self._super._prepare_for_training(*arguments, **named)
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
-        """Return the epochs and batches that a resumed run has finished.
-
-        transformers assumes that a stream, whose epochs have no known length, has one epoch: it would skip batches beyond the end
-        of the stream, and resume at the next epoch. `state.epoch` counts the finished epochs.
-        """
+        """Return the epochs and batches that a resumed run has finished. transformers takes a stream, whose epochs have no known
+        length, for a single epoch: it would skip batches beyond its end. `state.epoch` counts the finished epochs."""
         epochs, batches = self._super._init_training_state(*arguments)
         checkpoint = arguments[3]  # max_steps, updates of an epoch, epochs, checkpoint, trial.
         if not batches or has_length(self.train_dataset):
@@ -126,10 +122,8 @@ class TrainerOverEngine:
         return False  # The answer would read gradients, which the engine holds.
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
-        """Run an evaluation in transformers' way; values that are equal on tensor ranks are gathered once.
-
-        `Seq2SeqTrainer` gathers with `Accelerator.gather`, other trainers with `gather_for_metrics`, which handles this.
-        """
+        """Run an evaluation in transformers' way; values that are equal on tensor ranks are gathered once, also by
+        `Seq2SeqTrainer`, which gathers with `Accelerator.gather`."""
         if self.gather_function == self.accelerator.gather and self.accelerator.num_processes > 1:
             self.gather_function = self.accelerator.gather_of_data
         return self._super.evaluation_loop(*arguments, **named)
@@ -179,13 +173,9 @@ class TrainerOverEngine:
 
 @cache
 def on_zeromesh(trainer: _Trainer) -> _Trainer:
-    """Put the engine under a class of trainers: transformers' own, TRL's, or the user's.
-
-    The class that is returned takes the same arguments, and `zeromesh`, a configuration by file or dict.
-
-    Raises:
-        ConfigError: for a class that is not built on `transformers.Trainer`.
-    """
+    """Put the engine under a class of trainers: transformers' own, TRL's, or the user's. The class that is returned takes the same
+    arguments, and `zeromesh`, a configuration by file or dict. Raises `ConfigError` for a class that is not built on
+    `transformers.Trainer`."""
     if not issubclass(trainer, transformers.Trainer):
         raise ConfigError(f"{trainer.__name__} is not built on transformers.Trainer")
     names = {"__module__": trainer.__module__, "__qualname__": trainer.__qualname__, "__doc__": trainer.__doc__}

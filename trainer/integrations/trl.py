@@ -34,11 +34,8 @@ _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet
 
 
 def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
-    """Return the arguments of TRL's configuration class of a method, for so many ranks.
-
-    Raises:
-        ConfigError: with all keys that TRL has no argument for.
-    """
+    """Return the arguments of TRL's configuration class of a method, for so many ranks. Raises `ConfigError` with all keys that TRL
+    has no argument for."""
     given = config.model_dump(exclude_unset=True)
     keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
     known = (*ARGUMENTS, *EVERY, *_READ)
@@ -79,11 +76,8 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
 
 
 def train(config: TrainerConfig) -> None:
-    """Train by TRL's trainer, and write the model into the folder `model` of the run's directory. All ranks call it.
-
-    Raises:
-        ConfigError: for unsupported settings, and where TRL is not installed.
-    """
+    """Train by TRL's trainer, and write the model into the folder `model` of the run's directory. All ranks call it. Raises
+    `ConfigError` for unsupported settings, and where TRL is not installed."""
     arguments, kind = arguments_of(config, read_environment().world_size), _KINDS[config.train.method]
     directory = Path(config.run.output_dir).expanduser() / config.run.name
     try:
@@ -103,20 +97,24 @@ def train(config: TrainerConfig) -> None:
             config.data.tokenizer if "tokenizer" in config.data.model_fields_set else config.model.source
         )
         if config.model.source is None and made.process_index == 0:
-            _write_base(config, source, tokenizer)
+            # TRL's trainers load models, a reference model too, by name, so a new one is written first.
+            fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+            set_seed(config.run.seed)
+            new = AutoConfig.for_model(**{**fields, **(config.model.config or {})})
+            AutoModelForCausalLM.from_config(new, trust_remote_code=False).save_pretrained(source)
         rows = {name: _rows(spec) for name in ("train", "eval") if (spec := getattr(config.data, name)) is not None}
     kwargs = {"dtype": "float32", "revision": config.model.revision, "attn_implementation": config.model.attention}
     made.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
     named = {f"{name}_dataset": found for name, found in rows.items()}
     if config.model.lora is not None:
         lora = config.model.lora
-        sizes: dict[str, Any] = {
-            "r": lora.rank,
-            "lora_alpha": lora.alpha or 2 * lora.rank,
-            "lora_dropout": lora.dropout,
-        }
-        sizes["task_type"] = "SEQ_CLS" if config.train.method == "reward" else "CAUSAL_LM"
-        named["peft_config"] = import_peft().LoraConfig(**sizes, target_modules=lora.targets or "all-linear")
+        named["peft_config"] = import_peft().LoraConfig(
+            r=lora.rank,
+            lora_alpha=lora.alpha or 2 * lora.rank,
+            lora_dropout=lora.dropout,
+            task_type="SEQ_CLS" if config.train.method == "reward" else "CAUSAL_LM",
+            target_modules=lora.targets or "all-linear",
+        )
     named |= {"reward_funcs": rewards} if rewards else {}
     sections = {name: value for name in _ENGINE if (value := getattr(config, name).model_dump(exclude_unset=True))}
     trainer = on_zeromesh(getattr(trl, f"{kind}Trainer"))(
@@ -140,14 +138,6 @@ def _tokenizer(spec: str | None) -> Any:
         return AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"data.tokenizer: {spec!r} cannot be loaded: {error}") from error
-
-
-def _write_base(config: TrainerConfig, folder: str, tokenizer: Any) -> None:
-    """Write a newly initialized model to a folder, since TRL's trainers load models, a reference model too, by name."""
-    fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **(config.model.config or {})}
-    set_seed(config.run.seed)
-    made = AutoConfig.for_model(**fields)
-    AutoModelForCausalLM.from_config(made, trust_remote_code=False).save_pretrained(folder)
 
 
 def _rows(spec: Any) -> Any:

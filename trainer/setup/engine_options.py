@@ -28,8 +28,12 @@ def biases_and_norms(model: nn.Module) -> list[str]:
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     """Return the engine's options; `accumulation` is the number of microbatches of a step."""
-    precision, optimizer, ema = config.precision, config.optimizer, config.ema
+    precision, optimizer, ema, offload = config.precision, config.optimizer, config.ema, config.offload
     zero: dict[str, Any] = {name: None if value == "auto" else value for name, value in config.zero}
+    states = {name: getattr(offload, name) for name in ("optimizer", "gradients", "parameters", "activations")}
+    tiers: dict[str, Any] = {name: TierChoice(**dict(each)) for name, each in states.items() if each.tier != "auto"}
+    named = offload.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
+    directories = [Path(each).expanduser().absolute() for each in ((named,) if isinstance(named, str) else named)]
     return ZeroOptions(
         **zero,
         transport=config.parallel.transport,
@@ -38,7 +42,12 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
             loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
         ),
         optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerSettings)})),
-        offload=_offload(config),
+        offload=OffloadOptions(
+            **tiers,
+            files=FileSettings(directories=tuple(directories), label=config.run.name, checksums=offload.checksums),
+            update=offload.update,
+            staging_bytes=None if offload.staging == "auto" else offload.staging,
+        ),
         average=AverageSettings(decay=ema.decay, every=ema.every_steps, start=ema.start_step) if ema.decay else None,
         accumulation=accumulation,
         clip_norm=config.run.clip_norm,
@@ -66,21 +75,3 @@ def require_directories(section: OffloadSection) -> None:
                 f"{str(path)!r} would be made in {str(path.parent)!r}, which is no directory; mount its disk, or make it first",
                 where="offload.directory",
             )
-
-
-def _offload(config: TrainerConfig) -> OffloadOptions:
-    section = config.offload
-    named = section.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
-    directories = (named,) if isinstance(named, str) else named
-    shares = {name: getattr(section, name) for name in ("optimizer", "gradients", "parameters", "activations")}
-    tiers: dict[str, Any] = {name: TierChoice(**dict(each)) for name, each in shares.items() if each.tier != "auto"}
-    return OffloadOptions(
-        **tiers,
-        files=FileSettings(
-            directories=tuple(Path(directory).expanduser().absolute() for directory in directories),
-            label=config.run.name,
-            checksums=section.checksums,
-        ),
-        update=section.update,
-        staging_bytes=None if section.staging == "auto" else section.staging,
-    )
