@@ -48,12 +48,6 @@ STAGES: dict[int, Placements] = {
 }
 """[Note: A stage is a row of data] The placement of states over the shard axis decides which collectives run, not which code.
 
-    stage   parameters                    gradients                            optimizer state
-    0       replicated                    replicated                           replicated
-    1       replicated                    partial, at the end sharded          sharded
-    2       replicated                    sharded as a bucket completes        sharded
-    3       sharded, gathered around use  sharded as a bucket completes        sharded
-
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Stages as placements follow
 Megatron-FSDP's experimental rewrite.
 """
@@ -188,12 +182,10 @@ STAGING_SHARE = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadOptions:
-    """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3.
-
-    The caller offloads `activations`, the block inputs that recomputation keeps for backward. `gradients` None follows the
-    optimizer. `update` is the place of updates for states that are not on the device. `staging_bytes` bounds the buffers on the way
-    there; None: `staging_on`.
-    """
+    """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3. The
+    caller offloads `activations`, the block inputs that recomputation keeps for backward. `gradients` None follows the optimizer.
+    `update` is the place of updates for states that are not on the device. `staging_bytes` bounds the buffers on the way there;
+    None: `staging_on`."""
 
     optimizer: TierChoice = field(default_factory=TierChoice)
     gradients: TierChoice | None = None
@@ -206,10 +198,8 @@ class OffloadOptions:
     staging_bytes: int | None = None
 
     def staging_on(self, device: torch.device) -> int:
-        """Return the bytes of the buffers through which states pass that are updated on `device`, if `staging_bytes` is None.
-
-        An accelerator gets longer rows, since launching many short copies would take longer than the copies.
-        """
+        """Return the bytes of the buffers through which states pass that are updated on `device`, if `staging_bytes` is None. An
+        accelerator gets longer rows, since launching many short copies would take longer than the copies."""
         if self.staging_bytes is not None or not is_accelerator(device):
             return STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
         return max(STAGING_BYTES, device_memory(device).total // STAGING_SHARE)
@@ -240,9 +230,7 @@ class ZeroOptions:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     average: AverageSettings | None = None
-    """The settings of the exponential moving average of the weights; None: there is none."""
     accumulation: int = 1
-    """The number of microbatches per step on each rank."""
     reduce_once: bool = False
     """True if stages 2 and 3 also reduce gradients once per step, from each rank's own sums, which need full gradient memory."""
     clip_norm: float = 0.0

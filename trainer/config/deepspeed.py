@@ -60,7 +60,6 @@ _TENSOR_NAMES = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
 _LARGEST_COUNT = 1 << 53
 _AUTO = "auto"
 Pairs = Iterator[tuple[str, Any]]
-"""Pairs of a zeromesh key and its value."""
 
 
 class Translation:
@@ -68,7 +67,6 @@ class Translation:
 
     def __init__(self, settings: Mapping[str, Any], ranks: int = 1, parallel: Any = None) -> None:
         self.values: dict[str, Any] = {}
-        """Values of zeromesh keys, by dotted key."""
         self.origins: dict[str, str] = {}
         sizes = [settings.get(f"tensor_parallel.{name}") for name in _TENSOR_NAMES]
         self.tensor = max([1, *(size for size in sizes if type(size) is int)])

@@ -21,11 +21,9 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingRow:
-    """A row of the table, about the setting `name`, dotted if nested.
-
-    `keys` are the configuration's keys that it sets, together with other settings unless `as_it_is`. `text` explains how; or why it
-    has no effect; or why it is refused, and what to do instead. `neutral` values are accepted without effect.
-    """
+    """A row of the table, about the setting `name`, dotted if nested. `keys` are the configuration's keys that it sets, together
+    with other settings unless `as_it_is`. `text` explains how; or why it has no effect; or why it is refused, and what to do
+    instead. `neutral` values are accepted without effect."""
 
     name: str
     fate: Fate

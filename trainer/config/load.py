@@ -29,9 +29,9 @@ from zeromesh.trainer.config.deepspeed import (
 from zeromesh.trainer.config.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
 from zeromesh.trainer.config.messages import (
     allowed,
+    choices,
     known_paths,
     nearest,
-    nearest_choice,
     nearest_path,
     section_of,
     shown,
@@ -78,7 +78,6 @@ class _Given:
     """A configuration as the user gave it, merged with its bases."""
 
     where: str
-    """Its name in messages."""
     own: dict[str, Any]
     """Sections and keys of zeromesh."""
     layers: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -178,11 +177,9 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
             except (OSError, RuntimeError) as error:  # No such user's home directory.
                 yield f"{key}: {path!r} cannot be reached: {getattr(error, 'strerror', None) or error}; {cure}"
                 continue
-            if (
-                exists
-                or (_DATASET in cure and (path.startswith("hub:") or glob(str(there), recursive=True)))
-                or (_ON_THE_HUB in cure and REPOSITORY.fullmatch(path))
-            ):
+            if _DATASET in cure:
+                exists = exists or path.startswith("hub:") or bool(glob(str(there), recursive=True))
+            if exists or (_ON_THE_HUB in cure and REPOSITORY.fullmatch(path)):
                 continue
             place = "" if there.is_absolute() else f" in {Path.cwd()}"
             several = f", and several paths are a list: [{path}]" if "," in path else ""
@@ -434,7 +431,9 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
     reason = _REASONS.get((path, value.lower())) if isinstance(value, str) else None
     if reason:
         return f"{path}: {value} is not available: {reason}; allowed is {allowed(field)}"
-    near = nearest_choice(value, field) if isinstance(value, str) else None
+    near = None
+    if isinstance(value, str) and not any(value in choices(other) for other in known_paths().values()):
+        near = nearest(value, choices(field), cutoff=0.6)
     hint = f"; did you mean {near}?" if near else ""
     if kind == "string_type" and isinstance(value, bool | int | float):
         hint = "; write it in quotes"

@@ -53,19 +53,12 @@ def choices(field: FieldInfo) -> list[str]:
 
 def takes_text(path: str) -> bool:
     """Return True if the key at `path` takes any text, alone or in a list."""
-
-    def has_text(kind: Any) -> bool:
-        return kind is str or (get_origin(kind) is not Literal and any(map(has_text, get_args(kind))))
-
-    field = known_paths().get(path)
-    return field is not None and has_text(field.annotation)
-
-
-def nearest_choice(word: str, field: FieldInfo) -> str | None:
-    """Return the choice of `field` that `word` may be a slip of, unless another key allows `word`."""
-    if any(word in choices(other) for other in known_paths().values()):
-        return None
-    return nearest(word, choices(field), cutoff=0.6)
+    kinds = [known_paths()[path].annotation] if path in known_paths() else []
+    for kind in kinds:
+        if kind is str:
+            return True
+        kinds += () if get_origin(kind) is Literal else get_args(kind)
+    return False
 
 
 def nearest_path(path: str, known: Collection[str]) -> str | None:
@@ -126,18 +119,13 @@ def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
     if origin is tuple:
         return f"a list of {_allowed(arguments[0], [])}"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "text", NoneType: "null"}
-    return words.get(kind, "a mapping") + _bounds(metadata)
-
-
-def _bounds(metadata: Sequence[Any]) -> str:
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    found = [
+    bounds = [
         f"{sign} {getattr(item, name):g}"
         for item in metadata
-        for name, sign in signs.items()
+        for name, sign in {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}.items()
         if isinstance(item, annotated_types.BaseMetadata) and hasattr(item, name)
     ]
-    return f" {' and '.join(found)}" if found else ""
+    return words.get(kind, "a mapping") + (f" {' and '.join(bounds)}" if bounds else "")
 
 
 def either(words: list[str]) -> str:

@@ -151,7 +151,6 @@ def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
 
 
 def _positions(config: TrainerConfig) -> tuple[str, int] | None:
-    """Return the model's limit of positions, with its name, if `data.sequence_length` exceeds it."""
     for key in ("max_position_embeddings", "n_positions"):
         limit = whole((config.model.config or {}).get(key))
         if type(limit) is int and config.data.sequence_length > limit:
@@ -160,7 +159,6 @@ def _positions(config: TrainerConfig) -> tuple[str, int] | None:
 
 
 def _counts_of_stages(parallel: ParallelSection) -> tuple[int, int] | None:
-    """Return the number of entries in `parallel.stages` and the number of stages, if they differ."""
     counts = len(parallel.stages or ()), parallel.pipeline * parallel.chunks
     return counts if parallel.stages and parallel.pipeline > 1 and counts[0] != counts[1] else None
 
@@ -311,8 +309,6 @@ def schedule_of(config: TrainerConfig) -> LRSchedule:
 
 def with_length(config: TrainerConfig, steps: int) -> TrainerConfig:
     """Return the configuration with `steps` steps and a resolved warm-up."""
-    sections = {
-        "run": config.run.model_copy(update={"max_steps": steps}),
-        "schedule": config.schedule.model_copy(update={"warmup_steps": config.schedule.warmup_of(steps)}),
-    }
-    return config.model_copy(update=sections)
+    run = config.run.model_copy(update={"max_steps": steps})
+    schedule = config.schedule.model_copy(update={"warmup_steps": config.schedule.warmup_of(steps)})
+    return config.model_copy(update={"run": run, "schedule": schedule})

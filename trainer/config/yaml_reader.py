@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -52,10 +52,8 @@ _MISTAKES = (
 
 
 def read_yaml(path: Path, missing: str, *, where: str) -> Any:
-    """Return the value of `parse_yaml` for a file, which may be a pipe.
-
-    Raises `ConfigError` for unreadable files, with the text `missing` for an absent one.
-    """
+    """Return the value of `parse_yaml` for a file, which may be a pipe. Raises `ConfigError`, with the text `missing` for an absent
+    file."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)  # One byte more than allowed detects a file that is too large.
@@ -68,10 +66,8 @@ def read_yaml(path: Path, missing: str, *, where: str) -> Any:
         raise ConfigError(f"not UTF-8 text (byte {error.start})", where=where) from None
     except ValueError as error:
         raise ConfigError(f"is no path: {error}", where=repr(where)) from None
-    if path.suffix == ".json":
-        text = re.sub(
-            r"(?m)^[ \t]+", lambda blank: blank[0].replace("\t", " "), text
-        )  # YAML forbids tabs in indentation.
+    if path.suffix == ".json":  # YAML forbids tabs in indentation.
+        text = re.sub(r"(?m)^[ \t]+", lambda blank: blank[0].replace("\t", " "), text)
     return parse_yaml(text, where=where)
 
 
@@ -98,10 +94,8 @@ def parse_yaml(text: str, *, where: str) -> Any:
 
 
 def plain_value(value: Any, *, where: str) -> Any:
-    """Return a copy of `value` in dict, list, str, int, float, bool and None, within the limits.
-
-    Tuples become lists and paths text; other objects are left for the models to refuse. Raises `ConfigError`.
-    """
+    """Return a copy of `value` in dict, list, str, int, float, bool and None, within the limits. Tuples become lists and paths
+    text; other objects are left for the models to refuse. Raises `ConfigError`."""
     count = 0
 
     def copy(part: Any, depth: int, path: str) -> Any:
@@ -112,13 +106,12 @@ def plain_value(value: Any, *, where: str) -> Any:
         if count > MAX_VALUES:
             raise ConfigError(f"holds more than {MAX_VALUES} values once its aliases are expanded", where=where)
         if isinstance(part, Mapping):
-            for key in part:
+            found = {}
+            for key, each in part.items():
                 if not isinstance(key, str):
                     raise ConfigError(f"a key that is not text ({key}); write it in quotes", where=where)
-            return {
-                copy(key, depth + 1, path): copy(each, depth + 1, f"{path}.{key}" if path else key)
-                for key, each in part.items()
-            }
+                found[copy(key, depth + 1, path)] = copy(each, depth + 1, f"{path}.{key}" if path else key)
+            return found
         if isinstance(part, list | tuple):
             return [copy(each, depth + 1, path) for each in part]
         if isinstance(part, int) and part.bit_length() > _MOST_BITS:
@@ -156,13 +149,9 @@ _VARIABLE = re.compile(r"\$\$\{|\$\{(\w*)(:-)?([^{}]*)\}")
 
 
 def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = "") -> Any:
-    """Substitute environment variables in the texts of `value`: `${NAME}`, or `${NAME:-default}`; `$${` stands for `${`.
-
-    A text of a single variable is parsed as YAML, unless `takes_text` holds for the key's dotted path.
-
-    Raises:
-        ConfigError: for an unset variable, and for one with a secret, which a configuration must not hold.
-    """
+    """Substitute environment variables in the texts of `value`: `${NAME}`, or `${NAME:-default}`; `$${` stands for `${`. A text of
+    a single variable is parsed as YAML, unless `takes_text` holds for the key's dotted path. Raises `ConfigError` for an unset
+    variable, and for one with a secret, which a configuration must not hold."""
 
     def found(match: re.Match[str]) -> str:
         name, default, text = match.groups()
@@ -203,19 +192,17 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = True) -> dict[Any, Any]:
         mapping: dict[str, Any] = {}
         lines: dict[str, int] = {}
-
-        def refuse(part: yaml.Node, why: str) -> NoReturn:
-            raise yaml.MarkedYAMLError(problem=why, problem_mark=part.start_mark)
-
         for key_node, value_node in node.value:
-            key = self.construct_object(key_node, deep=True)
+            key, problem = self.construct_object(key_node, deep=True), ""
             if not isinstance(key, str):
                 name = "" if isinstance(key, dict | list) else f" ({key})"
-                refuse(key_node, f"a key that is not text{name}; write it in quotes")
-            if key == "<<" and key_node.tag == "plain":
-                refuse(key_node, "merge keys (<<) are not supported; write the keys out")
-            if key in lines:
-                refuse(key_node, f"key {key!r} is given twice, first in line {lines[key]}")
+                problem = f"a key that is not text{name}; write it in quotes"
+            elif key == "<<" and key_node.tag == "plain":
+                problem = "merge keys (<<) are not supported; write the keys out"
+            elif key in lines:
+                problem = f"key {key!r} is given twice, first in line {lines[key]}"
+            if problem:
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key_node.start_mark)
             lines[key] = key_node.start_mark.line + 1
             mapping[key] = self.construct_object(value_node, deep=True)
         return mapping

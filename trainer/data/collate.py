@@ -23,7 +23,6 @@ IGNORED_LABEL = -100
 """The label of a position that is no target, as in `torch.nn.functional.cross_entropy`."""
 
 Collate = Callable[[list[Any]], Any]
-"""A data collator, which turns a list of samples into a mapping of tensors."""
 
 _LABEL_NAMES = ("label", "label_ids")
 
@@ -205,7 +204,6 @@ class BatchRules:
     """The rules by which samples become a checked batch."""
 
     collate: Collate | None = None
-    """The user's data collator; None means `default_collate`."""
     vocab_size: int | None = None
     causal: bool = False
     classes: int | None = None

@@ -45,7 +45,6 @@ class RenderedRow(NamedTuple):
     plain: bool
     """True for text that no template rendered, which has no begin and end tokens yet."""
     label: str | None = None
-    """The class name of a row for sequence classification."""
 
 
 class EncodedRow(NamedTuple):
@@ -62,11 +61,9 @@ class EncodedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Renderer of the rows of one format to text.
-
-    `columns` maps column names to those of the files; `template` is Jinja text, a name that the tokenizer knows, or None. With
-    `answers` False, the whole row is an answer. `limit` is the number of tokens to which labelled text is cut.
-    """
+    """Renderer of the rows of one format to text. `columns` maps column names to those of the files; `template` is Jinja text, a
+    name that the tokenizer knows, or None. With `answers` False, the whole row is an answer. `limit` is the number of tokens to
+    which labelled text is cut."""
 
     tokenizer: Tokenizer
     form: str

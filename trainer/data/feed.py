@@ -27,21 +27,15 @@ class RunData:
     """The datasets of a run, and what loading their files told about them."""
 
     train: Any
-    """A map-style dataset, a `StreamedDataset`, or None."""
     eval: Any = None
     """A map-style dataset, a mapping of names to such datasets, or None."""
     tokenizer: Tokenizer | None = None
-    """The tokenizer of the text; None for other data."""
     byte_pair_entropy: float | None = None
     """The conditional entropy of the training text in nats per token, for the byte tokenizer only."""
     endings: tuple[int, ...] = ()
-    """The tokens that end answers."""
     classes: tuple[str, ...] = ()
-    """The names of the classes of labelled text or pictures."""
     processor: Any = None
-    """The image processor of pictures."""
     notes: tuple[str, ...] = ()
-    """Lines for the start of the run."""
     limited: bool = False
     """True if `data.eval_samples` limits an evaluation set."""
 
@@ -99,11 +93,9 @@ class Feed:
         return self.rules.make_batch(self.dataset, [self.order.dataset_index(each) for each in microbatch.samples])
 
     def first_batch(self) -> dict[str, Any]:
-        """Return the first batch with a target, all fields kept. Raises `DataError` if the first global batches have none.
-
-        Every rank reads the same microbatches, up to the first with a target, so all ranks raise or none does. A batch without
-        `labels` passes: the loss may use other fields.
-        """
+        """Return the first batch with a target, all fields kept. Raises `DataError` if the first global batches have none. Every
+        rank reads the same microbatches, up to the first with a target, so all ranks raise or none does. A batch without `labels`
+        passes: the loss may use other fields."""
         plan = replace(self.plan, data_ranks=1)
         steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
         if plan.epoch_size is not None:

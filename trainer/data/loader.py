@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
@@ -51,17 +52,14 @@ _STACK_SIGNAL = signal.SIGRTMAX
 """The signal that asks a worker for its stack; schedulers do not send it."""
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}
-"""The likely causes of signals that end a worker."""
 
 Batch = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
-    """The data workers of a rank: `count` processes, or the rank itself for 0.
-
-    `timeout_seconds` is the limit for one microbatch; `pinned` puts batches into pinned memory.
-    """
+    """The data workers of a rank: `count` processes, or the rank itself for 0. `timeout_seconds` is the limit for one microbatch;
+    `pinned` puts batches into pinned memory."""
 
     count: int = 0
     timeout_seconds: float = 600.0
@@ -71,10 +69,8 @@ class Workers:
     def choose(
         cls, wanted: int | Literal["auto"], device: torch.device, local_ranks: int, *, timeout_seconds: float
     ) -> Self:
-        """Return the configured workers; auto is 0 on a CPU device, else a few, limited by the cores per rank.
-
-        Raises `ConfigError` where this process may have no children.
-        """
+        """Return the configured workers; auto is 0 on a CPU device, else a few, limited by the cores per rank. Raises `ConfigError`
+        where this process may have no children."""
         on_device = is_accelerator(device)
         childless = bool(multiprocessing.current_process().daemon)
         automatic = min(_MOST_WORKERS, available_cores() // local_ranks) if on_device and not childless else 0
@@ -94,15 +90,8 @@ class Workers:
         return [f"data: {self.count} worker process{'es' if self.count > 1 else ''} of each rank"]
 
 
-class _Task(NamedTuple):
-    """A microbatch to make, and the sample index whose stream state is returned with it, or None."""
-
-    microbatch: Microbatch
-    place: int | None
-
-
 class _Result(NamedTuple):
-    """The result of a task: a batch and, if asked for, the stream state; or the type and text of an error."""
+    """A batch and, at the end of a step, the stream state; or the type and text of an error."""
 
     batch: Batch
     state: dict[str, Any] | None = None
@@ -125,7 +114,6 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self.feed = feed
-        self._rank = data_rank
         self._last = last
         self._state = state
         """The stream state after the last complete step."""
@@ -137,7 +125,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         most = 1 if self._stream is not None else last * feed.plan.accumulation
         self._workers = replace(workers, count=min(workers.count, most))
         self._group: _WorkerGroup | None = None
-        self._maker = _BatchMaker(feed, state)
+        self._maker = _BatchMaker(feed, data_rank, state)
         self._place: tuple[int, int] = (0, 0)
         """The step and turn of the next prefetched microbatch."""
 
@@ -154,21 +142,19 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         return [self.batch(step, turn) for turn in range(self.feed.plan.accumulation)]
 
     def batch(self, step: int, turn: int) -> Batch:
-        """Return the batch of microbatch `turn` of a step.
-
-        Raises:
-            DataError: for a sample that cannot be read, a batch that cannot be trained on, and a worker that is gone or hangs.
-        """
-        task = next(self._tasks(step, turn))
+        """Return the batch of microbatch `turn` of a step. Raises `DataError` for a sample that cannot be read, a batch that cannot
+        be trained on, and a worker that is gone or hangs."""
         if not self._workers.count:
-            made = self._maker.make(task)
+            made = self._maker.make((step, turn))
         else:
+            turns = self.feed.plan.accumulation
             if self._group is None or self._place != (step, turn):
                 self.close()
-                self._maker = _BatchMaker(self.feed, self._state)
-                self._group = _WorkerGroup(self._tasks(step, turn), self._maker, self._workers)
+                self._maker = _BatchMaker(self.feed, self._maker.data_rank, self._state)
+                places = map(divmod, range(step * turns + turn, self._last * turns), repeat(turns))
+                self._group = _WorkerGroup(places, self._maker, self._workers)
             made = self._group.next(self._waiting, self._stream)
-            self._place = (step, turn + 1) if turn + 1 < self.feed.plan.accumulation else (step + 1, 0)
+            self._place = divmod(step * turns + turn + 1, turns)
             if made.failure is not None:
                 kind, text = made.failure
                 self.close()
@@ -185,30 +171,21 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             self._state = self._stream.state(self.feed.plan.samples_of(step).start)
         return self._state or {}
 
-    def _tasks(self, step: int, turn: int) -> Iterator[_Task]:
-        """Yield all tasks from a microbatch on; the last one of a step asks for the stream state after the step."""
-        plan = self.feed.plan
-        for number in range(step, self._last):
-            for each in range(turn if number == step else 0, plan.accumulation):
-                ends = self._stream is not None and each + 1 == plan.accumulation
-                yield _Task(
-                    plan.microbatch(number, self._rank, each), plan.samples_of(number + 1).start if ends else None
-                )
-
 
 class _BatchMaker(Dataset[_Result]):
-    """Dataset of torch's `DataLoader` whose items are the results of tasks; a worker returns errors as text, since not every error
+    """Dataset of torch's `DataLoader` whose items are made by step and turn; a worker returns errors as text, since not every error
     pickles."""
 
-    def __init__(self, feed: Feed, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, feed: Feed, data_rank: int, state: Mapping[str, Any] | None) -> None:
         self.feed = feed
+        self.data_rank = data_rank
         self._state = state
         self._begun = False
 
-    def __getitem__(self, task: _Task) -> _Result:
+    def __getitem__(self, place: tuple[int, int]) -> _Result:
         try:
-            made = self.make(task)
-            _require_sendable(made.batch, task)
+            made = self.make(place)
+            _require_sendable(made.batch, self.feed.plan.microbatch(place[0], self.data_rank, place[1]))
             return made
         except ZeromeshError as error:
             return _Result({}, failure=(type(error), str(error)))
@@ -217,8 +194,9 @@ class _BatchMaker(Dataset[_Result]):
             shown = "".join(traceback.format_exception(error)).rstrip()
             return _Result({}, failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
 
-    def make(self, task: _Task) -> _Result:
+    def make(self, place: tuple[int, int]) -> _Result:
         """Make the batch first and the stream state after, as the batch is read with its own random numbers."""
+        (step, turn), plan = place, self.feed.plan
         stream = self.feed.dataset if isinstance(self.feed.dataset, StreamedDataset) else None
         if stream is not None and not self._begun:
             with data_randomness(self.feed.order.seed, 0):
@@ -227,19 +205,21 @@ class _BatchMaker(Dataset[_Result]):
                 else:
                     stream.begin_again()
         self._begun = False  # After an error the stream is read again.
-        batch = self.feed.fetch(task.microbatch)
-        state = stream.state(task.place) if stream is not None and task.place is not None else None
+        batch = self.feed.fetch(plan.microbatch(step, self.data_rank, turn))
+        state = None
+        if stream is not None and turn + 1 == plan.accumulation:
+            state = stream.state(plan.samples_of(step + 1).start)
         self._begun = True
         return _Result(batch, state)
 
 
-def _require_sendable(batch: Batch, task: _Task) -> None:
+def _require_sendable(batch: Batch, microbatch: Microbatch) -> None:
     for name, value in batch.items():
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and (leaf.device.type != "cpu" or leaf.requires_grad):
                 why = "needs gradients" if leaf.device.type == "cpu" else f"lies on {leaf.device}"
                 raise DataError(
-                    f"{name} of global samples {some(task.microbatch.samples, 8)} {why}, and a data worker cannot hand that over; "
+                    f"{name} of global samples {some(microbatch.samples, 8)} {why}, and a data worker cannot hand that over; "
                     "return plain tensors on the CPU, or set data.workers: 0"
                 )
         try:
@@ -254,7 +234,7 @@ def _require_sendable(batch: Batch, task: _Task) -> None:
 class _WorkerGroup:
     """A `DataLoader` with running workers, and their failures."""
 
-    def __init__(self, tasks: Iterator[_Task], work: _BatchMaker, workers: Workers) -> None:
+    def __init__(self, places: Iterator[tuple[int, int]], work: _BatchMaker, workers: Workers) -> None:
         self._timeout = workers.timeout_seconds
         self._report = os.memfd_create("zeromesh-data-workers")
         """The file descriptor to which a worker writes its stack."""
@@ -265,7 +245,7 @@ class _WorkerGroup:
             warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
             loader: DataLoader[_Result] = DataLoader(
                 work,
-                sampler=tasks,
+                sampler=places,
                 batch_size=None,
                 collate_fn=lambda made: made,
                 num_workers=workers.count,
@@ -285,7 +265,7 @@ class _WorkerGroup:
         Finalize(self, _kill, args=(self._processes,), exitpriority=1)
 
     def next(self, waiting: Callable[[], None], stream: StreamedDataset | None) -> _Result:
-        """Return the result of the next task. Raises `DataError` if a worker died or hangs. A worker that re-reads `stream` gets
+        """Return the next result. Raises `DataError` if a worker died or hangs. A worker that re-reads `stream` gets
         the timeout anew for each piece."""
         began, read = time.monotonic(), 0
         while True:

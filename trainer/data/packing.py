@@ -100,7 +100,6 @@ class ConversationDataset(TokenDataset):
     separate: bool
     """True if position ids restart with each document."""
     padding: int
-    """The id that fills the rest of a sequence."""
     labels: NDArray[np.int64] | None = None
     """Class of each document for sequence classification, where each has its own sequence."""
 

@@ -32,12 +32,9 @@ _ROUNDS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """The samples of one forward and backward pass of one rank.
-
-    `samples` are global sample indices: `micro_size` of them, or fewer in the last block of a global batch
-    that `micro_size` does not divide. `weight` is 1, or 0 for a microbatch past the end of the global batch:
-    it repeats the step's first block, so that it can be run, and its loss is multiplied by 0.
-    """
+    """The samples of one forward and backward pass of one rank. `samples` are global sample indices: `micro_size` of them, or fewer
+    in the last block of a global batch that `micro_size` does not divide. `weight` is 1, or 0 for a microbatch past the end of the
+    global batch: it repeats the step's first block, so that it can be run, and its loss is multiplied by 0."""
 
     first_sample: int
     samples: tuple[int, ...]
@@ -165,13 +162,11 @@ class BatchPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """The order of global samples in the dataset: each sample once per epoch, each epoch in its own order.
-
-    The order is a function of (`length`, `seed`, epoch) alone, computed index by index by a Feistel network over [0, length) (Black
-    and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). So it takes no memory, starts anywhere at once, and stays the same
-    across versions of NumPy and PyTorch. With `endless`, the dataset is a stream indexed by the number of a sample since the start
-    of training, and each block of `length` samples has its own order.
-    """
+    """The order of global samples in the dataset: each sample once per epoch, each epoch in its own order. The order is a function
+    of (`length`, `seed`, epoch) alone, computed index by index by a Feistel network over [0, length) (Black and Rogaway, "Ciphers
+    with Arbitrary Finite Domains", 2002). So it takes no memory, starts anywhere at once, and stays the same across versions of
+    NumPy and PyTorch. With `endless`, the dataset is a stream indexed by the number of a sample since the start of training, and
+    each block of `length` samples has its own order."""
 
     length: int
     seed: int
@@ -188,12 +183,10 @@ class SampleOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedOrder:
-    """The order of global samples in concatenated datasets that are mixed by integer `weights`.
-
-    Of W = sum(weights) samples from a multiple of W on, part p has `weights[p]`, spread evenly among the others. The samples of a
-    part have an order of their own: each comes once before any comes again, however long the other parts are. All of this is a
-    function of the sample's number, so that any number of ranks, and a run that resumes anywhere, sees the same.
-    """
+    """The order of global samples in concatenated datasets that are mixed by integer `weights`. Of W = sum(weights) samples from a
+    multiple of W on, part p has `weights[p]`, spread evenly among the others. The samples of a part have an order of their own:
+    each comes once before any comes again, however long the other parts are. All of this is a function of the sample's number, so
+    that any number of ranks, and a run that resumes anywhere, sees the same."""
 
     lengths: tuple[int, ...]
     weights: tuple[int, ...]

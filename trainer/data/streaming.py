@@ -61,7 +61,6 @@ class StreamedDataset:
         self._iterator: Iterator[Any] | None = None
         self._epoch = 0
         self._next = 0
-        """The index of the next sample."""
         self._epoch_start = 0
         """The index of the first sample of the current epoch."""
         self._chain = 0

@@ -58,7 +58,6 @@ _UNPACKED: dict[str, Callable[[Path, Any], Any]] = {
     ".xz": lzma.open,
     ".lzma": lzma.open,
 }
-"""Functions that open compressed files, by file suffix."""
 _CURE = "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8"
 _HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _ROWS_AT_ONCE = 1000
@@ -68,10 +67,8 @@ _LONGEST_FIELD = (1 << 31) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """The columns of a row, or the text of a text file.
-
-    `key`, such as a relative path, is the same on every machine, and `where` names the row in error messages.
-    """
+    """The columns of a row, or the text of a text file. `key`, such as a relative path, is the same on every machine, and `where`
+    names the row in error messages."""
 
     key: str
     where: str

@@ -97,9 +97,7 @@ class StoredText:
     held: TextAmount
     largest: int
     digest: str
-    """The xxh3 digest of the ids."""
     remarks: dict[str, Any]
-    """The JSON values that the maker of the entry stored."""
     path: Path
     blocks: list[int | None] = field(repr=False)
     """The xxh3 of each block; None once it is verified."""

@@ -28,16 +28,13 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.
 _NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
 
 TokenArray = NDArray[Any]
-"""A one-dimensional array of token ids, of any integer dtype."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteTokenizer:
-    """A tokenizer whose tokens are the bytes of UTF-8 text; byte 255 ends a text.
-
-    UTF-8 never contains the bytes 192, 193 and 245 to 255 (RFC 3629), so the end-of-text token needs no id of its own: the
-    vocabulary is 256, a power of two, and a token needs one byte of memory.
-    """
+    """A tokenizer whose tokens are the bytes of UTF-8 text; byte 255 ends a text. UTF-8 never contains the bytes 192, 193 and 245
+    to 255 (RFC 3629), so the end-of-text token needs no id of its own: the vocabulary is 256, a power of two, and a token needs one
+    byte of memory."""
 
     vocab_size: int = 256
     end_of_text: int = 255
@@ -76,10 +73,8 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedTokenizer:
-    """A transformers tokenizer object, `tokenizer`, with the methods of `ByteTokenizer`. Ids are in [0, `vocab_size`).
-
-    Raises `DataError` for a tokenizer without an end-of-text token.
-    """
+    """A transformers tokenizer object, `tokenizer`, with the methods of `ByteTokenizer`. Ids are in [0, `vocab_size`). Raises
+    `DataError` for a tokenizer without an end-of-text token."""
 
     tokenizer: Any
 
@@ -228,7 +223,6 @@ _SAMPLE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
     [_QUESTION, _ANSWER] * 20,
     [_QUESTION, {**_ANSWER, "tool_calls": [_CALL]}, {"role": "tool", "name": "now", "content": "12"}, _ANSWER],
 )
-"""Sample conversations by which chat templates are tried."""
 
 
 def require_bounded(

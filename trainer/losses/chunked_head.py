@@ -8,8 +8,8 @@ gather its weight) work as usual. Otherwise, as in `generate`, the head is uncha
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from zeromesh.kernels.chunked_cross_entropy import (
     chunked_cross_entropy,
     require_targets_in,
 )
+from zeromesh.overrides import override
 from zeromesh.tensor.layers import VocabParallelHead
 from zeromesh.trainer.models.adapters import output_layer
 
@@ -43,7 +44,6 @@ class _HeadWork:
     targets: torch.Tensor
     """Target ids, `[tokens]`."""
     seed: float
-    """The gradient with which backward starts."""
     count: int
     result: torch.Tensor | None = None
 
@@ -82,12 +82,13 @@ class ChunkedHead:
         """Return the sum of the losses over `targets`, where -100 marks no target; the model's inputs include `labels`. Raises
         `PhaseError` if the model uses its head in an unsupported way, or transforms its logits otherwise than `change`."""
         current = _HeadWork(targets=targets.reshape(-1), seed=seed, count=count)
-        with _replaced(output_layer(self._model), "forward", partial(self._forward, current)):
+        with ExitStack() as undone:
+            undone.callback(override(output_layer(self._model), "forward", partial(self._forward, current)))
             if self._route == "logits":
                 return self._arrived(current, model(**_without_labels(model, inputs)).logits)
-            with _replaced(self._model, "_loss_function", partial(self._loss, current)):
-                # Terms that the model adds to its mean loss (auxiliary losses of experts) are scaled as the mean is.
-                loss: torch.Tensor = model(**inputs).loss * count
+            undone.callback(override(self._model, "_loss_function", partial(self._loss, current)))
+            # Terms that the model adds to its mean loss (auxiliary losses of experts) are scaled as the mean is.
+            loss: torch.Tensor = model(**inputs).loss * count
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
         return loss
@@ -141,8 +142,7 @@ class ChunkedHead:
 
 
 def _change_of(logits: torch.Tensor) -> LogitChange:
-    """Return the transformation that the model has applied to `_PROBES`, which follow the loss in `logits`. Raises `PhaseError`
-    unless it is a scale and a cap."""
+    """Return the scale and cap that the model has applied to `_PROBES`, which follow the loss in `logits`."""
     if logits.numel() != len(_PROBES) + 1:
         raise PhaseError(f"{logits.numel()} logits arrive at the loss where the head gave {len(_PROBES) + 1}")
     made = logits.detach().flatten()[1:].double().cpu()
@@ -172,15 +172,3 @@ def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             if shift is not None:
                 return rest | {"decoder_input_ids": shift(labels, config.pad_token_id, config.decoder_start_token_id)}
     return rest
-
-
-@contextmanager
-def _replaced(module: nn.Module, name: str, value: object) -> Iterator[None]:
-    """Set an instance attribute inside the block."""
-    before = {key: each for key, each in vars(module).items() if key == name}
-    vars(module)[name] = value
-    try:
-        yield
-    finally:
-        del vars(module)[name]
-        vars(module).update(before)

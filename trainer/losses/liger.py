@@ -1,6 +1,6 @@
 """The loss of a language model's head by liger-kernel's fused kernels (Hsu et al. 2024, arXiv:2410.10989)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,17 +11,14 @@ from zeromesh.kernels.chunked_cross_entropy import LogitChange, chunked_cross_en
 from zeromesh.offload.accelerator import found
 
 _ROWS = 256
-"""Tokens of the first microbatch that the trial compares."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """The largest relative difference of two correct results, by compute dtype."""
 _WHERE = "model.loss"
 
 
 class LigerLoss:
-    """Replacement of `chunked_cross_entropy` for an undivided head on one accelerator; the first microbatch checks it.
-
-    The host waits for the device twice a microbatch, because liger-kernel reads the targets' count and the seed.
-    """
+    """Replacement of `chunked_cross_entropy` for an undivided head on one accelerator; the first microbatch checks it. The host
+    waits for the device twice a microbatch, because liger-kernel reads the targets' count and the seed."""
 
     def __init__(self) -> None:
         """Load liger's kernel. Raises `ConfigError` if the package is not installed, or without an accelerator."""
@@ -62,29 +59,20 @@ class LigerLoss:
             return self._fused(scaled, weight, labels, bias, reduction="sum", softcap=cap, accum_dtype=torch.float32)
 
         if not self._tried:
-            own = partial(chunked_cross_entropy, seed=1.0, chunk_tokens=_ROWS, change=change)
-            fixed = None if bias is None else bias.detach()
-            _require_equal((own, compute), hidden[:_ROWS], weight.detach(), fixed, targets[:_ROWS])
+            fixed, results = None if bias is None else bias.detach(), []
+            for kernel in (partial(chunked_cross_entropy, seed=1.0, chunk_tokens=_ROWS, change=change), compute):
+                rows = hidden[:_ROWS].detach().clone().requires_grad_()
+                with torch.enable_grad():
+                    loss = kernel(rows, weight.detach(), fixed, targets[:_ROWS])
+                (gradient,) = torch.autograd.grad(loss, rows)
+                results.append((loss.detach().float(), gradient.float()))
+            for name, ours, theirs in zip(("loss", "gradient of hidden states"), *results, strict=True):
+                apart, allowed = float((theirs - ours).norm() / ours.norm().clamp(min=1e-6)), _TOLERANCES[hidden.dtype]
+                if not apart <= allowed:
+                    raise ConfigError(
+                        f"a trial found liger's {name} apart by {apart:.2g} of it from what is right (allowed in {hidden.dtype} is "
+                        f"{allowed:g}); take auto",
+                        where=_WHERE,
+                    )
             self._tried = True
         return compute(hidden, weight, bias, targets)
-
-
-def _require_equal(
-    kernels: Sequence[Callable[..., torch.Tensor]], hidden: torch.Tensor, *head: torch.Tensor | None
-) -> None:
-    """Raise `ConfigError` if liger's loss or its gradient of hidden states differs from this package's."""
-    results = []
-    for kernel in kernels:
-        rows = hidden.detach().clone().requires_grad_()
-        with torch.enable_grad():
-            loss = kernel(rows, *head)
-        (gradient,) = torch.autograd.grad(loss, rows)
-        results.append((loss.detach().float(), gradient.float()))
-    for name, ours, theirs in zip(("loss", "gradient of hidden states"), *results, strict=True):
-        apart = float((theirs - ours).norm() / ours.norm().clamp(min=1e-6))
-        if not apart <= _TOLERANCES[hidden.dtype]:
-            raise ConfigError(
-                f"a trial found liger's {name} apart by {apart:.2g} of it from what is right (allowed in {hidden.dtype} is "
-                f"{_TOLERANCES[hidden.dtype]:g}); take auto",
-                where=_WHERE,
-            )

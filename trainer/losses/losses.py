@@ -48,7 +48,6 @@ class Loss:
     """The computation of a model's loss, and the count of its targets."""
 
     kind: Literal["labels", "answers", "transcripts", "examples", "user"]
-    """The kind of item that the loss sums over."""
     count: Callable[[Mapping[str, Any]], int | None]
     """Count the targets of a batch from its labels; None if only forward tells. Raises `DataError` without labels."""
     compute: Callable[[Any, Mapping[str, Any], int, float | None], _Computed]
@@ -58,11 +57,9 @@ class Loss:
     causal: bool = False
     """True if the model predicts the next token, so that the first label is no target."""
     classes: int | None = None
-    """The number of classes, if labels are classes, else None."""
     last_count: int | Tensor = 0
     """Targets of the last computed batch; a device scalar, not yet read, if forward counted them there."""
     last_scalars: Mapping[str, Any] = field(default_factory=dict)
-    """Scalars to log of the last computed batch, by name."""
 
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Any], *, seed: float, targets: int | None = None

@@ -104,10 +104,8 @@ _FIXED = (":4096:8", ":16:8")
 
 
 def be_deterministic() -> None:
-    """Restrict this process to deterministic kernels; torch raises an error for an operation without one.
-
-    Raises `ConfigError` if cuBLAS has other workspaces, or was initialised without a setting.
-    """
+    """Restrict this process to deterministic kernels; torch raises an error for an operation without one. Raises `ConfigError` if
+    cuBLAS has other workspaces, or was initialised without a setting."""
     given = setting(_WORKSPACE)
     if has_cublas() and given not in _FIXED:
         cure = f"set {_WORKSPACE}={_FIXED[0]} before Python starts"

@@ -134,10 +134,8 @@ def _make_engine(
     length: int,
     notes: Sequence[str],
 ) -> ZeroEngine:
-    """Put what the configuration asks for around the layers of a divided model, and give its states memory and values.
-
-    `length` is the number of tokens in each sample, or 0 for data that are not text.
-    """
+    """Put what the configuration asks for around the layers of a divided model, and give its states memory and values. `length` is
+    the number of tokens in each sample, or 0 for data that are not text."""
     model = built.model
     if config.precision.linear is not None:
         console.note(use_float8_linear(model, mesh.device))
@@ -204,12 +202,12 @@ def _loss_and_feeds(
     )
     of_text = data.tokenizer is not None and inputs.collate is None
     cut_to = None
-    if of_text and not all(each.joined for each in config.data.formats):  # Joined text has no padding.
-        cut_to = config.parallel.tensor if config.parallel.sequence else 1
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
         require_separate_documents(model)
     if of_text and type(pretrained_of(model)).__name__.endswith("ForMaskedLM"):
         inputs = replace(inputs, collate=masking_collator(data.processing_class, config.data.mask_fraction))
+    elif of_text and not all(each.joined for each in config.data.formats):  # Joined text has no padding.
+        cut_to = config.parallel.tensor if config.parallel.sequence else 1
     feeds = Feeds(
         data=data,
         plan=plan,
@@ -247,105 +245,15 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
 
 
 def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
-    """Give the buffers of an undivided model their values, and all ranks rank 0's in-memory weights; all ranks call it.
-
-    Returns notes. Raises `ConfigError` for buffers whose values are lost, and `LayoutError` if models differ in parameters or
-    buffers.
-    """
-    lost = materialize_buffers(built.model, mesh.device, seed, source=built.source)
-    if lost:
+    """Give buffers of an undivided model their values, and all ranks rank 0's in-memory weights and buffers; all ranks call it.
+    Returns notes. Meta parameters have no values yet, and are skipped. Raises `ConfigError` for buffers whose values are lost, and
+    `LayoutError` if models differ in parameters or buffers."""
+    model = built.model
+    if lost := materialize_buffers(model, mesh.device, seed, source=built.source):
         raise ConfigError(
             f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built (a Trainer also takes a "
             "callable)"
         )
-    return share_weights(built.model, mesh)
-
-
-def divide_model(
-    model: nn.Module, mesh: Mesh, config: TrainerConfig, example: Callable[[], Mapping[str, Any] | None] = lambda: None
-) -> Divided:
-    """Leave this rank its part of an undivided model, by the configuration's layout; see `divide`.
-
-    Raises `ConfigError` for a model that would compute something else under tensor parallelism, and `LayoutError` for one that
-    cannot be divided.
-    """
-    parallel = config.parallel
-    if mesh.shape.divides("layers"):
-        require_equal_when_divided(model, parallel.plan or {}, sequence=parallel.sequence)
-    options = ParallelOptions(
-        rules=parallel.plan or {},
-        sequence=parallel.sequence,
-        transport=parallel.transport,
-        schedule=parallel.schedule,
-        chunks=parallel.chunks,
-        stages=parallel.stages or (),
-        balance=parallel.balance,
-    )
-    return divide(model, mesh, options, example)
-
-
-def fill_engine(
-    built: BuiltModel,
-    mesh: Mesh,
-    options: ZeroOptions,
-    tiers: Tiers,
-    divided: Divided,
-    console: Console,
-    *,
-    inputs: int = 0,
-) -> ZeroEngine:
-    """Build the engine of a divided model after checking memory, and read its values; all ranks call it.
-
-    `inputs` are the bytes of offloaded inputs of recomputed blocks. Raises `StorageError` if memory or disk is short.
-    """
-    model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
-    console.note(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=divided.cuts))
-    mesh.meet("start of the run")
-    source = _WatchedSource(built, console, mesh)
-    engine = ZeroEngine.build(model, mesh, options, source, tiers, divided.cuts)
-    source.close()
-    return engine
-
-
-def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
-    """Build the undivided model with its adapters and weight source, from a module, a callable (on meta) or the configuration.
-
-    Raises `ConfigError` for a model that cannot be built, and `LostValuesError` for meta weights without an initialiser.
-    """
-    seed, compile_ = config.run.seed, None
-
-    def call() -> nn.Module:
-        nonlocal compile_
-        made = model() if callable(model) and not isinstance(model, nn.Module) else model
-        if not isinstance(made, nn.Module):
-            raise ConfigError(
-                f"the callable that is passed as model returned a {type(made).__name__}; it should return an nn.Module"
-            )
-        inside, compile_ = unwrap(made)
-        return inside
-
-    if model is None:
-        built = build_model(config.model, seed, tokenizer)
-    elif isinstance(model, nn.Module):
-        built = wrap_passed_model(call(), seed)
-    elif callable(model):
-        built = build_deferred(call, seed)
-    else:
-        shown = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
-        raise ConfigError(
-            f"model is {shown}; give an nn.Module or a callable that builds one, or name a local Hugging Face directory "
-            "in the configuration: model.source"
-        )
-    built = replace(built, compile=compile_)
-    return built if config.model.lora is None else add_lora(built, config.model.lora, config.model.head, seed)
-
-
-def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
-    """Compare the models of all ranks, and overwrite weights and buffers that differ with rank 0's.
-
-    Returns notes. Meta parameters have no values yet, and are skipped. Raises `LayoutError` if models differ in parameters or
-    buffers.
-    """
     tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
     plan = {
@@ -372,6 +280,78 @@ def share_weights(model: nn.Module, mesh: Mesh) -> list[str]:
             tensor.detach().copy_(content.view(tensor.dtype).view(tensor.shape))
     others = ", ".join(str(rank) for rank, row in enumerate(rows) if row != rows[0])
     return [f"initial weights differed on ranks {others} ({some(differing)}): every rank begins with those of rank 0"]
+
+
+def divide_model(
+    model: nn.Module, mesh: Mesh, config: TrainerConfig, example: Callable[[], Mapping[str, Any] | None] = lambda: None
+) -> Divided:
+    """Leave this rank its part of an undivided model, by the configuration's layout; see `divide`. Raises `ConfigError` for a model
+    that would compute something else under tensor parallelism, and `LayoutError` for one that cannot be divided."""
+    parallel = config.parallel
+    if mesh.shape.divides("layers"):
+        require_equal_when_divided(model, parallel.plan or {}, sequence=parallel.sequence)
+    options = ParallelOptions(
+        rules=parallel.plan or {},
+        sequence=parallel.sequence,
+        transport=parallel.transport,
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        stages=parallel.stages or (),
+        balance=parallel.balance,
+    )
+    return divide(model, mesh, options, example)
+
+
+def fill_engine(
+    built: BuiltModel,
+    mesh: Mesh,
+    options: ZeroOptions,
+    tiers: Tiers,
+    divided: Divided,
+    console: Console,
+    *,
+    inputs: int = 0,
+) -> ZeroEngine:
+    """Build the engine of a divided model after checking memory, and read its values; all ranks call it. `inputs` are the bytes of
+    offloaded inputs of recomputed blocks. Raises `StorageError` if memory or disk is short."""
+    model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
+    console.note(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=divided.cuts))
+    mesh.meet("start of the run")
+    source = _WatchedSource(built, console, mesh)
+    engine = ZeroEngine.build(model, mesh, options, source, tiers, divided.cuts)
+    source.close()
+    return engine
+
+
+def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | None) -> BuiltModel:
+    """Build the undivided model with its adapters and weight source, from a module, a callable (on meta) or the configuration.
+    Raises `ConfigError` for a model that cannot be built, and `LostValuesError` for meta weights without an initialiser."""
+    seed, compile_ = config.run.seed, None
+
+    def call() -> nn.Module:
+        nonlocal compile_
+        made = model() if callable(model) and not isinstance(model, nn.Module) else model
+        if not isinstance(made, nn.Module):
+            raise ConfigError(
+                f"the callable that is passed as model returned a {type(made).__name__}; it should return an nn.Module"
+            )
+        inside, compile_ = unwrap(made)
+        return inside
+
+    if model is None:
+        built = build_model(config.model, seed, tokenizer)
+    elif isinstance(model, nn.Module):
+        built = wrap_passed_model(call(), seed)
+    elif callable(model):
+        built = build_deferred(call, seed)
+    else:
+        shown = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
+        raise ConfigError(
+            f"model is {shown}; give an nn.Module or a callable that builds one, or name a local Hugging Face directory "
+            "in the configuration: model.source"
+        )
+    built = replace(built, compile=compile_)
+    return built if config.model.lora is None else add_lora(built, config.model.lora, config.model.head, seed)
 
 
 class _WatchedSource:

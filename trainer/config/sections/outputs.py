@@ -44,10 +44,8 @@ def name_of_file(path: str | PathLike[str]) -> str:
 
 
 def name_of_script() -> str:
-    """Return the stem of this process's script, or the package's name for `python -m package`.
-
-    An interactive session has no script, so each run gets a name with the time, and a cell that is run again trains again.
-    """
+    """Return the stem of this process's script, or the package's name for `python -m package`. An interactive session has no
+    script, so each run gets a name with the time, and a cell that is run again trains again."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file:
         path = Path(file)
