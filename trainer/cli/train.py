@@ -94,6 +94,19 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
         raise ConfigError(f"--ssh {options.ssh!r} cannot be read: {error}") from error
     if not ssh:
         raise ConfigError("--ssh is empty; give a command such as 'ssh -p 2222', or leave it out")
+    variables = {name: value for name in PASSED if (value := setting(name)) is not None}
+    problems = []
+    for entry in options.env or ():
+        name, given, value = entry.partition("=")
+        here = value if given else setting(name)
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            problems.append(f"--env {name!r} is no variable's name; allowed is NAME or NAME=VALUE")
+        elif here is None:
+            problems.append(f"--env {name}: the variable is not set here; set it, or give {name}=VALUE")
+        else:
+            variables[name] = here
+    if problems:
+        raise ConfigError(problems)
     words = ("train", "--attached", f"{options.host_timeout:g}", "--", options.config, *options.overrides)
     return LaunchPlan(
         hosts=hosts,
@@ -102,30 +115,13 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
         ssh=ssh,
         directory=os.getcwd(),
         python_path=setting("PYTHONPATH"),
-        variables=_variables(options.env or ()),
+        variables=variables,
         silence_seconds=options.host_timeout,
         port=options.port,
         least=options.min_hosts or len(hosts),
         max_restarts=restarts,
         check=lambda left: check_mesh(config, sum(host.slots for host in left)),
     )
-
-
-def _variables(asked: Sequence[str]) -> dict[str, str]:
-    found = {name: value for name in PASSED if (value := setting(name)) is not None}
-    problems = []
-    for entry in asked:
-        name, given, value = entry.partition("=")
-        here = value if given else setting(name)
-        if not re.fullmatch(r"[A-Za-z_]\w*", name):
-            problems.append(f"--env {name!r} is no variable's name; allowed is NAME or NAME=VALUE")
-        elif here is None:
-            problems.append(f"--env {name}: the variable is not set here; set it, or give {name}=VALUE")
-        else:
-            found[name] = here
-    if problems:
-        raise ConfigError(problems)
-    return found
 
 
 EVALUATED = "evaluated.jsonl"

@@ -146,7 +146,7 @@ def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) ->
             read.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
         if row.as_it_is:
             read.values[row.keys[0]] = value
-    for decide in (_batch, _optimizer, _schedule, _precision, _zero, _offload, _others):
+    for decide in (_batch, _optimizer, _schedule, _precision_and_zero, _offload, _others):
         read.values.update(decide(read))
     read.origins |= {key: f"DeepSpeed {row.name}" for row in present for key in row.keys if key in read.values}
     read.notes[:] = [f"DeepSpeed: {line}" for line in (*_lines(read), *read.notes)]
@@ -289,7 +289,7 @@ def _schedule(read: Translation) -> Pairs:
         yield from (("run.max_steps", steps), ("run.epochs", None))
 
 
-def _precision(read: Translation) -> Pairs:
+def _precision_and_zero(read: Translation) -> Pairs:
     sections = ("bf16", "bfloat16", "fp16", "torch_autocast")
     on = [name for name in sections if read(f"{name}.enabled") is True]
     compute = None
@@ -300,8 +300,8 @@ def _precision(read: Translation) -> Pairs:
         compute = _DTYPES.get(str(dtype).removeprefix("torch."))
         if compute is None:
             read.refuse("torch_autocast.dtype", f"got {dtype!r}; allowed is bfloat16 or float16")
-            return
-        yield "precision.compute", compute
+        else:
+            yield "precision.compute", compute
     elif not any(f"{name}.enabled" in read.automatic for name in sections):
         compute = "float32"
         yield "precision.compute", compute
@@ -310,8 +310,6 @@ def _precision(read: Translation) -> Pairs:
         yield "precision.loss_scale.initial_scale", 2.0**power
         yield "precision.loss_scale.growth_interval", read.count("fp16.loss_scale_window") or _SCALE_WINDOW
 
-
-def _zero(read: Translation) -> Pairs:
     stage = read.count("zero_optimization.stage", 0)
     if "zero_optimization.stage" not in read.automatic:
         yield "zero.stage", stage or 0

@@ -5,7 +5,6 @@ The tables of docs/coming-from.md are generated from the same rows.
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -36,7 +35,7 @@ class SettingRow:
 _ROW = re.compile(r"([\w. ]+?)(?: (->|=) ([\w. ]+)|: (read|no effect|refused)(?: unless (.+?))?): (.+)")
 
 
-def read_table(text: str) -> dict[str, tuple[SettingRow, ...]]:
+def read_table(table: str) -> dict[str, tuple[SettingRow, ...]]:
     """Parse a table into the rows of each section. Its lines, of which indented ones continue the previous one, are:
 
         ## Title                                    a section of the table begins
@@ -52,7 +51,7 @@ def read_table(text: str) -> dict[str, tuple[SettingRow, ...]]:
     """
     found: dict[str, tuple[SettingRow, ...]] = {}
     title = prefix = ""
-    for line in re.sub(r"\n {4}", " ", text.strip()).splitlines():
+    for line in re.sub(r"\n {4}", " ", table.strip()).splitlines():
         if line.startswith("## "):
             title, prefix = line[3:], ""
             found[title] = ()
@@ -60,29 +59,27 @@ def read_table(text: str) -> dict[str, tuple[SettingRow, ...]]:
             prefix = f"{line[1:-1]}." if line != "[]" else ""
         elif line:
             line = line.removesuffix('"') + found[title][-1].text if line.endswith(': "') else line
-            found[title] += tuple(_rows(line, prefix))
+            row = _ROW.fullmatch(line)
+            if row is None:
+                raise ValueError(f"no row of a table of settings: {line!r}")
+            names, arrow, keys, what, values, text = row.groups()
+            neutral: list[Any] = []
+            if what == "refused":
+                off = [{}, {"enabled": False}]
+                neutral = off if values == "off" else json.loads(f"[{(values or '').replace(' or ', ',')}]")
+                neutral = [None, *([] if any(value is True for value in neutral) else [False]), *neutral]
+            found[title] += tuple(
+                SettingRow(
+                    name=prefix + name,
+                    fate=Fate.MAPPED if what in (None, "read") else Fate(what),
+                    text=text,
+                    keys=tuple((keys or "").split()),
+                    as_it_is=arrow == "=",
+                    neutral=tuple(neutral),
+                )
+                for name in names.split()
+            )
     return found
-
-
-def _rows(line: str, prefix: str) -> Iterator[SettingRow]:
-    row = _ROW.fullmatch(line)
-    if row is None:
-        raise ValueError(f"no row of a table of settings: {line!r}")
-    names, arrow, keys, what, values, text = row.groups()
-    fate, neutral = Fate.MAPPED if what in (None, "read") else Fate(what), list[Any]()
-    if what == "refused":
-        off = [{}, {"enabled": False}]
-        neutral = off if values == "off" else json.loads(f"[{(values or '').replace(' or ', ',')}]")
-        neutral = [None, *([] if any(value is True for value in neutral) else [False]), *neutral]
-    for name in names.split():
-        yield SettingRow(
-            name=prefix + name,
-            fate=fate,
-            text=text,
-            keys=tuple((keys or "").split()),
-            as_it_is=arrow == "=",
-            neutral=tuple(neutral),
-        )
 
 
 SECTIONS = read_table("""

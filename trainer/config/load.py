@@ -322,13 +322,26 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
         if not equals or len(keys) < 2 or not all(keys):
             problems.append(f"{name}: {_override_hint(path, equals, text)}")
             continue
-        try:
-            problem = _set(data, keys, with_variables(parse_yaml(text.strip(), where=""), takes_text, path))
-        except ConfigError as error:
-            problem = str(error)
-        if problem:
-            problems.append(f"{name}: {problem}")
         overridden[path] = name
+        try:
+            value = with_variables(parse_yaml(text.strip(), where=""), takes_text, path)
+        except ConfigError as error:
+            problems.append(f"{name}: {error}")
+            continue
+        at: Any = data
+        for depth, key in enumerate(keys[:-1], start=1):
+            if at.get(key) is None:
+                at[key] = {}
+                # Setting one key of the default model keeps its other keys.
+                if keys[:depth] == ["model", "config"] and not data["model"].keys() & {"source", "python"}:
+                    at[key] = dict(DEFAULT_MODEL)
+            at = at[key]
+            if not isinstance(at, dict):
+                parent = ".".join(keys[:depth])
+                problems.append(f"{name}: {path}: {parent} is {shown(parent, at)}, which has no keys")
+                break
+        else:
+            at[keys[-1]] = value
     return problems, overridden
 
 
@@ -349,45 +362,17 @@ def _meant(near: str | None, value: str = "") -> str:
     return near if near and near.startswith(NO_KEY) else f"did you mean {near}{value}?" if near else ""
 
 
-def _set(data: dict[str, Any], keys: list[str], value: Any) -> str | None:
-    """Set the value at the dotted path `keys`; returns a problem if a parent is no mapping."""
-    at: Any = data
-    for depth, key in enumerate(keys[:-1], start=1):
-        if at.get(key) is None:
-            at[key] = {}
-            # Setting one key of the default model keeps its other keys.
-            if keys[:depth] == ["model", "config"] and not data["model"].keys() & {"source", "python"}:
-                at[key] = dict(DEFAULT_MODEL)
-        at = at[key]
-        if not isinstance(at, dict):
-            parent = ".".join(keys[:depth])
-            return f"{'.'.join(keys)}: {parent} is {shown(parent, at)}, which has no keys"
-    at[keys[-1]] = value
-    return None
-
-
 def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConfig, list[str]]:
     """Return the configuration of the valid part of `data`, and the problems of single keys and of combinations."""
     # A section whose keys are all commented out is null in YAML.
     data = {key: {} if value is None and key in known_paths() else value for key, value in data.items()}
     wrong: dict[tuple[str, ...], str] = {}
-    config = _without_wrong_keys(data, wrong)
-    # A section is wrong if a key in it is.
-    paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
-    more = [*disagreements(config, wrong=paths), *_missing_paths(config, paths)]
-    more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
-    # Among branches of a union, the deepest location is the meant one.
-    meant = [text for keys, text in wrong.items() if not any(keys == each[: len(keys)] != each for each in wrong)]
-    return config, [*meant, *more]
-
-
-def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str]) -> TrainerConfig:
-    """Validate `data` without its invalid keys, so that rules between keys can be checked. Invalid keys are dropped from `data`,
-    and their problems added to `wrong`."""
-    # The invalid key is dropped first; if that is not enough, its section, whose defaults are valid.
-    for depth in (None, 1):
+    # An invalid key is dropped, so that rules between keys can be checked; if that is not enough, its section, whose defaults are
+    # valid.
+    for depth in (None, 1, 0):
         try:
-            return TrainerConfig.model_validate(data, context={"rules": False})
+            config = TrainerConfig.model_validate(data, context={"rules": False})
+            break
         except ValidationError as error:
             holders = []
             for detail in error.errors(include_url=False):
@@ -401,7 +386,13 @@ def _without_wrong_keys(data: dict[str, Any], wrong: dict[tuple[str, ...], str])
                 holders.append((holder, keys[-1]))
         for holder, key in holders:
             holder.pop(key, None)
-    return TrainerConfig.model_validate(data, context={"rules": False})
+    # A section is wrong if a key in it is.
+    paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
+    more = [*disagreements(config, wrong=paths), *_missing_paths(config, paths)]
+    more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
+    # Among branches of a union, the deepest location is the meant one.
+    meant = [text for keys, text in wrong.items() if not any(keys == each[: len(keys)] != each for each in wrong)]
+    return config, [*meant, *more]
 
 
 def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:

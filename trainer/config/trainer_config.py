@@ -158,11 +158,6 @@ def _positions(config: TrainerConfig) -> tuple[str, int] | None:
     return None
 
 
-def _counts_of_stages(parallel: ParallelSection) -> tuple[int, int] | None:
-    counts = len(parallel.stages or ()), parallel.pipeline * parallel.chunks
-    return counts if parallel.stages and parallel.pipeline > 1 and counts[0] != counts[1] else None
-
-
 _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "model.config: given beside model.source {c.model.source!r}, which brings its own; name only the fields that "
     "are to differ from it (num_labels), or set it to null": lambda c: (
@@ -198,7 +193,10 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         c.parallel.pipeline == 1 and c.parallel.stages
     ),
     "parallel.stages has {0[0]} numbers of blocks for {0[1]} stages (parallel.pipeline x parallel.chunks)": lambda c: (
-        _counts_of_stages(c.parallel)
+        c.parallel.stages is not None
+        and c.parallel.pipeline > 1
+        and len(c.parallel.stages) != c.parallel.pipeline * c.parallel.chunks
+        and (len(c.parallel.stages), c.parallel.pipeline * c.parallel.chunks)
     ),
     # zero_bubble computes weight gradients after backward.
     "optimizer.in_backward does not go with parallel.schedule zero_bubble, whose gradients of weights come after "

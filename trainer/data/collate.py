@@ -15,7 +15,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DataCollatorForLanguageModeling, DataCollatorWithPadding, PreTrainedTokenizerBase
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from zeromesh.errors import DataError, ZeromeshError, some
 
@@ -59,16 +59,6 @@ def collator_of(collate: Collate | None, processing_class: Any, *, datasets: boo
     return collate
 
 
-def masking_collator(tokenizer: Any, fraction: float) -> Collate:
-    """Return a collator for masked language modelling at rate `fraction` (Devlin et al. 2019). Raises `DataError`."""
-    if getattr(tokenizer, "mask_token", None) is None:
-        raise DataError(
-            "a masked language model learns text by a tokenizer with a mask_token, and data.tokenizer has none; give one that has, "
-            "or a data_collator"
-        )
-    return cast("Collate", DataCollatorForLanguageModeling(tokenizer, mlm_probability=fraction))
-
-
 def is_library(collate: Collate | None) -> bool:
     """Return True for transformers' collators and None (the default one), which make tensors of all fields."""
     return collate is None or str(getattr(collate, "__module__", "")).startswith("transformers.")
@@ -93,7 +83,17 @@ def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str,
                     f"sample {index} has no field {field!r}, which sample {first} has; it has {_field_list(sample)}. Give all "
                     "samples the same fields, or pass a data_collator"
                 )
-            rows.append(_tensor(sample[field], index, field))
+            value = sample[field]
+            try:
+                # torch has no indexing or comparison for wide unsigned types.
+                wide = isinstance(value, np.ndarray) and value.dtype.kind == "u" and value.dtype.itemsize > 1
+                made = value if isinstance(value, Tensor) else torch.tensor(value.astype(np.int64) if wide else value)
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise DataError(
+                    f"sample {index}: field {field!r} ({type(value).__name__}) is no array of numbers: {error}. "
+                    "Remove the field, or pass a data_collator"
+                ) from error
+            rows.append(made)
             if rows[-1].shape != rows[0].shape:
                 raise DataError(
                     f"sample {index}: field {field!r} has shape {list(rows[-1].shape)}, but that of sample {first}, in the same "
@@ -103,20 +103,6 @@ def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str,
     if not batch:
         raise DataError(f"sample {first} has no field that holds numbers: {_field_list(samples[0])}")
     return batch
-
-
-def _tensor(value: Any, index: int, field: str) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    try:
-        # torch has no indexing or comparison for wide unsigned types.
-        wide = isinstance(value, np.ndarray) and value.dtype.kind == "u" and value.dtype.itemsize > 1
-        return torch.tensor(value.astype(np.int64) if wide else value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
-            f"sample {index}: field {field!r} ({type(value).__name__}) is no array of numbers: {error}. "
-            "Remove the field, or pass a data_collator"
-        ) from error
 
 
 def _field_list(sample: Mapping[str, Any]) -> str:

@@ -118,25 +118,20 @@ class Renderer:
             text = "".join(values)
             answers = [(len(text) - len(values[-1]), len(text))]
         else:
-            text, answers = self._conversation(row, given)
+            # Values that are neither text nor a list are checked before text that is wrong only beside a list.
+            names = sorted(given, key=lambda name: isinstance(given[name], str))
+            turns = {name: self._messages(row, name, given[name]) for name in names}
+            whole = [message for name in given for message in turns[name]]
+            marked = len(given) == 1 and self.answers and _GENERATION.search(self._template(row)[0]) is not None
+            text, answers = self._apply(row, whole, marked=marked)
+            if len(given) > 1:
+                answers = [self._added(row, text, whole, len(whole) - len(turns[list(given)[-1]]), len(whole))]
+            elif self.answers and not marked:
+                said = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
+                answers = [self._added(row, text, whole, number, number + 1) for number in said]
         if label is not None:
             return RenderedRow(row, text, (), False, str(label))
         return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)
-
-    def _conversation(self, row: Row, given: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """Render messages by the template; return the text and the answer spans."""
-        # Values that are neither text nor a list are checked before text that is wrong only beside a list.
-        names = sorted(given, key=lambda name: isinstance(given[name], str))
-        turns = {name: self._messages(row, name, given[name]) for name in names}
-        whole = [message for name in given for message in turns[name]]
-        marked = len(given) == 1 and self.answers and _GENERATION.search(self._template(row)[0]) is not None
-        text, answers = self._apply(row, whole, marked=marked)
-        if len(given) > 1:
-            answers = [self._added(row, text, whole, len(whole) - len(turns[list(given)[-1]]), len(whole))]
-        elif self.answers and not marked:
-            said = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
-            answers = [self._added(row, text, whole, number, number + 1) for number in said]
-        return text, answers
 
     def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
         """Encode rows in a `DataLoader` worker, whose indices are rows; a data error is returned as its message."""

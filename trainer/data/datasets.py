@@ -112,7 +112,10 @@ class _DatasetLoader:
     """Class names in the order of their numbers, taken from the first labelled text that is loaded."""
 
     def load(self, section: DataSection) -> RunData:
-        sources = {where: self._source(section, each, where) for where, each in section.evaluated().items()}
+        sources = {
+            where: find_text(paths_of(each), where=where, encoding=section.encoding)
+            for where, each in section.evaluated().items()
+        }
         trained, held = dict[str, Sequences](), dict[str, Sequences]()
         entropy = None
         for name, part in section.parts().items():
@@ -153,7 +156,7 @@ class _DatasetLoader:
         self, section: DataSection, where: str, fraction: float
     ) -> tuple[Sequences, Sequences | None, float | None]:
         """Return the sequences to train on, those held out of them, and the byte-pair entropy of the text."""
-        source = self._source(section, section.train, where)
+        source = find_text(paths_of(section.train), where=where, encoding=section.encoding)
         where = f"{where} {source.name!r}"
         text = self._read(section, source, fraction)
         kept, held, entropy = text.kept, text.held, text.remarks["entropy"]
@@ -187,9 +190,6 @@ class _DatasetLoader:
             kind, files = "text" if joined else "rows", counted(len(skipped), "file")
             self.notes.append(f"{where}: left out {files} that are not {kind}, such as {skipped[0]!r}")
         return train, evaluation, entropy
-
-    def _source(self, section: DataSection, given: Any, where: str) -> TextSource:
-        return find_text(paths_of(given), where=where, encoding=section.encoding)
 
     def _renderer(self, section: DataSection) -> Renderer:
         columns = {**section.columns, "text": section.text_field}

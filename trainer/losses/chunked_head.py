@@ -23,7 +23,6 @@ from zeromesh.kernels.chunked_cross_entropy import (
     LogitChange,
     chunk_for,
     chunked_cross_entropy,
-    require_targets_in,
 )
 from zeromesh.overrides import override
 from zeromesh.tensor.layers import VocabParallelHead
@@ -63,7 +62,7 @@ class ChunkedHead:
         kernel: Callable[..., torch.Tensor] = chunked_cross_entropy,
     ) -> None:
         self._model = model
-        self._vocab = len(output_layer(model).weight)
+        self.vocabulary = len(output_layer(model).weight)
         self._route = route
         self._chunk_tokens = chunk_tokens
         self._change = change
@@ -71,10 +70,6 @@ class ChunkedHead:
         self._probes: torch.Tensor | None = None
         self.found: LogitChange | None = None
         """The transformation of the logits that the first run has measured."""
-
-    def require_known(self, labels: torch.Tensor) -> None:
-        """Raise `DataError` for labels outside of the vocabulary, which devices do not check."""
-        require_targets_in(labels, self._vocab)
 
     def run(
         self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
@@ -132,28 +127,24 @@ class ChunkedHead:
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
         if self.found is None and not logits.is_meta:  # Meta tensors have no values.
-            self.found = _change_of(logits)
+            if logits.numel() != len(_PROBES) + 1:
+                raise PhaseError(f"{logits.numel()} logits arrive at the loss where the head gave {len(_PROBES) + 1}")
+            # A scale and a cap show in the probes, which follow the loss.
+            made = logits.detach().flatten()[1:].double().cpu()
+            scale, most = float(made[0]) / _TINY, float(made[1])
+            change = LogitChange(scale=scale, cap=0.0 if math.isclose(most, scale * _HUGE, rel_tol=1e-2) else most)
+            expected = torch.tensor(_PROBES, dtype=torch.float64)
+            change.apply_(expected)
+            rounding = 1e-12 if logits.dtype is torch.float64 else 16 * torch.finfo(logits.dtype).eps
+            if not torch.allclose(made, expected, rtol=rounding, atol=0):
+                raise PhaseError("the model changes its logits between the head and the loss")
+            self.found = change
             if not self.found.close_to(self._change):
                 raise PhaseError(
                     f"the model changes its logits before its loss by {self.found}, and a small copy of it by {self._change}; "
                     "set model.loss: native"
                 )
         return current.result
-
-
-def _change_of(logits: torch.Tensor) -> LogitChange:
-    """Return the scale and cap that the model has applied to `_PROBES`, which follow the loss in `logits`."""
-    if logits.numel() != len(_PROBES) + 1:
-        raise PhaseError(f"{logits.numel()} logits arrive at the loss where the head gave {len(_PROBES) + 1}")
-    made = logits.detach().flatten()[1:].double().cpu()
-    scale, most = float(made[0]) / _TINY, float(made[1])
-    change = LogitChange(scale=scale, cap=0.0 if math.isclose(most, scale * _HUGE, rel_tol=1e-2) else most)
-    expected = torch.tensor(_PROBES, dtype=torch.float64)
-    change.apply_(expected)
-    rounding = 1e-12 if logits.dtype is torch.float64 else 16 * torch.finfo(logits.dtype).eps
-    if not torch.allclose(made, expected, rtol=rounding, atol=0):
-        raise PhaseError("the model changes its logits between the head and the loss")
-    return change
 
 
 def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, chunked_cross_entropy
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, chunked_cross_entropy, require_targets_in
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.formatting import Detail
@@ -215,8 +215,8 @@ def _label_loss(
         )
         labels = _tensor_of(batch, "labels", cure)
         found = count_targets(labels, causal=causal, ignored=ignored)
-        if head is not None:
-            head.require_known(labels[..., 1:] if causal else labels)
+        if head is not None:  # Devices do not check labels.
+            require_targets_in(labels[..., 1:] if causal else labels, head.vocabulary)
         return found
 
     def compute(model: Any, batch: Mapping[str, Any], found: int, seed: float | None) -> _Computed:

@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import DataCollatorForLanguageModeling
 
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
@@ -20,12 +21,13 @@ from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
+from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import BatchRules, is_library, masking_collator
+from zeromesh.trainer.data.collate import BatchRules, is_library
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
@@ -88,7 +90,6 @@ def build_trained_model(
         undone.callback(tiers.close)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*begin_alike(built, mesh, config.run.seed))
-        # Facts about the undivided model, by which all ranks count alike.
         whole: dict[str, Any] = {"flops": ModelFlops.of(model), "counted": counted_parameters(model)}
         whole |= {"parameters": sum(each.numel() for each in model.parameters()), "hub_form": HubForm(model)}
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
@@ -96,8 +97,7 @@ def build_trained_model(
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example)
-        length = config.data.sequence_length if data.tokenizer is not None else 0
-        engine = _make_engine(built, config, mesh, options, tiers, divided, console, length, notes)
+        engine = _make_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -131,11 +131,10 @@ def _make_engine(
     tiers: Tiers,
     divided: Divided,
     console: Console,
-    length: int,
+    feeds: Feeds,
     notes: Sequence[str],
 ) -> ZeroEngine:
-    """Put what the configuration asks for around the layers of a divided model, and give its states memory and values. `length` is
-    the number of tokens in each sample, or 0 for data that are not text."""
+    """Put what the configuration asks for around the layers of a divided model, and give its states memory and values."""
     model = built.model
     if config.precision.linear is not None:
         console.note(use_float8_linear(model, mesh.device))
@@ -153,6 +152,7 @@ def _make_engine(
             "every rank keeps running statistics of its own, and rank 0's are saved"
         )
     console.note(*notes)
+    length = config.data.sequence_length if feeds.data.tokenizer is not None else 0
     kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
     engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=kept_inputs)
     if mesh.device.type == "cpu":
@@ -205,7 +205,13 @@ def _loss_and_feeds(
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
         require_separate_documents(model)
     if of_text and type(pretrained_of(model)).__name__.endswith("ForMaskedLM"):
-        inputs = replace(inputs, collate=masking_collator(data.processing_class, config.data.mask_fraction))
+        if getattr(data.processing_class, "mask_token", None) is None:
+            raise DataError(
+                "a masked language model learns text by a tokenizer with a mask_token, and data.tokenizer has none; give one that "
+                "has, or a data_collator"
+            )
+        masking = DataCollatorForLanguageModeling(data.processing_class, mlm_probability=config.data.mask_fraction)
+        inputs = replace(inputs, collate=masking)
     elif of_text and not all(each.joined for each in config.data.formats):  # Joined text has no padding.
         cut_to = config.parallel.tensor if config.parallel.sequence else 1
     feeds = Feeds(
@@ -317,9 +323,18 @@ def fill_engine(
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
     console.note(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=divided.cuts))
     mesh.meet("start of the run")
-    source = _WatchedSource(built, console, mesh)
-    engine = ZeroEngine.build(model, mesh, options, source, tiers, divided.cuts)
-    source.close()
+    release, done, total = built.source.release, 0, sum(1 for _ in model.parameters())
+
+    def released(fqn: str) -> None:
+        nonlocal done
+        release(fqn)
+        done += 1
+        console.status(f"setting the weights: {done} of {total} parameters")
+        mesh.post(Activity.IDLE)
+
+    override(built.source, "release", released)
+    engine = ZeroEngine.build(model, mesh, options, built.source, tiers, divided.cuts)
+    built.source.close()
     return engine
 
 
@@ -352,23 +367,6 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
         )
     built = replace(built, compile=compile_)
     return built if config.model.lora is None else add_lora(built, config.model.lora, config.model.head, seed)
-
-
-class _WatchedSource:
-    """The parameter source of `built`, which shows progress to the console and the other ranks."""
-
-    def __init__(self, built: BuiltModel, console: Console, mesh: Mesh) -> None:
-        self.read, self.fill, self.place = built.source.read, built.source.fill, built.source.place
-        self.expect, self.buffer, self.close = built.source.expect, built.source.buffer, built.source.close
-        self._release, self._console, self._mesh = built.source.release, console, mesh
-        self._total = sum(1 for _ in built.model.parameters())
-        self._done = 0
-
-    def release(self, fqn: str) -> None:
-        self._release(fqn)
-        self._done += 1
-        self._console.status(f"setting the weights: {self._done} of {self._total} parameters")
-        self._mesh.post(Activity.IDLE)
 
 
 def _check_first_batches(

@@ -47,12 +47,7 @@ def whole(value: object) -> object:
 _Tuple = TypeVar("_Tuple", bound=tuple[Any, ...])
 
 
-def tuple_from_list(value: object) -> object:
-    """Convert a list, as files have it, to a tuple for frozen values."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-Listed = Annotated[_Tuple, BeforeValidator(tuple_from_list)]
+Listed = Annotated[_Tuple, BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)]
 """The type of a tuple that files write as a list."""
 Number = Annotated[float, BeforeValidator(_number_from_text)]
 Fraction = Annotated[Number, Field(ge=0.0, lt=1.0)]
