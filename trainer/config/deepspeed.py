@@ -5,7 +5,7 @@ that interact are read as DeepSpeed 0.19 does.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -86,26 +86,25 @@ class Translation:
         """Return True if a setting, automatic ones included, has a name that begins with `beginning`."""
         return any(name.startswith(beginning) for name in (*self.settings, *self.automatic))
 
-    def number(self, name: str) -> float | None:
-        """Return a numeric setting as a float; None if absent, or if no number, which is refused."""
+    def number(
+        self, name: str, allowed: str = "a number", fits: Callable[[float], bool] = lambda number: True
+    ) -> float | None:
+        """Return a numeric setting; None if it is absent or, after a refusal, not `allowed`."""
         value = self(name)
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            return value
         try:
-            return float(value if isinstance(value, str) else "")
-        except ValueError:
-            self.refuse(name, f"got {shown('', value)}; allowed is a number")
-            return None
+            number = math.nan if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if value is not None and not (math.isfinite(number) and fits(number)):
+            self.refuse(name, f"got {shown('', value)}; allowed is {allowed}")
+        return number if math.isfinite(number) and fits(number) else None
 
     def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:
-        """Return an integer setting, which may be written 1e3; None if absent, or if invalid, which is refused."""
-        value = self(name)
-        number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-        if value is None or (math.isfinite(number) and number == int(number) and least <= number <= most):
-            return None if value is None else int(number)
+        """Return an integer setting, which may be written 1e3; None if it is absent or, after a refusal, invalid."""
         limit = "" if most == _LARGEST_COUNT else f" and <= {most}"
-        self.refuse(name, f"got {shown('', value)}; allowed is an integer >= {least}{limit}")
-        return None
+        allowed = f"an integer >= {least}{limit}"
+        number = self.number(name, allowed, lambda number: number.is_integer() and least <= number <= most)
+        return None if number is None else int(number)
 
     def choice(self, name: str, choices: Mapping[str, Any], *, required: bool = False) -> Any:
         """Look up a setting's value in `choices`, ignoring case; None if it is absent or, after a refusal, unknown."""

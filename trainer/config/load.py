@@ -87,7 +87,6 @@ class _Given:
 
 
 def _inheriting(given: _Given, base: Any, chain: tuple[Path, ...]) -> _Given:
-    """Merge `given` over the file `base` that it names; `chain` lists the files that led here."""
     if not isinstance(base, str) or not base:
         raise ConfigError(f"base: got {shown('', base)}; allowed is the path of a YAML or JSON file", where=given.where)
     path = Path(*given.folders, Path(base).expanduser())
@@ -110,7 +109,6 @@ def _inheriting(given: _Given, base: Any, chain: tuple[Path, ...]) -> _Given:
 
 
 def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
-    """Read a configuration with its bases."""
     where = str(source) if isinstance(source, str | os.PathLike) else "configuration"
     folders: tuple[str, ...] = ()
     if isinstance(source, TrainerConfig):
@@ -166,7 +164,6 @@ _PATHS = {
 
 
 def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str]:
-    """Yield a problem for each path in `config` that does not exist on this machine."""
     for key, (words, cure) in _PATHS.items():
         section, _, name = key.partition(".")
         given = () if key in wrong else paths_of(getattr(getattr(config, section), name))
@@ -287,7 +284,6 @@ def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, di
 
 
 def _holds(data: Any, path: str) -> bool:
-    """Return True if `data` has a value for the key at `path`."""
     for key in path.split("."):
         if not isinstance(data, Mapping) or key not in data:
             return False

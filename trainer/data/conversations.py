@@ -77,7 +77,6 @@ class Renderer:
         return FORMATS[self.form]
 
     def _named(self, *names: str) -> list[str]:
-        """Return the names that these columns have in the files."""
         return [self.columns.get(name, name) for name in names]
 
     def rows(self, source: TextSource, skipped: list[str]) -> Iterator[Row]:
@@ -88,7 +87,6 @@ class Renderer:
         return source.rows(self._named(*form.needed, *label), self._named(*optional), skipped, whole=form.joined)
 
     def _parts(self, row: Row) -> Mapping[str, Any]:
-        """Return the contents of a row, text or messages, by column name."""
         form = self.format
         if form.parts is None:
             return {name: row.values[name] for name in self._named(*form.needed)}

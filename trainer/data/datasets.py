@@ -94,8 +94,6 @@ def is_held_out(key: str, fraction: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DatasetLoader:
-    """Builder of the datasets of a `data` section, or of the parts of a mixture."""
-
     tokenizer: Tokenizer
     digest: str | None
     """Digest of the tokenizer; None if it has none, and then nothing is cached."""
@@ -242,7 +240,6 @@ class _DatasetLoader:
         return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=not form.joined)
 
     def _pack(self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str) -> Sequences:
-        """Return the sequences of `amount` tokens from `first`. Raises `DataError` for less than one sequence."""
         length = section.sequence_length
         if not section.rows.joined:
             return self._pack_rows(section, text, first, amount, where)
@@ -271,7 +268,6 @@ class _DatasetLoader:
     def _pack_rows(
         self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
     ) -> ConversationDataset:
-        """Return the same for rows that stay whole. Raises `DataError` for classes absent from the training text."""
         length, counts, classes = section.sequence_length, Counter(text.remarks["counts"]), None
         if not counts["rows"]:
             raise DataError(f"{where} has no rows")

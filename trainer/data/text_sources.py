@@ -296,7 +296,6 @@ def _hub_files(spec: str, where: str) -> list[SourceFile]:
 
 
 def _saved_files(path: Path, where: str) -> list[str]:
-    """Return the Arrow files of a `save_to_disk` directory; none for other paths."""
     if (path / "dataset_dict.json").is_file():
         names = json.loads(read_text(path / "dataset_dict.json"))["splits"]
         splits = ", ".join(repr(str(path / name)) for name in names)
@@ -307,7 +306,6 @@ def _saved_files(path: Path, where: str) -> list[str]:
 
 
 def _records(file: SourceFile) -> Iterator[dict[str, Any]]:
-    """Yield the values of each row by column."""
     if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
         return
     try:

@@ -184,7 +184,6 @@ def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks
 
 
 def _open(folder: Path) -> StoredText:
-    """Open an entry and verify its description, size and first blocks."""
     checksum, text = json.loads(read_whole(folder / _ENTRY))
     if xxhash.xxh3_64_hexdigest(text.encode()) != checksum:
         raise DataError(f"{_ENTRY} is not as it was written")

@@ -46,9 +46,6 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
 
     optimizer: ShardedOptimizer
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        super().__init__(optimizer, device_placement=False)
-
     @property
     def step_was_skipped(self) -> bool:
         """True if the latest step made no update, because gradients under a loss scale were not finite."""
@@ -117,7 +114,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self.state.device_mesh = mesh.get_device_mesh(self.device.type)
 
     def _problems(self) -> list[str]:
-        """Return the settings of accelerate that the engine does not support, or has other keys for."""
         state, mixed, handler = self.state, self.state.mixed_precision, self.ddp_handler
         kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         ranks, shape = read_environment().world_size, state.parallelism_config
@@ -201,7 +197,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Wrap the optimizer of a model that `prepare` or `shard` has partitioned."""
         if isinstance(optimizer, ShardedOptimizer):
-            optimizer = PreparedOptimizer(optimizer)
+            optimizer = PreparedOptimizer(optimizer, device_placement=False)
         prepared = optimizer if isinstance(optimizer, PreparedOptimizer) else self._prepared.get(id(optimizer))
         if prepared is None:
             raise ConfigError("pass an optimizer and its model to one call of prepare()")
@@ -236,7 +232,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 "processes are not numbered tensor rank by tensor rank, as accelerate's loaders take them"
             )
         if optimizer is not None and sharded is not None:
-            self._prepared[id(optimizer)] = PreparedOptimizer(sharded)
+            self._prepared[id(optimizer)] = PreparedOptimizer(sharded, device_placement=False)
 
     def make_whole(self, model: nn.Module) -> None:
         """Restore a prepared model to its state before `prepare`; its optimizer cannot be used afterwards. All ranks call it."""
@@ -310,13 +306,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of every sample once. Raises `ConfigError` for objects that are no tensors on a tensor axis."""
-        if self._tensor == 1:
-            return super().gather_for_metrics(input_data, use_gather_object)
-        if use_gather_object:
+        if self._tensor > 1 and use_gather_object:
             raise ConfigError("gather_for_metrics gathers tensors alone where parallel.tensor is more than 1")
-        self._gathers_data_alone = True
+        self._gathers_data_alone = self._tensor > 1
         try:
-            return super().gather_for_metrics(input_data)
+            return super().gather_for_metrics(input_data, use_gather_object)
         finally:
             self._gathers_data_alone = False
 

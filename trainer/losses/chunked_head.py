@@ -38,8 +38,6 @@ _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
 
 @dataclass(kw_only=True, slots=True)
 class _HeadWork:
-    """The head's input for the current microbatch."""
-
     targets: torch.Tensor
     """Target ids, `[tokens]`."""
     seed: float

@@ -348,7 +348,6 @@ def whole_count(count: object) -> int:
 
 
 def _scalars_of(outputs: Any) -> dict[str, Any]:
-    """Return the scalars among a model's outputs by name, without the loss."""
     found: dict[str, Any] = {}
     for name, value in outputs.items() if isinstance(outputs, Mapping) else ():
         scalar = isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()

@@ -134,7 +134,6 @@ def _make_engine(
     feeds: Feeds,
     notes: Sequence[str],
 ) -> ZeroEngine:
-    """Put what the configuration asks for around the layers of a divided model, and give its states memory and values."""
     model = built.model
     if config.precision.linear is not None:
         console.note(use_float8_linear(model, mesh.device))

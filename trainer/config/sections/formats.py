@@ -44,7 +44,6 @@ class RowFormat(NamedTuple):
 
 
 def _alpaca(row: Mapping[str, Any]) -> Parts:
-    """Convert an instruction with an optional input and its output."""
     asked = [*_said("user", row["instruction"], needed=True), *_said("user", row["input"])]
     question = _said("user", "\n\n".join(each["content"] for each in asked))
     turns = [*_said("system", row["system"]), *question, *_said("assistant", row["output"], needed=True)]
@@ -52,7 +51,6 @@ def _alpaca(row: Mapping[str, Any]) -> Parts:
 
 
 def _sharegpt(row: Mapping[str, Any]) -> Parts:
-    """Convert turns with `from` and `value`."""
     turns = [_said(_ROLES[turn["from"]], turn["value"], needed=True) for turn in row["conversations"]]
     return {"messages": [*_said("system", row["system"]), *chain(*turns)]}
 
