@@ -10,6 +10,7 @@ from torch import Tensor
 from zeromesh.errors import DataError, counted, plural
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import data_randomness
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, SampleOrder
@@ -114,22 +115,25 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feeds:
-    """The feeds of a run. `plan` cuts the training data; `eval_micro_size` is the microbatch size of evaluations."""
+    """The feeds of a run, of which `plan` cuts the training data."""
 
+    config: TrainerConfig
     data: RunData
     plan: BatchPlan
-    shuffle: bool
-    seed: int
-    eval_micro_size: int
     rules: BatchRules
 
     def train(self) -> Feed | None:
         """Return the feed of the training data, or None without any."""
-        return None if self.data.train is None else self._feed(self.data.train, self.plan, shuffle=self.shuffle)
+        return (
+            None
+            if self.data.train is None
+            else self._feed(self.data.train, self.plan, shuffle=self.config.data.shuffle)
+        )
 
     def evaluation(self, dataset: MapDataset) -> Feed:
         """Return the feed of an evaluation dataset, as one global batch in dataset order."""
-        micro = min(self.eval_micro_size, len(dataset))
+        batch = self.config.batch
+        micro = min(batch.eval_micro_size or batch.micro_size, len(dataset))
         plan = BatchPlan(global_size=len(dataset), micro_size=micro, data_ranks=self.plan.data_ranks)
         return self._feed(dataset, plan, shuffle=False)
 
@@ -146,14 +150,15 @@ class Feeds:
         return batch and self.rules.accepted(batch)
 
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
+        seed = self.config.run.seed if self.config.data.seed is None else self.config.data.seed
         order: SampleOrder | MixedOrder
         if isinstance(dataset, MixedDataset):
             lengths = tuple(map(len, dataset.parts))
-            order = MixedOrder(lengths=lengths, weights=dataset.weights, seed=self.seed, shuffle=shuffle)
+            order = MixedOrder(lengths=lengths, weights=dataset.weights, seed=seed, shuffle=shuffle)
         elif isinstance(dataset, StreamedDataset):
-            order = SampleOrder(length=dataset.block, seed=self.seed, shuffle=shuffle, endless=True)
+            order = SampleOrder(length=dataset.block, seed=seed, shuffle=shuffle, endless=True)
         else:
-            order = SampleOrder(length=len(dataset), seed=self.seed, shuffle=shuffle)
+            order = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
         for part in dataset.parts if isinstance(dataset, MixedDataset) else (dataset,):
             if isinstance(part, TokenDataset) and self.rules.vocab_size is not None:
                 part.check_vocabulary(self.rules.vocab_size)

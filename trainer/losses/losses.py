@@ -14,8 +14,7 @@ from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, chunked_cross_entr
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
 from zeromesh.trainer.formatting import Detail
-from zeromesh.trainer.losses.chunked_head import ChunkedHead
-from zeromesh.trainer.losses.liger import LigerLoss
+from zeromesh.trainer.losses.chunked_head import ChunkedHead, LigerLoss
 from zeromesh.trainer.losses.trial import Verdict, examine, shifted
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.monitoring.step_stats import require_free_names

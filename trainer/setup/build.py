@@ -31,10 +31,9 @@ from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
 from zeromesh.trainer.data.collate import check_dataset
-from zeromesh.trainer.data.datasets import load_datasets
+from zeromesh.trainer.data.datasets import load_datasets, load_pictures
 from zeromesh.trainer.data.feed import RunData, require_same_data
 from zeromesh.trainer.data.loader import Workers
-from zeromesh.trainer.data.pictures import load_pictures
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.text_sources import HUB, find_text

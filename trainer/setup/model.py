@@ -214,11 +214,9 @@ def _loss_and_feeds(
     elif of_text and not all(each.joined for each in config.data.formats):  # Joined text has no padding.
         cut_to = config.parallel.tensor if config.parallel.sequence else 1
     feeds = Feeds(
+        config=config,
         data=data,
         plan=plan,
-        shuffle=config.data.shuffle,
-        seed=config.run.seed if config.data.seed is None else config.data.seed,
-        eval_micro_size=config.batch.eval_micro_size or config.batch.micro_size,
         rules=BatchRules(
             collate=inputs.collate,
             vocab_size=forward.vocab_size,

@@ -15,7 +15,7 @@ from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.training import DataSection
-from zeromesh.trainer.data.pictures import load_pictures
+from zeromesh.trainer.data.datasets import load_pictures
 
 VIT = {"model_type": "vit", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 CAT, DOG = (30, 40, 50), (200, 190, 180)

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
-from zeromesh.trainer.losses import liger
+from zeromesh.trainer.losses import chunked_head
 
 Fused = Callable[..., torch.Tensor]
 
@@ -36,7 +36,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fused], None]:
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    monkeypatch.setattr(liger, "found", lambda: torch.device("cuda"))
+    monkeypatch.setattr(chunked_head, "found", lambda: torch.device("cuda"))
     return put
 
 
@@ -53,7 +53,7 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Ten
 )
 def test_it_is_the_loss_in_chunks(install: Callable[[Fused], None], change: LogitChange) -> None:
     install(stand_in)
-    compute, results = liger.LigerLoss(), []
+    compute, results = chunked_head.LigerLoss(), []
     for kernel in (compute, chunked_cross_entropy):
         hidden, weight, targets = problem()
         loss = kernel(hidden, weight, None, targets, seed=1.0, chunk_tokens=64, change=change)
@@ -66,7 +66,7 @@ def test_it_is_the_loss_in_chunks(install: Callable[[Fused], None], change: Logi
 def test_another_result_is_refused(install: Callable[[Fused], None]) -> None:
     install(lambda *arguments, **settings: stand_in(*arguments, **settings) * 1.01)
     with pytest.raises(ConfigError, match=r"model\.loss: a trial found liger's loss apart by 0\.01"):
-        liger.LigerLoss()(*problem()[:2], None, problem()[2], seed=1.0, chunk_tokens=64, change=UNCHANGED)
+        chunked_head.LigerLoss()(*problem()[:2], None, problem()[2], seed=1.0, chunk_tokens=64, change=UNCHANGED)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -75,14 +75,14 @@ def test_heads_that_it_has_no_kernel_for_are_refused(install: Callable[[Fused], 
     hidden, weight, targets = problem(dtype)
     more = {} if dtype is torch.float64 else {"exchange": object()}
     with pytest.raises(ConfigError, match="liger has no kernel for this head"):
-        liger.LigerLoss()(hidden, weight, None, targets, seed=1.0, chunk_tokens=64, change=UNCHANGED, **more)
+        chunked_head.LigerLoss()(hidden, weight, None, targets, seed=1.0, chunk_tokens=64, change=UNCHANGED, **more)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liger, "found", lambda: None)
+    monkeypatch.setattr(chunked_head, "found", lambda: None)
     with pytest.raises(ConfigError, match="liger's kernels run on GPUs"):
-        liger.LigerLoss()
-    monkeypatch.setattr(liger, "found", lambda: torch.device("cuda"))
+        chunked_head.LigerLoss()
+    monkeypatch.setattr(chunked_head, "found", lambda: torch.device("cuda"))
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
-        liger.LigerLoss()
+        chunked_head.LigerLoss()
