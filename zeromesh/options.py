@@ -130,13 +130,9 @@ class AverageSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """The dtype of each role. `loss_scale` applies to float16 gradients only.
-
-    Gradients are summed in `reduce`. If it is bfloat16 and master weights fp32, they travel in bfloat16 and are summed in fp32.
-
-    Raises:
-        ConfigError: when a sum or a master weight would be kept in less than the compute dtype.
-    """
+    """The dtype of each role. `loss_scale` applies to float16 gradients only. Gradients are summed in `reduce`. If it is bfloat16
+    and master weights fp32, they travel in bfloat16 and are summed in fp32. Raises `ConfigError` when a sum or a master weight
+    would be kept in less than the compute dtype."""
 
     compute: torch.dtype = torch.float32
     master: torch.dtype = torch.float32
@@ -212,14 +208,9 @@ class OffloadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroOptions:
-    """The partitioning and overlap of an engine.
-
-    `gathered_budget` is the bytes of gathered parameters that a rank keeps between uses at stage 3; None: where ranks share pages,
-    the parameters that need no extra memory, and elsewhere none.
-
-    Raises:
-        ConfigError: for impossible combinations.
-    """
+    """The partitioning and overlap of an engine. `gathered_budget` is the bytes of gathered parameters that a rank keeps between
+    uses at stage 3; None: where ranks share pages, the parameters that need no extra memory, and elsewhere none. Raises
+    `ConfigError` for impossible combinations."""
 
     stage: int = 3
     prefetch: int = 1

@@ -95,9 +95,11 @@ class Translation:
             number = math.nan if value is None or isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
             number = math.nan
-        if value is not None and not (math.isfinite(number) and fits(number)):
+        if math.isfinite(number) and fits(number):
+            return number
+        if value is not None:
             self.refuse(name, f"got {shown('', value)}; allowed is {allowed}")
-        return number if math.isfinite(number) and fits(number) else None
+        return None
 
     def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:
         """Return an integer setting, which may be written 1e3; None if it is absent or, after a refusal, invalid."""

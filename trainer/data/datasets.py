@@ -63,16 +63,12 @@ def load_datasets(
     cache: TokenCache | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> RunData:
-    """Read, tokenise and pack the text that `section` names; a `tokenizer` replaces the section's.
-
-    Text in `cache` is not read again. `tell` gets a progress line every few documents.
+    """Read, tokenise and pack the text that `section` names; a `tokenizer` replaces the section's. Text in `cache` is not read again.
+    `tell` gets a progress line every few documents.
 
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names: the same ones for
-    every seed and machine. Where that leaves less than a sequence (few documents), the last sequences are held out instead.
-
-    Raises:
-        DataError: for a path, file, row, template or tokenizer that cannot be used, and for text of less than one sequence.
-        ConfigError: for weights of a mixture that are too fine.
+    every seed and machine. Where that leaves less than a sequence (few documents), the last sequences are held out instead. Raises
+    `DataError` for a path, file, row, template or tokenizer that cannot be used, and for text of less than one sequence.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(section.tokenizer or BYTES)

@@ -39,12 +39,10 @@ _AGAIN, _TRIED, _INEXACT, _TAKEN = range(1, len(_LINES))
 class StreamedDataset:
     """A stream whose samples are indexed from the start of training, across epochs.
 
-    Args:
-        source: the iterable, iterated once per epoch; its `set_epoch(n)` is called before each epoch if it has one.
-        block: samples between two saved states, and the number of latest samples that stay indexable.
-        seed: the seed of the random numbers while samples are read.
-        resume: exact: `restore` finds the very next sample, re-reading as needed; state: it trusts the source's own state.
-        proof: the number of samples that a source's state must reproduce before it is trusted.
+    `source` is iterated once per epoch; its `set_epoch(n)` is called before each epoch if it has one. `block` samples lie between two
+    saved states, and so many of the latest ones stay indexable. `seed` is that of random numbers while samples are read. By `resume`,
+    `restore` finds the very next sample, re-reading as needed (exact), or trusts the source's own state (state), which otherwise must
+    reproduce `proof` samples first.
     """
 
     def __init__(

@@ -81,10 +81,15 @@ class SourceFile:
 
     path: Path
     key: str
-    form: str
     encoding: str = "utf-8"
     named: bool = False
     """True if the user named this file, not a directory above it."""
+
+    @property
+    def form(self) -> str:
+        name = self.path.stem if self.path.suffix.lower() in _UNPACKED else self.path.name
+        form = Path(name).suffix.lower().removeprefix(".")
+        return form if form in _READERS else "text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,18 +109,17 @@ class TextSource:
         cannot be read by its suffix or lacks a wanted column, and if no file has rows."""
         read = False
         for file in self.files:
-            is_text = file.form == "text" and whole
-            if is_text:
+            head = b"\0"
+            if file.form == "text" and whole:
                 with _opened(file.path) as opened:
                     head = opened.read(_PROBE_BYTES)
-                is_text = "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
-            if file.form == "text" and not is_text:
+            if file.form == "text" and "\0" in head.decode(_encoding_of(head, file.encoding), errors="ignore"):
                 if file.named:
                     raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")
                 skipped.append(file.key)
                 continue
             read = True
-            if is_text:
+            if file.form == "text":
                 text = read_text(file.path, file.encoding)
                 yield Row(key=file.key, where=repr(str(file.path)), values={wanted[0]: text})
                 continue
@@ -161,21 +165,18 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
         found = [(given, given.name)]
         if not given.exists() and glob.has_magic(str(given)):
             every = "**" in given.parts  # Without this, a folder would match beside its files.
-            fitting = sorted(
-                each for each in glob.glob(str(given), recursive=True) if not every or Path(each).is_file()
-            )
-            found = [(Path(each), each) for each in fitting]
-            notes.append(f"{where} {str(given)!r}: {counted(len(fitting), 'file', ',')}")
+            fitting = sorted(glob.glob(str(given), recursive=True))
+            found = [(Path(each), each) for each in fitting if not every or Path(each).is_file()]
+            notes.append(f"{where} {str(given)!r}: {counted(len(found), 'file', ',')}")
         for path, name in found:
             if str(path).startswith(HUB):
                 files += _hub_files(str(path), where)
             elif saved := _saved_files(path, where):
-                files += [SourceFile(path=path / key, key=key, form="arrow", named=True) for key in saved]
+                files += [SourceFile(path=path / key, key=key, named=True) for key in saved]
             elif path.is_dir():
-                keys = files_below(path)
-                files += [SourceFile(path=path / key, key=key, form=_form(key), encoding=encoding) for key in keys]
+                files += [SourceFile(path=path / key, key=key, encoding=encoding) for key in files_below(path)]
             elif path.is_file():
-                files.append(SourceFile(path=path, key=name, form=_form(name), encoding=encoding, named=True))
+                files.append(SourceFile(path=path, key=name, encoding=encoding, named=True))
             else:
                 raise DataError(
                     f"{where}: no file or directory {str(path)!r}; give 'stdlib', a path on this machine, or {HUB_FORM}"
@@ -206,7 +207,7 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     Python version. Raises `DataError` where Python was installed without its source."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _OF_A_MACHINE.search(key))
-    files = tuple(SourceFile(path=root / key, key=key, form="text") for key in keys)
+    files = tuple(SourceFile(path=root / key, key=key) for key in keys)
     if not files:
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
     return TextSource(name=STDLIB, files=files)
@@ -273,12 +274,6 @@ def files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
     return sorted(path.relative_to(root).as_posix() for path in found if path.is_file())
 
 
-def _form(name: str) -> str:
-    inside = Path(name).stem if Path(name).suffix.lower() in _UNPACKED else name
-    form = Path(inside).suffix.lower().removeprefix(".")
-    return form if form in _READERS else "text"
-
-
 def _hub_files(spec: str, where: str) -> list[SourceFile]:
     """Return the Arrow files of a Hub dataset in the cache of datasets, downloading it if needed."""
     match = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::(\w[\w.-]*))?", spec)
@@ -292,7 +287,7 @@ def _hub_files(spec: str, where: str) -> list[SourceFile]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise DataError(f"{where}: {spec!r} cannot be had: {summary(error)}") from error
     paths = [Path(each["filename"]) for each in found.cache_files]
-    return [SourceFile(path=path, key=f"{spec}/{path.name}", form="arrow", named=True) for path in paths]
+    return [SourceFile(path=path, key=f"{spec}/{path.name}", named=True) for path in paths]
 
 
 def _saved_files(path: Path, where: str) -> list[str]:

@@ -129,11 +129,8 @@ def build_run(
     console: Console,
     times: StartTimes,
 ) -> RunContext:
-    """Build the parts of a run; all ranks call it. Checks that need neither data nor a model come first.
-
-    Raises:
-        ConfigError, DataError, LayoutError, StorageError: for a run that cannot train, before anything large is allocated.
-    """
+    """Build the parts of a run; all ranks call it. Checks that need neither data nor a model come first. Raises a `ZeromeshError`
+    for a run that cannot train, before anything large is allocated."""
     require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config, workers, plan, options = _planned(config, mesh, inputs, console)
 
