@@ -235,9 +235,9 @@ def load_config(
 
     Keys in `unused`, which something else replaces, need neither agree with other keys nor exist as paths. Other trainers' settings
     may depend on the `ranks` of the launch; None takes this process's launch. `consent` is what third-party code needs; None: the
-    command line for a source that is a path, else any. `tunes` is `whole` or `adapters`, the trained part of a pretrained model, for
-    its defaults. Named paths and packages of trackers must exist. Raises `ConfigError` with every problem at once, each with its
-    dotted path, the value, what is allowed and the nearest name.
+    command line for a source that is a path, else any. `tunes` is `whole` or `adapters`, the trained part of a pretrained model,
+    for its defaults. Named paths and packages of trackers must exist. Raises `ConfigError` with every problem at once, each with
+    its dotted path, the value, what is allowed and the nearest name.
     """
     given = _read(source)
     own, translation = given.own, Translation({})

@@ -63,8 +63,8 @@ def load_datasets(
     cache: TokenCache | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> RunData:
-    """Read, tokenise and pack the text that `section` names; a `tokenizer` replaces the section's. Text in `cache` is not read again.
-    `tell` gets a progress line every few documents.
+    """Read, tokenise and pack the text that `section` names; a `tokenizer` replaces the section's. Text in `cache` is not read
+    again. `tell` gets a progress line every few documents.
 
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names: the same ones for
     every seed and machine. Where that leaves less than a sequence (few documents), the last sequences are held out instead. Raises

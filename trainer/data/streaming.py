@@ -39,10 +39,10 @@ _AGAIN, _TRIED, _INEXACT, _TAKEN = range(1, len(_LINES))
 class StreamedDataset:
     """A stream whose samples are indexed from the start of training, across epochs.
 
-    `source` is iterated once per epoch; its `set_epoch(n)` is called before each epoch if it has one. `block` samples lie between two
-    saved states, and so many of the latest ones stay indexable. `seed` is that of random numbers while samples are read. By `resume`,
-    `restore` finds the very next sample, re-reading as needed (exact), or trusts the source's own state (state), which otherwise must
-    reproduce `proof` samples first.
+    `source` is iterated once per epoch; its `set_epoch(n)` is called before each epoch if it has one. `block` samples lie between
+    two saved states, and so many of the latest ones stay indexable. `seed` is that of random numbers while samples are read. By
+    `resume`, `restore` finds the very next sample, re-reading as needed (exact), or trusts the source's own state (state), which
+    otherwise must reproduce `proof` samples first.
     """
 
     def __init__(

@@ -91,10 +91,10 @@ def make_loss(
 ) -> Loss:
     """Return the loss of `model`, which is undivided, may be on the meta device, and is not run.
 
-    `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a small copy gives the
-    model's own loss and gradients; `native` always takes the model's own. A user's `compute_loss` is taken as is. With `smoothing`,
-    the share of each target that is spread over all classes, the loss is computed from the model's logits. Raises `ConfigError` for
-    smoothing of a loss with unknown targets, and for models without a loss.
+    `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a small copy gives
+    the model's own loss and gradients; `native` always takes the model's own. A user's `compute_loss` is taken as is. With
+    `smoothing`, the share of each target that is spread over all classes, the loss is computed from the model's logits. Raises
+    `ConfigError` for smoothing of a loss with unknown targets, and for models without a loss.
     """
     if smoothing:
         kind = str(getattr(model, "loss_type", None))
