@@ -20,12 +20,7 @@ from pydantic import ValidationError
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.consent import Consent, refused_code
-from zeromesh.trainer.config.deepspeed import (
-    Translation,
-    is_deepspeed,
-    nested,
-    read_deepspeed,
-)
+from zeromesh.trainer.config.deepspeed import Translation, is_deepspeed, nested, read_deepspeed
 from zeromesh.trainer.config.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
 from zeromesh.trainer.config.messages import (
     allowed,

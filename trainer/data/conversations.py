@@ -26,7 +26,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from zeromesh.environment import export
 from zeromesh.errors import DataError, summary
-from zeromesh.trainer.config.sections.formats import FOR_TEMPLATES, FORMATS, Messages, RowFormat
+from zeromesh.trainer.config.sections.formats import FOR_TEMPLATES, Messages, RowFormat
+from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.text_sources import Row, TextSource, read_text
 from zeromesh.trainer.data.tokenizer import TEMPLATE_ERRORS, TokenArray, Tokenizer, require_bounded
 
@@ -61,20 +62,26 @@ class EncodedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Renderer of the rows of one format to text. `columns` maps column names to those of the files; `template` is Jinja text, a
-    name that the tokenizer knows, or None. With `answers` False, the whole row is an answer. `limit` is the number of tokens to
-    which labelled text is cut."""
+    """Renderer of the rows of one format, which `section` describes, to text. `template` is Jinja text, a name that the tokenizer
+    knows, or None."""
 
     tokenizer: Tokenizer
-    form: str
-    columns: Mapping[str, str]
+    section: DataSection
     template: str | None
-    answers: bool
-    limit: int
 
     @property
     def format(self) -> RowFormat:
-        return FORMATS[self.form]
+        return self.section.rows
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The names of columns in the files, where they differ."""
+        return {**self.section.columns, "text": self.section.text_field}
+
+    @property
+    def answers(self) -> bool:
+        """True if the loss is on the answers alone; else the whole row is an answer."""
+        return self.section.loss_on == "answers"
 
     def _named(self, *names: str) -> list[str]:
         return [self.columns.get(name, name) for name in names]
@@ -94,7 +101,7 @@ class Renderer:
         try:
             return form.parts({name: row.values.get(own) for name, own in zip(names, self._named(*names), strict=True)})
         except (TypeError, AttributeError, KeyError) as error:
-            raise DataError(f"{row.where} is no row of data.format {self.form}: {summary(error)}") from error
+            raise DataError(f"{row.where} is no row of data.format {self.section.format}: {summary(error)}") from error
 
     def render(self, row: Row) -> RenderedRow:
         """Render a row. Raises `DataError` for a row that does not fit its format, and for unusable templates."""
@@ -142,8 +149,9 @@ class Renderer:
         """Return the token that ends nearly all answers of the rows, such as <|im_end|>, or None."""
         found: Counter[int] = Counter()
         count = 0
+        answering = replace(self, section=self.section.model_copy(update={"loss_on": "answers"}))
         for row in rows:
-            rendered = replace(self, answers=True).render(row)
+            rendered = answering.render(row)
             if rendered.plain:
                 return self.tokenizer.end_of_text
             turns = [each for value in self._parts(row).values() for each in value if each.get("role") == "assistant"]
@@ -271,11 +279,11 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[EncodedRow]:
-    tokenizer = renderer.tokenizer
+    tokenizer, limit = renderer.tokenizer, renderer.section.sequence_length
     texts = [row.text for row in batch]
     encoded: Iterable[tuple[TokenArray, TokenArray | None]]
     if renderer.format.label is not None:
-        encoded = [(np.asarray(tokenizer.encode_prompt(text, renderer.limit), np.int64), None) for text in texts]
+        encoded = [(np.asarray(tokenizer.encode_prompt(text, limit), np.int64), None) for text in texts]
     elif all(row.answers == ((0, len(row.text)),) for row in batch):
         encoded = zip(tokenizer.encode(texts), repeat(None))
     else:

@@ -75,16 +75,14 @@ def load_datasets(
     template = read_template(section.chat_template)
     if template is not None and isinstance(tokenizer, PretrainedTokenizer):
         tokenizer, template = tokenizer.with_template(template), None
-    loader = _DatasetLoader(
+    return _DatasetLoader(
+        section=section,
         tokenizer=tokenizer,
         digest=tokenizer.digest(),
         template=template,
-        separate=section.separates,
-        masked=not section.separates and not all(each.joined for each in section.formats),
         cache=cache or TokenCache(None),
         tell=tell,
-    )
-    return loader.load(section)
+    ).load()
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -95,14 +93,12 @@ def is_held_out(key: str, fraction: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _DatasetLoader:
+    section: DataSection
     tokenizer: Tokenizer
     digest: str | None
     """Digest of the tokenizer; None if it has none, and then nothing is cached."""
     template: str | None
     """The chat template, given for a tokenizer without one."""
-    separate: bool
-    masked: bool
-    """True if samples have an `attention_mask`, as rows that are not packed do."""
     cache: TokenCache
     tell: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
@@ -110,7 +106,8 @@ class _DatasetLoader:
     classes: list[str] = field(default_factory=list)
     """Class names in the order of their numbers, taken from the first labelled text that is loaded."""
 
-    def load(self, section: DataSection) -> RunData:
+    def load(self) -> RunData:
+        section = self.section
         sources = {
             where: find_text(paths_of(each), where=where, encoding=section.encoding)
             for where, each in section.evaluated().items()
@@ -172,7 +169,7 @@ class _DatasetLoader:
             self.classes.extend(sorted(names, key=int if numbers else str))
         if section.rows.answers:
             with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
-                renderer = self._renderer(section)
+                renderer = Renderer(self.tokenizer, section, self.template)
                 ending = renderer.ending(islice(renderer.rows(source, []), _SEARCHED_ROWS))
                 self.endings.update([ending] if ending is not None else [])
         self.notes.extend(source.notes)
@@ -190,16 +187,11 @@ class _DatasetLoader:
             self.notes.append(f"{where}: left out {files} that are not {kind}, such as {skipped[0]!r}")
         return train, evaluation, entropy
 
-    def _renderer(self, section: DataSection) -> Renderer:
-        columns = {**section.columns, "text": section.text_field}
-        answers, limit = section.loss_on == "answers", section.sequence_length
-        return Renderer(self.tokenizer, section.format, columns, self.template, answers, limit)
-
     def _read(self, section: DataSection, source: TextSource, fraction: float) -> StoredText:
-        form, renderer = section.rows, self._renderer(section)
+        form, renderer = section.rows, Renderer(self.tokenizer, section, self.template)
         values: list[Any] = [_VERSION, self.digest, fraction, source.description(), section.format, section.text_field]
         if not form.joined:
-            values += [renderer.columns, self.template, renderer.answers, renderer.limit]
+            values += [renderer.columns, self.template, renderer.answers, section.sequence_length]
         key = None
         if self.digest is not None:
             described = json.dumps(values).encode(errors="surrogateescape")
@@ -215,9 +207,9 @@ class _DatasetLoader:
                 counts["rows"] += 1
                 ids, targets = row.ids, row.targets
                 if form.answers:
-                    ids, targets = ids[: renderer.limit], targets[: renderer.limit]
+                    ids, targets = ids[: section.sequence_length], targets[: section.sequence_length]
                     learnt = int(targets[1:].sum())
-                    cut = len(row.ids) > renderer.limit
+                    cut = len(row.ids) > section.sequence_length
                     counts.update({"cut": cut, "inside": row.inside, "targets": learnt, "without a target": not learnt})
                     ids = ids if learnt else ids[:0]
                 if not (row.text_bytes if form.joined else ids.size):
@@ -262,8 +254,9 @@ class _DatasetLoader:
             first=first,
             sequences=sequences,
             sequence_length=length,
-            masked=self.masked,
-            separator=self.tokenizer.end_of_text if self.separate else None,
+            # As rows that are not packed, in the same mixture.
+            masked=not self.section.separates and not all(each.joined for each in self.section.formats),
+            separator=self.tokenizer.end_of_text if self.section.separates else None,
         )
 
     def _pack_rows(
@@ -290,7 +283,7 @@ class _DatasetLoader:
             amount,
             length,
             packing=section.packing and not labelled,
-            separate=self.separate and not labelled,
+            separate=self.section.separates and not labelled,
             padding=self.tokenizer.padding if labelled else self.tokenizer.end_of_text,
             labels=classes,
         )

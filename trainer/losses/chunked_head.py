@@ -18,12 +18,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.kernels.chunked_cross_entropy import (
-    UNCHANGED,
-    LogitChange,
-    chunk_for,
-    chunked_cross_entropy,
-)
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
 from zeromesh.offload.accelerator import found
 from zeromesh.overrides import override
 from zeromesh.tensor.layers import VocabParallelHead
