@@ -111,8 +111,8 @@ class TextSource:
         for file in self.files:
             head = b"\0"
             if file.form == "text" and whole:
-                with _opened(file.path) as opened:
-                    head = opened.read(_PROBE_BYTES)
+                with _text(file.path, file.encoding) as opened:
+                    head = opened.buffer.read(_PROBE_BYTES)
             if file.form == "text" and "\0" in head.decode(_encoding_of(head, file.encoding), errors="ignore"):
                 if file.named:
                     raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")
@@ -221,18 +221,21 @@ def read_text(path: Path, encoding: str = "utf-8", *, cure: str = _CURE) -> str:
 
 @contextmanager
 def _text(path: Path, encoding: str, cure: str = _CURE) -> Iterator[io.TextIOWrapper]:
-    with _opened(path) as file:
-        encoding = _encoding_of(file.peek(_PROBE_BYTES), encoding)
-        try:
+    try:
+        with _CountingReader(_UNPACKED.get(path.suffix.lower(), Path.open)(path, "rb")) as file:
+            encoding = _encoding_of(file.peek(_PROBE_BYTES), encoding)
             yield io.TextIOWrapper(file, encoding, newline="\n")
-        except UnicodeError as error:
-            what = str(error)  # For example, UTF-16 without a byte order mark.
-            if isinstance(error, UnicodeDecodeError):
-                # The undecodable object ends at the current read position.
-                place = file.place - len(error.object) + error.start
-                wrong = error.object[error.start : error.end][:4].hex(" ")
-                what = f"byte {place:,} of its text is {wrong} ({error.reason})"
-            raise DataError(f"{str(path)!r} is not {encoding}: {what}; {cure}") from error
+    except UnicodeError as error:
+        what = str(error)  # For example, UTF-16 without a byte order mark.
+        if isinstance(error, UnicodeDecodeError):
+            # The undecodable object ends at the current read position.
+            place = file.place - len(error.object) + error.start
+            wrong = error.object[error.start : error.end][:4].hex(" ")
+            what = f"byte {place:,} of its text is {wrong} ({error.reason})"
+        raise DataError(f"{str(path)!r} is not {encoding}: {what}; {cure}") from error
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        reason = getattr(error, "strerror", None) or summary(error)
+        raise DataError(f"{str(path)!r} cannot be read: {reason}") from error
 
 
 class _CountingReader(io.BufferedReader):
@@ -249,16 +252,6 @@ class _CountingReader(io.BufferedReader):
         found = super().read1(size)
         self.place += len(found)
         return found
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[_CountingReader]:
-    try:
-        with _CountingReader(_UNPACKED.get(path.suffix.lower(), Path.open)(path, "rb")) as file:
-            yield file
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        reason = getattr(error, "strerror", None) or summary(error)
-        raise DataError(f"{str(path)!r} cannot be read: {reason}") from error
 
 
 def _encoding_of(head: bytes, encoding: str) -> str:

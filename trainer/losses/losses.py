@@ -115,30 +115,26 @@ def make_loss(
         raise ConfigError(
             "adapters that learn prompts make targets of their own, which only the model knows; pass compute_loss, or use LoRA"
         )
-    if inside.base_model is inside and not any("label" in name for name in signature(type(inside).forward).parameters):
+    arguments = signature(type(inside).forward).parameters
+    if inside.base_model is inside and not any("label" in name for name in arguments):
         raise ConfigError(
             f"{type(inside).__name__} has no head, and so no loss of its own; pass compute_loss, or set model.head to a task"
         )
-    return _task_loss(inside) or _language_loss(inside, mode)
-
-
-def _task_loss(model: Any) -> Loss | None:
-    """Return the loss of a task that needs no trial; None for language models and unknown tasks."""
-    kind, config, arguments = getattr(model, "loss_type", None), model.config, signature(type(model).forward).parameters
-    if kind in _LABELLED or type(model).__name__.endswith(_LABELLED_CLASSES):
+    kind, config = getattr(inside, "loss_type", None), inside.config
+    if kind in _LABELLED or type(inside).__name__.endswith(_LABELLED_CLASSES):
         single = getattr(config, "problem_type", None) in (None, "single_label_classification")
         classes = config.num_labels if kind in _LABELLED and single and config.num_labels > 1 else None
-        return replace(_label_loss(model, causal=False), classes=classes)
-    if "_loss_function" in vars(model):
-        return None
+        return replace(_label_loss(inside, causal=False), classes=classes)
+    if "_loss_function" in vars(inside):
+        return _language_loss(inside, mode)
     # Question answering may also classify pictures, or use beam search and a loss of several parts.
     if kind == "ForQuestionAnswering" and "start_positions" in arguments and "is_impossible" not in arguments:
         return _answer_loss()
     if kind == "ForCTC":
         return _transcript_loss(getattr(config, "ctc_loss_reduction", "mean"))
     if kind == "ForSemanticSegmentation" and config.num_labels > 1:
-        return _label_loss(model, causal=False, ignored=getattr(config, "semantic_loss_ignore_index", 255))
-    return None
+        return _label_loss(inside, causal=False, ignored=getattr(config, "semantic_loss_ignore_index", 255))
+    return _language_loss(inside, mode)
 
 
 def _language_loss(model: Any, mode: LossMode) -> Loss:
