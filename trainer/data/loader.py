@@ -25,7 +25,7 @@ from itertools import repeat
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from zeromesh.launch.rank_processes import STOP_SIGNALS
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.transfer import without_states
 from zeromesh.rng import data_randomness
+from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.sampler import Microbatch
 from zeromesh.trainer.data.streaming import StreamedDataset
@@ -66,21 +67,19 @@ class Workers:
     pinned: bool = False
 
     @classmethod
-    def choose(
-        cls, wanted: int | Literal["auto"], device: torch.device, local_ranks: int, *, timeout_seconds: float
-    ) -> Self:
+    def choose(cls, data: DataSection, device: torch.device, local_ranks: int) -> Self:
         """Return the configured workers; auto is 0 on a CPU device, else a few, limited by the cores per rank. Raises `ConfigError`
         where this process may have no children."""
         on_device = is_accelerator(device)
         childless = bool(multiprocessing.current_process().daemon)
         automatic = min(_MOST_WORKERS, available_cores() // local_ranks) if on_device and not childless else 0
-        count = automatic if wanted == "auto" else wanted
+        count = automatic if data.workers == "auto" else data.workers
         if count and childless:
             raise ConfigError(
                 f"data.workers: {count}, but this process is a daemon of multiprocessing, which may have no children; set it to 0, "
                 "or start the process with daemon=False"
             )
-        return cls(count=count, timeout_seconds=timeout_seconds, pinned=on_device)
+        return cls(count=count, timeout_seconds=data.timeout_seconds, pinned=on_device)
 
     def notes(self, dataset: Any) -> list[str]:
         if not self.count:

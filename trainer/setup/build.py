@@ -187,18 +187,9 @@ def _planned(
         reads_text=inputs.reads_text and isinstance(inputs.model, nn.Module | None),
     )
     set_products(config, mesh.device)
-    workers = Workers.choose(
-        config.data.workers,
-        mesh.device,
-        mesh.environment.local_world_size,
-        timeout_seconds=config.data.timeout_seconds,
-    )
-    plan = BatchPlan(
-        global_size=config.batch.global_size,
-        micro_size=config.batch.micro_size,
-        data_ranks=mesh.data.size,
-        average=config.batch.average,
-    )
+    workers = Workers.choose(config.data, mesh.device, mesh.environment.local_world_size)
+    sizes = config.batch.model_dump(include={"global_size", "micro_size", "average"})
+    plan = BatchPlan(**sizes, data_ranks=mesh.data.size)
     require_directories(config.offload)
     options = engine_options(config, plan.accumulation)
     shape, device = mesh.shape, mesh.device.type.upper()

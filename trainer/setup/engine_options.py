@@ -50,10 +50,8 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         ),
         average=AverageSettings(decay=ema.decay, every=ema.every_steps, start=ema.start_step) if ema.decay else None,
         accumulation=accumulation,
-        clip_norm=config.run.clip_norm,
-        on_nonfinite=config.run.on_nonfinite,
         optimizer_in_backward=optimizer.in_backward,
-        seed=config.run.seed,
+        **config.run.model_dump(include={"clip_norm", "on_nonfinite", "seed"}),
     )
 
 

@@ -293,15 +293,8 @@ def divide_model(
     parallel = config.parallel
     if mesh.shape.divides("layers"):
         require_equal_when_divided(model, parallel.plan or {}, sequence=parallel.sequence)
-    options = ParallelOptions(
-        rules=parallel.plan or {},
-        sequence=parallel.sequence,
-        transport=parallel.transport,
-        schedule=parallel.schedule,
-        chunks=parallel.chunks,
-        stages=parallel.stages or (),
-        balance=parallel.balance,
-    )
+    keys = parallel.model_dump(include={"sequence", "transport", "schedule", "chunks", "balance"})
+    options = ParallelOptions(rules=parallel.plan or {}, stages=parallel.stages or (), **keys)
     return divide(model, mesh, options, example)
 
 

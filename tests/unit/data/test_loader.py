@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.offload.memory.allocation import allocate_lasting
+from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data import loader as module
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feed
@@ -277,7 +278,7 @@ def test_workers_end_with_their_parent() -> None:
 
 def test_auto_leaves_the_cores_of_a_cpu_to_its_computing(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(wanted: Any, device: str, ranks: int = 1) -> int:
-        return Workers.choose(wanted, torch.device(device), ranks, timeout_seconds=1.0).count
+        return Workers.choose(DataSection(workers=wanted), torch.device(device), ranks).count
 
     monkeypatch.setattr(module, "available_cores", lambda: 12)
     assert count("auto", "cpu") == 0
