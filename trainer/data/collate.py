@@ -203,13 +203,18 @@ class BatchRules:
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
         """Read, collate and check the samples of these dataset indices; the batch has all fields. Raises `DataError` for a batch
         that cannot be trained on; errors of the user's code get a note with the indices."""
+        samples: list[Any] = []
         with ending_children():
-            samples = []
-            for index in indices:
-                with _with_note("in sample", [index]):
+            try:
+                for index in indices:
                     samples.append(self._reduced(dataset[index], index))
-            with _with_note("in a batch of the samples", indices):
                 batch: Any = default_collate(samples, indices) if self.collate is None else self.collate(samples)
+            except Exception as error:
+                if not isinstance(error, ZeromeshError):
+                    whole, at = len(samples) == len(indices), indices[len(samples) :][:1]
+                    where = f"in a batch of the samples {some(indices, 8)}" if whole else f"in sample {some(at)}"
+                    error.add_note(f"{where} of the dataset")
+                raise
         if not isinstance(batch, Mapping):
             raise DataError(
                 f"data_collator gave a {type(batch).__name__} for samples {some(indices, 8)}; it should give a "
@@ -243,16 +248,6 @@ class BatchRules:
                 "data.remove_unused: false (remove_unused_columns)"
             )
         return found
-
-
-@contextmanager
-def _with_note(where: str, indices: Sequence[int]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, ZeromeshError):
-            error.add_note(f"{where} {some(indices, 8)} of the dataset")
-        raise
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from itertools import repeat
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -123,18 +123,31 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         # A stream is sequential, so one worker reads it.
         most = 1 if self._stream is not None else last * feed.plan.accumulation
         self._workers = replace(workers, count=min(workers.count, most))
-        self._group: _WorkerGroup | None = None
         self._maker = _BatchMaker(feed, data_rank, state)
+        self._iterator: Iterator[_Result] | None = None
+        """The results of running workers."""
+        self._processes: list[BaseProcess] = []
+        self._report = -1
+        """The file descriptor to which a worker writes its stack."""
         self._place: tuple[int, int] = (0, 0)
         """The step and turn of the next prefetched microbatch."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.close()
+    def close(self, *, at_once: bool = False) -> None:
+        """End the workers, `at_once` or when they have ended what they do."""
+        if self._report < 0:
+            return
+        if at_once:
+            _kill(self._processes)
+        self._iterator = None  # torch ends the workers.
+        until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
+        for each in self._processes:
+            each.join(max(0.0, until - time.monotonic()))
+        _kill(self._processes)
+        os.close(self._report)
+        self._report = -1
 
     def step(self, step: int) -> list[Batch]:
         """Return the batches of all microbatches of data step `step` (from 0), on the CPU."""
@@ -146,14 +159,11 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         if not self._workers.count:
             made = self._maker.make((step, turn))
         else:
-            turns = self.feed.plan.accumulation
-            if self._group is None or self._place != (step, turn):
+            if self._iterator is None or self._place != (step, turn):
                 self.close()
-                self._maker = _BatchMaker(self.feed, self._maker.data_rank, self._state)
-                places = map(divmod, range(step * turns + turn, self._last * turns), repeat(turns))
-                self._group = _WorkerGroup(places, self._maker, self._workers)
-            made = self._group.next(self._waiting, self._stream)
-            self._place = divmod(step * turns + turn + 1, turns)
+                self._start(step, turn)
+            made = self._next()
+            self._place = divmod(step * self.feed.plan.accumulation + turn + 1, self.feed.plan.accumulation)
             if made.failure is not None:
                 kind, text = made.failure
                 self.close()
@@ -169,6 +179,89 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         if self._stream is not None and self._state is None:
             self._state = self._stream.state(self.feed.plan.samples_of(step).start)
         return self._state or {}
+
+    def _start(self, step: int, turn: int) -> None:
+        """Start workers that make the microbatches from a place on."""
+        turns, count = self.feed.plan.accumulation, self._workers.count
+        self._maker = _BatchMaker(self.feed, self._maker.data_rank, self._state)
+        self._report = os.memfd_create("zeromesh-data-workers")
+        ahead = max(2 * count, min(turns + 1, _MOST_AHEAD))
+        before = set(multiprocessing.active_children())
+        on_child = signal.getsignal(signal.SIGCHLD)
+        with warnings.catch_warnings(), without_states():
+            warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
+            loader: DataLoader[_Result] = DataLoader(
+                self._maker,
+                sampler=map(divmod, range(step * turns + turn, self._last * turns), repeat(turns)),
+                batch_size=None,
+                collate_fn=lambda made: made,
+                num_workers=count,
+                prefetch_factor=-(-ahead // count),
+                pin_memory=self._workers.pinned,
+                timeout=_POLL_SECONDS,
+                worker_init_fn=partial(_begin, os.getpid(), self._report),
+                multiprocessing_context="fork",
+                generator=torch.Generator(),  # without it, torch draws from the user's generator
+            )
+            self._iterator = iter(loader)
+        if threading.current_thread() is threading.main_thread() and on_child is not None:
+            # torch's handler would raise wherever this process is when a worker ends, such as in a collective.
+            signal.signal(signal.SIGCHLD, on_child)
+        self._processes = [each for each in multiprocessing.active_children() if each not in before]
+        # Workers ignore SIGTERM, and an exiting interpreter waits for its children.
+        Finalize(self, _kill, args=(self._processes,), exitpriority=1)
+
+    def _next(self) -> _Result:
+        """Return the next result. Raises `DataError` if a worker died or hangs; one that re-reads a stream gets the timeout anew
+        for each piece."""
+        began, read = time.monotonic(), 0
+        while True:
+            self._waiting()
+            try:
+                return next(cast("Iterator[_Result]", self._iterator))
+            except RuntimeError as error:
+                if self._stream is not None and self._stream.reading[1] != read:
+                    began, read = time.monotonic(), self._stream.reading[1]
+                late = time.monotonic() - began > self._workers.timeout_seconds
+                gone = any(each.exitcode is not None for each in self._processes)
+                if late or gone or "timed out" not in str(error):
+                    failure = self._failure(error)
+                    self.close(at_once=True)
+                    raise failure from None
+
+    def _failure(self, error: RuntimeError) -> DataError:
+        ends = []
+        for each in self._processes:
+            if each.exitcode is not None and each.exitcode < 0:
+                name = signal.Signals(-each.exitcode).name
+                ends.append(f"process {each.pid} was ended by {name}{_SIGNALS.get(name, '')}")
+            elif each.exitcode is not None:
+                ends.append(f"process {each.pid} ended with status {each.exitcode}")
+        if ends:
+            return DataError(
+                f"a data worker is gone: {', '.join(ends)}. A dataset or a library under it ended the process, or the system did; "
+                "data.workers: 0 reads in the training process"
+            )
+        limit = f"{self._workers.timeout_seconds:g} seconds"
+        if stacks := [stack for each in self._processes if (stack := self._stack(each))]:
+            return DataError(
+                f"a data worker took more than {limit} for one microbatch (data.timeout_seconds), and was ended while it was "
+                "here:\n" + "\n".join(stacks)
+            )
+        return DataError(f"data workers gave nothing for {limit} (data.timeout_seconds): {summary(error)}")
+
+    def _stack(self, process: BaseProcess) -> str:
+        """Return the stack of a busy worker, newest call first; empty if it is idle or does not answer. A signal asks for it, since
+        a timer of `faulthandler` in the parent would make the child wait forever for a thread that a fork does not copy."""
+        os.ftruncate(self._report, os.lseek(self._report, 0, os.SEEK_SET))
+        os.kill(process.pid or 0, _STACK_SIGNAL)
+        until, text, before = time.monotonic() + 1.0, "", None
+        while time.monotonic() < until and (not text or text != before):
+            time.sleep(0.05)
+            before, text = text, os.pread(self._report, 1 << 14, 0).decode(errors="replace")
+        making, mark, _ = text.partition(f" in {_BatchMaker.__getitem__.__name__}\n")
+        waiting = not mark and " in _worker_loop\n" in text
+        return "" if waiting else (making + mark).partition("\n")[2].rstrip()
 
 
 class _BatchMaker(Dataset[_Result]):
@@ -228,107 +321,6 @@ def _require_sendable(batch: Batch, microbatch: Microbatch) -> None:
                 f"{name} is a {type(value).__name__}, which a data worker cannot hand over ({summary(error)}); leave it out of the "
                 "batch, or set data.workers: 0"
             ) from error
-
-
-class _WorkerGroup:
-    """A `DataLoader` with running workers, and their failures."""
-
-    def __init__(self, places: Iterator[tuple[int, int]], work: _BatchMaker, workers: Workers) -> None:
-        self._timeout = workers.timeout_seconds
-        self._report = os.memfd_create("zeromesh-data-workers")
-        """The file descriptor to which a worker writes its stack."""
-        ahead = max(2 * workers.count, min(work.feed.plan.accumulation + 1, _MOST_AHEAD))
-        before = set(multiprocessing.active_children())
-        on_child = signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings(), without_states():
-            warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
-            loader: DataLoader[_Result] = DataLoader(
-                work,
-                sampler=places,
-                batch_size=None,
-                collate_fn=lambda made: made,
-                num_workers=workers.count,
-                prefetch_factor=-(-ahead // workers.count),
-                pin_memory=workers.pinned,
-                timeout=_POLL_SECONDS,
-                worker_init_fn=partial(_begin, os.getpid(), self._report),
-                multiprocessing_context="fork",
-                generator=torch.Generator(),  # without it, torch draws from the user's generator
-            )
-            self._iterator: Iterator[_Result] | None = iter(loader)
-        if threading.current_thread() is threading.main_thread() and on_child is not None:
-            # torch's handler would raise wherever this process is when a worker ends, such as in a collective.
-            signal.signal(signal.SIGCHLD, on_child)
-        self._processes: list[BaseProcess] = [each for each in multiprocessing.active_children() if each not in before]
-        # Workers ignore SIGTERM, and an exiting interpreter waits for its children.
-        Finalize(self, _kill, args=(self._processes,), exitpriority=1)
-
-    def next(self, waiting: Callable[[], None], stream: StreamedDataset | None) -> _Result:
-        """Return the next result. Raises `DataError` if a worker died or hangs. A worker that re-reads `stream` gets
-        the timeout anew for each piece."""
-        began, read = time.monotonic(), 0
-        while True:
-            waiting()
-            try:
-                if self._iterator is None:
-                    raise DataError("the data workers have ended; start again")
-                return next(self._iterator)
-            except RuntimeError as error:
-                if stream is not None and stream.reading[1] != read:
-                    began, read = time.monotonic(), stream.reading[1]
-                late = time.monotonic() - began > self._timeout
-                gone = any(each.exitcode is not None for each in self._processes)
-                if late or gone or "timed out" not in str(error):
-                    failure = self._failure(error)
-                    self.close(at_once=True)
-                    raise failure from None
-
-    def _failure(self, error: RuntimeError) -> DataError:
-        ends = []
-        for each in self._processes:
-            if each.exitcode is not None and each.exitcode < 0:
-                name = signal.Signals(-each.exitcode).name
-                ends.append(f"process {each.pid} was ended by {name}{_SIGNALS.get(name, '')}")
-            elif each.exitcode is not None:
-                ends.append(f"process {each.pid} ended with status {each.exitcode}")
-        if ends:
-            return DataError(
-                f"a data worker is gone: {', '.join(ends)}. A dataset or a library under it ended the process, or the system did; "
-                "data.workers: 0 reads in the training process"
-            )
-        limit = f"{self._timeout:g} seconds"
-        if stacks := [stack for each in self._processes if (stack := self._stack(each))]:
-            return DataError(
-                f"a data worker took more than {limit} for one microbatch (data.timeout_seconds), and was ended while it was "
-                "here:\n" + "\n".join(stacks)
-            )
-        return DataError(f"data workers gave nothing for {limit} (data.timeout_seconds): {summary(error)}")
-
-    def _stack(self, process: BaseProcess) -> str:
-        """Return the stack of a busy worker, newest call first; empty if it is idle or does not answer. A signal asks for it, since
-        a timer of `faulthandler` in the parent would make the child wait forever for a thread that a fork does not copy."""
-        os.ftruncate(self._report, os.lseek(self._report, 0, os.SEEK_SET))
-        os.kill(process.pid or 0, _STACK_SIGNAL)
-        until, text, before = time.monotonic() + 1.0, "", None
-        while time.monotonic() < until and (not text or text != before):
-            time.sleep(0.05)
-            before, text = text, os.pread(self._report, 1 << 14, 0).decode(errors="replace")
-        making, mark, _ = text.partition(f" in {_BatchMaker.__getitem__.__name__}\n")
-        waiting = not mark and " in _worker_loop\n" in text
-        return "" if waiting else (making + mark).partition("\n")[2].rstrip()
-
-    def close(self, *, at_once: bool = False) -> None:
-        if self._report < 0:
-            return
-        if at_once:
-            _kill(self._processes)
-        self._iterator = None  # torch ends the workers.
-        until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
-        for each in self._processes:
-            each.join(max(0.0, until - time.monotonic()))
-        _kill(self._processes)
-        os.close(self._report)
-        self._report = -1
 
 
 def _kill(processes: Sequence[BaseProcess]) -> None:
