@@ -28,7 +28,7 @@ from zeromesh.offload.memory.ledger import (
     swap_bytes,
 )
 from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, StoredRun, TierChoice, TieredTensor, Tiers
-from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, stream_bytes
+from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole, stream_bytes
 
 __all__ = [
     "DONE",
@@ -58,6 +58,7 @@ __all__ = [
     "pinnable_bytes",
     "resident_bytes",
     "reuse_freed_memory",
+    "run_whole",
     "settle_heap",
     "stream_bytes",
     "swap_bytes",

@@ -8,7 +8,7 @@ the tensors.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice, pairwise
@@ -47,15 +47,10 @@ class StreamOperand:
 class StreamRow:
     """Elements [start, end) of each operand. Rows of one key have the same operand tensors."""
 
-    key: int
+    key: tuple[int, int]
     start: int
     end: int
-    operands: tuple[StreamOperand, ...]
-
-    @property
-    def identity(self) -> tuple[int, int, int, int]:
-        """Key, interval and number of operands, which identify a row."""
-        return self.key, self.start, self.end, len(self.operands)
+    operands: tuple[StreamOperand, ...] = field(compare=False)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,9 +105,10 @@ class UpdateStream:
         widest = max([tensor.dtype.itemsize for tensor in away], default=0)
         step = self._buffer_bytes // widest // GRAIN * GRAIN if away else length
         cuts = sorted({0, length, *[part.end for tensor in away for part in tensor.parts if part.end < length]})
+        whole = StreamRow(key=(key, len(operands)), start=0, end=length, operands=tuple(operands))
         for first, last in pairwise(cuts):
             for start in range(first, last, max(1, step)):
-                yield StreamRow(key=key, start=start, end=min(start + step, last), operands=tuple(operands))
+                yield replace(whole, start=start, end=min(start + step, last))
 
     def run(
         self,
@@ -131,7 +127,7 @@ class UpdateStream:
             StorageError: when something cannot be read. A failed write is raised for the next reader.
         """
         planned = [*rows, *islice(ahead, _DEPTH)]
-        if any(flight.row.identity != row.identity for flight, row in zip(self._flights, planned, strict=False)):
+        if any(flight.row != row for flight, row in zip(self._flights, planned, strict=False)):
             self.forget()
         coming = deque(planned[len(self._flights) :])
         try:
@@ -196,6 +192,20 @@ class UpdateStream:
             if write.crosses:
                 self._crossing.append(write)
             write.on_end(partial(self._pool.give, flight.buffers.pop(number)))
+
+
+def run_whole(
+    operands: Sequence[StreamOperand],
+    compute: Callable[[StreamRow, list[torch.Tensor]], None],
+    device: torch.device,
+) -> None:
+    """Call `compute` as `UpdateStream.run` does, once, with all elements of the operands in the memory of `device`, which does
+    not bound them."""
+    tensors = [each.tensor.load(device) for each in operands]
+    compute(StreamRow(key=(0, 0), start=0, end=operands[0].tensor.numel, operands=tuple(operands)), [*tensors])
+    for operand, tensor in zip(operands, tensors, strict=True):
+        if operand.mode is not Access.READ:
+            operand.tensor.write(0, tensor).wait()
 
 
 def _missing(views: Sequence[torch.Tensor | None]) -> int:

@@ -234,7 +234,7 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
         f"model    {type(trained.module).__name__}, {shown}",
         Detail(f"model: {units}{reduced}"),
         f"memory   states of each rank: {kept}",
-        engine.optimizer_step.place.note,
+        engine.optimizer_step.note,
     ]
 
 

@@ -137,6 +137,8 @@ class PieceOptimizer(BucketOptimizer):
 class WholeOptimizer(PieceOptimizer):
     """The optimizer of one bucket's parameters for a class that needs whole tensors. All ranks of the shard group call it."""
 
+    whole = True
+
     def __init__(
         self,
         bucket: Bucket,
@@ -196,8 +198,15 @@ class WholeOptimizer(PieceOptimizer):
         for name, each in self._examples.get(number, {}).items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
 
-    def update(self, master: torch.Tensor, grad: torch.Tensor, groups: Sequence[Hyperparameters]) -> None:
-        """Update `master`, this rank's weights of the bucket, in place with the gradients `grad`, `[length]` both."""
+    def step(
+        self,
+        start: int,
+        end: int,
+        master: torch.Tensor,
+        grad: torch.Tensor,
+        moments: Sequence[torch.Tensor],
+        groups: Sequence[Hyperparameters],
+    ) -> None:
         layout, updated, ranks = self._bucket.layout, self._updated(), self._group.size
         numbers = [n for n in sorted(self._owners) if updated[n]]
         where = {n: layout.slots[n].where for n in numbers}

@@ -6,7 +6,7 @@ when their states are offloaded. Element-wise updates give the same bits however
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -94,6 +94,9 @@ KeptState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
 class BucketOptimizer:
     """The optimizer of one bucket's shard. `moments`, by torch's names, are `[shard]` each, and zero before the first step. An
     update is element by element, so any interval may be updated at a time, on any device that holds its tensors."""
+
+    whole: ClassVar[bool] = False
+    """True if `step` takes all elements at once, on all ranks of the shard group."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
         master, at = bucket.master, options.offload.optimizer

@@ -26,13 +26,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
-from zeromesh.optim.gradients import clip_factor
+from zeromesh.optim.optimizer_step import clip_factor
 from zeromesh.rng import Streams
 from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import PassMode, PassProgress
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
-from zeromesh.zero.passes import Passes
+from zeromesh.zero.passes import Passes, PassMode, PassProgress
 
 _will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -259,7 +258,7 @@ class AutogradPasses(Passes):
         if self.mode is PassMode.IDLE:
             self._begin(PassMode.FORWARD, "train", graph.progress)
             self._graph = weakref.ref(graph)
-            self.gathers.need(self.units[0])
+            self.need(self.units[0])
         self._hold(unit)
 
     def _require_current(self, graph: _Graph) -> None:
@@ -289,7 +288,8 @@ class AutogradPasses(Passes):
         last = self.synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
         graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
-        graph.progress.restart_backward()
+        # An earlier backward may have run through another part of the graph, or have retained it.
+        graph.progress.reached, graph.progress.inside = set(), []
         step.closed, step.summed, step.norm = False, False, None
         self._begin_reducing()
         Variable._execution_engine.queue_callback(self._end_backward)
@@ -341,11 +341,10 @@ class AutogradPasses(Passes):
         self.step.closed = True
         buckets = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
         if not self.step.summed:
-            self._updater.begin_backward(buckets, first=False, last=True)
-            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False)
+            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False, last=True)
             self.gradients.flush()
-            self._updater.end_backward(self.units)
-        self.gradients.find_missing(buckets, self._updater.sharing)
+            self._updater.leave(self.units)
+        self.gradients.find_missing(buckets)
 
 
 class AutogradEngine(ZeroEngine):

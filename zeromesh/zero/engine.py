@@ -9,8 +9,13 @@ A step is
 
 Before `finish_step` a caller may read scalars from the device by `read_step`, so that the host waits for it once a step.
 
-A ZeRO stage changes the placement of tensors (`options.placements`), never the code path. `passes.py` runs the passes, and
-`optim/optimizer_step.py` processes gradient shards.
+A ZeRO stage changes the placement of tensors (`options.placements`), never the code path. `passes.py` runs the passes,
+`optim/gradients.py` sums gradients into shards, and `optim/optimizer_step.py` updates from them.
+
+[Note: Changed requires_grad] A bucket is allocated for the parameters that are trained when the model is built. A frozen bucket
+gets master weights, moments and gradients when the first of its parameters is trained. A bucket that is frozen later keeps them,
+as a torch optimizer keeps the state of parameters without a gradient: trained again, it continues with its own moments and count
+of updates.
 """
 
 from __future__ import annotations
@@ -24,23 +29,24 @@ from typing import ClassVar, Self, TypeVar
 import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
+from zeromesh.comm.torch_transport import open_transport
+from zeromesh.comm.transport import RingRequest, Transport
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Hyperparameters
+from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.units.build import Built, build_units, open_tiers
+from zeromesh.units.build import Built, build_units, count_ring, make_trainable, open_tiers, slot_bytes
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
 from zeromesh.zero.full_state import CheckpointState, FullState
-from zeromesh.zero.gather_order import PassMode
 from zeromesh.zero.hooks import Hooks
-from zeromesh.zero.passes import Passes
-from zeromesh.zero.requires_grad import RequiresGradFlags
+from zeromesh.zero.passes import Passes, PassMode
 
 _Result = TypeVar("_Result")
 
@@ -84,8 +90,13 @@ class ZeroEngine:
         """The time that this rank has waited for transfers from other tiers."""
         self.transport = built.transport
         self._reduction = built.reduction
+        self._wider: Transport | None = None
+        """A transport with larger gradient slots than those allocated at the start."""
+        self._slot_bytes = self._needed_slot_bytes()
         self._releases = built.releases
-        self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers)
+        shards, sharing = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)
+        gradients = GradientReducer(built.reduction.reducer, shards, sharing, mesh, options)
+        self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
         self._passes = self.passes_class(
             built, mesh, options, self.optimizer_step, _chunks(self.units, cuts or ModelCuts())
         )
@@ -97,7 +108,8 @@ class ZeroEngine:
         stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
         mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank)["pipeline"]] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
-        self._flags = RequiresGradFlags(built, mesh, options, self.optimizer_step, self._passes.gradients, self._hooks)
+        self._followed = 0
+        """The number of changes of the set of trained parameters."""
         self._states: dict[bool, FullState] = {}
         """Cached for `state` and `averaged_state` until the set of trained parameters changes."""
         self._states_followed: list[list[int]] = []
@@ -151,7 +163,7 @@ class ZeroEngine:
 
     def _access(self, *, averaged: bool) -> FullState:
         # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
-        followed = self.mesh.pipeline.gather_integers([self._flags.followed])
+        followed = self.mesh.pipeline.gather_integers([self._followed])
         if followed != self._states_followed:
             self._states, self._states_followed = {}, followed
 
@@ -178,9 +190,17 @@ class ZeroEngine:
     def progress(self) -> EngineProgress:
         """Return the progress that a checkpoint stores beside tensors. All ranks call it."""
         step = self.optimizer_step
+        changed = {
+            slot.spec.name: (trained, steps)
+            for bucket in self._buckets
+            if (optimizer := self.optimizer_of(bucket)) is not None
+            for slot, trained, steps in zip(bucket.layout.slots, bucket.training, optimizer.steps, strict=True)
+            if bucket.learned(slot.spec.fqn) and (trained, steps) != (slot.spec.requires_grad, step.updates)
+        }
+        rows = self.mesh.pipeline.gather_json(changed, "changes of requires_grad")
         return EngineProgress(
             updates=step.updates,
-            trained=self._flags.changes(),
+            trained={name: (trained, steps) for row in rows for name, (trained, steps) in row.items()},
             averaged_updates=step.averages.count if step.averages is not None else 0,
             loss_scale=step.scaler.scale,
             good_steps=step.scaler.good_steps,
@@ -192,7 +212,22 @@ class ZeroEngine:
         Raises:
             CheckpointError: for names of parameters that the model does not have.
         """
-        self._flags.restore(progress.trained, progress.updates)
+        changes = progress.trained
+        specs = [
+            (slot.spec, parameter)
+            for bucket in self._buckets
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+        ]
+        unknown = changes.keys() - {spec.name for spec, _ in specs}
+        if unknown and self.mesh.pipeline.size == 1:
+            raise CheckpointError(f"the checkpoint has trained {min(unknown)}, and the model has no such parameter")
+        wanted = [bool(changes.get(spec.name, (spec.requires_grad,))[0]) for spec, _ in specs]
+        # Parameters that were ever trained have states to be loaded.
+        for flags in ([on or spec.name in changes for on, (spec, _) in zip(wanted, specs, strict=True)], wanted):
+            for (_, parameter), trained in zip(specs, flags, strict=True):
+                parameter.requires_grad_(trained)
+            self._follow_flags()
+        self.optimizer_step.resume(progress.updates, {name: steps for name, (_, steps) in changes.items()})
         self.optimizer_step.scaler.load(progress.loss_scale, progress.good_steps)
 
     # A step
@@ -200,10 +235,58 @@ class ZeroEngine:
     def begin_step(self, step: int, groups: Sequence[Hyperparameters] | None = None) -> None:
         """Begin a step, whose update uses these hyperparameters of each group; None: those of the options. The present
         `requires_grad` of parameters applies to the whole step."""
-        if any(bucket.changed_flags() for bucket in self._buckets):
-            self._flags.follow()
+        self._follow_flags()
         self.optimizer_step.begin_step(groups or self.options.optimizer.groups())
         self.mesh.post(Activity.FORWARD, 0, step=step)
+
+    def _follow_flags(self) -> None:
+        """Train from now on exactly the parameters with `requires_grad`, on all ranks alike; see [Note: Changed requires_grad].
+
+        Raises:
+            LayoutError: where ranks set different flags, for parameters that stages of a pipeline share, and for one that is wider
+                than its master weights would be.
+            StorageError: when there is no memory for what is trained now.
+        """
+        changed = [(bucket, index) for bucket in self._buckets for index in bucket.changed_flags()]
+        if not changed:
+            return
+        flags: dict[str, bool] = {}
+        for bucket, index in changed:
+            spec = bucket.layout.slots[index].spec
+            if spec.copies is not None:
+                raise LayoutError(
+                    f"requires_grad of {spec.name} was changed, which several stages of the pipeline share; set it before training"
+                )
+            flags[f"requires_grad of {spec.name}, changed"] = bucket.parameters[index].requires_grad
+        for group in (self.mesh.data, self.mesh.tensor):
+            group.require_same(flags, LayoutError, advice="Change requires_grad on all ranks alike")
+        self._followed += 1
+        for bucket, index in changed:
+            unit = self.units[bucket.unit]
+            bucket.parameters[index].grad = None  # Gradients since the change count on no rank.
+            if not bucket.trainable:
+                make_trainable(bucket, self.options, self._tiers)
+                self._hooks.on_gradients(unit, bucket)
+            unit.follow()
+        self._widen_slots()
+        self.optimizer_step.follow()
+
+    def _needed_slot_bytes(self) -> int:
+        trained = [bucket.layout for bucket in self._buckets if bucket.trainable]
+        return slot_bytes(trained, self.options, self.mesh.device)
+
+    def _widen_slots(self) -> None:
+        """Reduce through larger slots if a newly trained bucket does not fit into the present ones."""
+        needed, name = self._needed_slot_bytes(), self._reduction.name
+        if needed <= self._slot_bytes or name == "local":
+            return
+        ring = RingRequest(slots=self.options.gradient_slots, nbytes=needed)
+        wider = open_transport(name, self.mesh.shard, self.mesh.device, (), ring)
+        self._passes.gradients.use(wider.reducer)
+        if self._wider is not None:
+            self._wider.close()
+        self._wider, self._slot_bytes = wider, needed
+        count_ring(self.ledger, name, ring)
 
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
         """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order.
@@ -217,7 +300,7 @@ class ZeroEngine:
         self._passes.require_idle()
         try:
             result = run(self._passes)
-            self.optimizer_step.end_backwards()
+            self._passes.gradients.sum_tied()
             return result
         except BaseException as error:
             self.mesh.fail(error)
@@ -279,7 +362,7 @@ class ZeroEngine:
                 squares = self._sum_squares()
             if lacking:
                 trained = [bucket for unit in self.units for bucket in unit.trainable]
-                self._passes.gradients.find_missing(trained, self.optimizer_step.sharing)
+                self._passes.gradients.find_missing(trained)
             return self.optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 
     def end_without_update(self) -> None:
@@ -351,7 +434,7 @@ class ZeroEngine:
 
     def _gather_all(self) -> None:
         for unit in self.units:
-            self._passes.gathers.start(unit, settled=True)
+            self._passes.start(unit, settled=True)
 
     def settle(self) -> None:
         """Wait for the gathers that run in the background, such as those that an update starts."""
@@ -402,11 +485,10 @@ class ZeroEngine:
         self._hooks.remove()
         self.optimizer_step.before_change = lambda bucket: None  # The callback's owner often references the engine.
         self._states.clear()
-        self._flags.close()
         self._tiers.close()
-        self.transport.close()
-        if self._reduction is not self.transport:
-            self._reduction.close()
+        for transport in dict.fromkeys((self._wider, self.transport, self._reduction)):
+            if transport is not None:
+                transport.close()
 
 
 def _chunks(units: Sequence[Unit], cuts: ModelCuts) -> list[list[Unit]]:

@@ -4,6 +4,7 @@
 whole parameters and gradients, gathering one bucket at a time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,16 +13,17 @@ from math import prod
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.errors import LayoutError, PhaseError
+from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, ranks_text
 from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
 from zeromesh.flat.redistribute import join_regions, of_bucket, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
-from zeromesh.offload import TieredTensor
+from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.optim.class_optimizer import WholeOptimizer
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
@@ -30,6 +32,8 @@ from zeromesh.units.unit import Bucket, Unit, all_buckets, digest, set_values
 MODEL, MASTER, AVERAGE = "model", "master", "ema"
 WEIGHTS = (MODEL, MASTER, AVERAGE)
 """Kinds of stored tensors from which weights are restored."""
+_SHOWN = 8
+"""The most differences of weights that an error lists."""
 
 
 class CheckpointState:
@@ -80,7 +84,7 @@ class CheckpointState:
             holders, index = self._mesh.data.size, self._mesh.data_index
         found: list[TensorShard] = []
         for bucket in self._buckets:
-            if self._updater.sharing.counts(bucket):
+            if self._updater.gradients.sharing.counts(bucket):
                 found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
         # Forward may change a buffer while it is written.
         buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
@@ -105,6 +109,42 @@ class CheckpointState:
             for here, there in () if region.is_whole else region.boxes():
                 local[here] = value[there]
             shard.values.write(0, local.reshape(-1)[shard.interval.start : shard.interval.end]).wait()
+
+    def require_same_weights(self) -> None:
+        """Check, between passes over the model, that ranks that hold the same weights hold the same values; every rank calls it.
+
+        The check compares replicas along data axes, parameters that tensor ranks hold whole, and the copies of a tied parameter
+        on stages of a pipeline, by digests of 64 bits (XXH3) of gathered parameters that a rank keeps for forward, of shards at
+        rest, and of persistent buffers. A rank reads all of its weights once, one tensor at a time.
+
+        Raises:
+            WeightsDifferError: on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.
+        """
+        for bucket in self._buckets:
+            bucket.buffer.wait()  # For the gathers that an update has started.
+        world = self._mesh.world
+        holders: dict[str, dict[int, str]] = {}
+        for rank, row in zip(world.ranks, world.gather_json(self._digests(), "digests of weights"), strict=True):
+            for what, found in row.items():
+                holders.setdefault(what, {})[rank] = found
+        lines = [_difference(what, digests) for what, digests in holders.items() if len(set(digests.values())) > 1]
+        if lines:
+            rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+            listed = "\n".join([*lines[:_SHOWN], *rest])
+            raise WeightsDifferError(f"ranks hold other values of the same weights:\n{listed}")
+
+    def _digests(self) -> dict[str, str]:
+        found = {}
+        for bucket in self._buckets:
+            for slot in bucket.layout.slots if bucket.buffer.persistent else ():
+                part = _part(slot.spec.region, Interval(start=0, end=slot.spec.region.numel))
+                found[f"{slot.spec.name}{part}"] = _hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
+        for shard in self.wanted():
+            part = _part(shard.region, shard.interval)
+            name = shard.spec.name if shard.spec.kind == MODEL else f"{shard.spec.name} ({shard.spec.kind})"
+            if shard.values.numel:
+                found[f"{name}{part}, at rest"] = _hex_digest(shard.values.load(self._mesh.device))
+        return found
 
     def order(self) -> dict[int, int]:
         """The position of each bucket in the next update, predicted from the last update."""
@@ -164,6 +204,27 @@ class CheckpointState:
                         values=tensor.slice(offset + where.start, offset + where.end),
                         owner=self.owner_of(bucket),
                     )
+
+
+def _difference(what: str, digests: Mapping[int, str]) -> str:
+    """Name a tensor whose digest differs between its ranks; the most frequent digest is taken as right."""
+    most, count = Counter(digests.values()).most_common(1)[0]
+    others = [rank for rank, digest in digests.items() if digest != most]
+    if 2 * count > len(digests):
+        rest = [rank for rank in digests if rank not in others]
+        return f"{what}: {ranks_text(others)} has other values than {ranks_text(rest, 8)}"
+    return f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}"
+
+
+def _part(region: Region, interval: Interval) -> str:
+    """Describe the elements of a part within its tensor; empty for all."""
+    boxes = " x ".join("+".join(f"{each.start}:{each.end}" for each in dim) for dim in region.dims)
+    cut = "" if region == Region.whole(region.shape) else f"[{boxes}]"
+    return cut if interval.length == region.numel else f"{cut} elements {interval.start}:{interval.end}"
+
+
+def _hex_digest(values: torch.Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(values).numpy().data)
 
 
 def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:

@@ -1,7 +1,7 @@
 """The only module that registers hooks on a model and removes them.
 
 A unit's module calls back before and after its forward, the tensors it returns before its backward, and a parameter when its
-gradient is complete and when it is used while released. The engine implements the callbacks.
+gradient is complete and when it is used while released. `Passes` has the methods that are called.
 """
 
 import weakref
@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,40 +22,29 @@ from torch.utils.hooks import RemovableHandle
 
 from zeromesh.units.unit import Bucket, Unit, all_buckets, no_engine
 
+if TYPE_CHECKING:
+    from zeromesh.zero.passes import Passes
+
 _DEPTH = 4
 """The depth to which nested objects are searched for tensors."""
-
-
-class Listener(Protocol):
-    """The methods that hooks call. `place` is the number of a call in forward, and `index` that of a parameter in its bucket."""
-
-    def before_forward(self, unit: Unit) -> None: ...
-
-    def after_forward(self, unit: Unit, output: Any) -> None: ...
-
-    def before_part(self, module: nn.Module) -> None: ...
-
-    def after_part(self, module: nn.Module, _output: Any) -> None: ...
-
-    def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None: ...
-
-    def on_use(self, unit: Unit, name: str) -> None: ...
 
 
 class _OfModule:
     """A hook on a module. Copies of the hook do nothing, so that a copied or pickled module belongs to no engine."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, _module: nn.Module, _args: Any, *output: Any) -> None:
+        if self._call is None:
+            return
         if peek_interpreter_stack() is None:
             self._call(*output)
         else:
             _outside_transforms(self._call, *output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OfModule, (_nothing,)
+        return _OfModule, ()
 
 
 # The compiled module calls the hooks, but torch.compile must neither trace nor guard them.
@@ -71,14 +60,10 @@ def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
         call(*arguments)
 
 
-def _nothing(*output: Any) -> None:
-    """Do nothing, as a copied hook."""
-
-
 class Hooks:
     """All hooks of one engine on its model."""
 
-    def __init__(self, units: Sequence[Unit], passes: Listener) -> None:
+    def __init__(self, units: Sequence[Unit], passes: "Passes") -> None:
         """The hooks call the methods of `passes`."""
         self._handles: list[RemovableHandle] = []
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []
@@ -99,7 +84,6 @@ class Hooks:
             self._around(module, partial(passes.before_part, module), partial(passes.after_part, module))
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         for bucket in self._buckets:
