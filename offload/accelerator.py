@@ -11,8 +11,9 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -163,11 +164,6 @@ def use(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Make an event that a stream records. A waiting thread spins; use `end_of` for a thread that may sleep."""
-    return torch.Event(device, enable_timing=timed)
-
-
 def end_of(stream: torch.Stream) -> Callable[[], None]:
     """Return a function that waits for all work launched on `stream` so far, asleep if the device can wake the thread. A
     `torch.Event` ignores its `blocking` argument, but device-specific events, such as CUDA's, support it."""
@@ -181,8 +177,8 @@ def end_of(stream: torch.Stream) -> Callable[[], None]:
 
 
 def record(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
-    """Record an event after all work launched on `stream` so far."""
-    made = event(stream.device, timed=timed)
+    """Record an event after all work launched on `stream` so far. A thread that waits for it spins; `end_of` lets it sleep."""
+    made = torch.Event(stream.device, enable_timing=timed)
     made.record(stream)
     return made
 
@@ -355,29 +351,17 @@ def pinned(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def pin(address: int, nbytes: int, device: torch.device) -> bool:
-    """Have the driver pin host memory; returns True on success. The driver is not bound by RLIMIT_MEMLOCK, so its own answer is
-    the only one that counts."""
+def pin(address: int, nbytes: int, device: torch.device) -> Callable[[], object] | None:
+    """Have the driver pin host memory; returns a call that unpins it, or None if the driver refuses. The driver is not bound by
+    RLIMIT_MEMLOCK, so its own answer is the only one that counts."""
     runtime = getattr(_module(device), "cudart", None)
     if runtime is None:
-        return False
+        return None
     if int(runtime().cudaHostRegister(address, nbytes, 0)) == 0:
-        return True
-    _forget_error(device)
-    return False
-
-
-def unpin(address: int, device: torch.device) -> None:
-    """Unpin memory that `pin` has pinned."""
-    _module(device).cudart().cudaHostUnregister(address)
-
-
-def _forget_error(device: torch.device) -> None:
-    """Clear the error of a refused call, which the driver would otherwise report at the next launch."""
-    try:
+        return partial(runtime().cudaHostUnregister, address)
+    with suppress(RuntimeError):  # The driver would otherwise report the refusal at the next launch.
         torch.zeros(1, device=device)
-    except RuntimeError:
-        return
+    return None
 
 
 def _module(device: torch.device) -> ModuleType:

@@ -122,7 +122,6 @@ def _read_file(
 
 
 def _copy_back(streams: CopyStreams, reservation: Reservation, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Start to copy a tensor from pinned host memory."""
     tensor = torch.empty_like(reservation.memory, device=device)
     copied = streams.start(reservation.memory, tensor)
     tensor.record_stream(streams.inward)  # The tensor may be dropped before any wait.
@@ -307,7 +306,6 @@ class ActivationStore:
         return _unmoved(tensor, reservation)
 
     def _write(self, tensor: torch.Tensor) -> SavedTensor:
-        """Copy a tensor and start to write the copy, once fewer than the bound are on their way."""
         while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
         self._recount()
@@ -354,7 +352,6 @@ class ActivationStore:
         return Reservation(self._ended, partial(self._tiers.ledger.add, tier, Purpose.ACTIVATIONS, -nbytes))
 
     def _take_room(self, nbytes: int) -> tuple[FileSlot, Reservation]:
-        """Return a slot of the file, and the reservation whose end frees the slot."""
         tier, length = self._tiers.file(), whole_blocks(nbytes)
         while (begin := self._free.take(length)) is None:
             missing = length - self._free.reaching(tier.nbytes)

@@ -88,9 +88,9 @@ class TieredPart:
     slot: FileSlot | None = None
     first: int = 0
 
-    def beside(self, data: torch.Tensor) -> bool:
-        """Return True if the part lies in the same kind of memory as `data`."""
-        return self.memory is not None and self.memory.device.type == data.device.type
+    def lies_on(self, device: torch.device) -> bool:
+        """Return True if the part is in the memory of a device of this type."""
+        return self.memory is not None and self.memory.device.type == device.type
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,9 +122,6 @@ class TieredTensor:
         """Bytes on all tiers together."""
         return self.numel * self.dtype.itemsize
 
-    def bytes_on(self, tier: Tier) -> int:
-        return sum((part.end - part.start) * self.dtype.itemsize for part in self.parts if part.tier is tier)
-
     @property
     def memory(self) -> torch.Tensor:
         """All elements as one tensor in CPU memory. Raises `ValueError` if they are not in one piece there."""
@@ -143,8 +140,7 @@ class TieredTensor:
             return self.slice(start, end).whole(device)
         if not self.parts:
             return torch.empty(0, dtype=self.dtype, device=device)
-        memory = self.parts[0].memory if len(self.parts) == 1 else None
-        return memory if memory is not None and memory.device.type == device.type else None
+        return self.parts[0].memory if len(self.parts) == 1 and self.parts[0].lies_on(device) else None
 
     def slice(self, start: int, end: int) -> TieredTensor:
         """Return elements [start, end) as a view. Raises `ValueError` if they are not this tensor's."""
@@ -174,7 +170,7 @@ class TieredTensor:
 
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
         # Parts in the same memory go first: a copy from elsewhere begins after them, so work ordered after it has both.
-        parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.beside(data))
+        parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.lies_on(data.device))
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
         moves = [move for move in started if move is not DONE]
         if len(moves) > 1 and not any(move.crosses for move in moves):

@@ -185,7 +185,6 @@ class UpdateStream:
             flight.tensors.append(tensor)
 
     def _write(self, flight: _RowInFlight) -> None:
-        """Start to write the results; each buffer is freed when its write has ended."""
         for number in list(flight.buffers):
             operand, tensor = flight.row.operands[number], flight.tensors[number]
             write = DONE if operand.mode is Access.READ else operand.tensor.write(flight.row.start, tensor)

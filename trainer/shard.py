@@ -126,7 +126,6 @@ def shard(
 
 
 def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *, trains: bool) -> AutogradEngine:
-    """Attach the engine to a model, and replace the methods that it affects."""
     trained = [] if trains else [each for each in model.parameters() if each.requires_grad]
     for each in trained:  # Frozen parameters have no master weights and no moments.
         each.requires_grad_(False)
@@ -165,7 +164,6 @@ def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
 
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
-    """Return the configuration of `shard`: the sections of `config`, overridden by `options`, with the model's dtype by default."""
     given = load_config(config, consent=Consent.GIVEN)
     unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
     unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed", "name"})]
@@ -199,7 +197,6 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
 
 
 def _require_plain(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model that another library partitions or synchronizes."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
             f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
@@ -218,10 +215,6 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
         engine_of(model).forget_gradients(zeros=not set_to_none)
     else:
         type(model).zero_grad(model, set_to_none)
-
-
-def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    return engine_of(model).no_sync() if is_sharded(model) else nullcontext()
 
 
 def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
@@ -244,6 +237,10 @@ def _loading(name: str) -> Callable[..., Any]:
         return engine_of(model).load_whole(load) if is_sharded(model) else load()
 
     return method
+
+
+def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    return engine_of(model).no_sync() if is_sharded(model) else nullcontext()
 
 
 _METHODS: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad, "generate": _generate}
@@ -344,7 +341,10 @@ def save(
     engine = engine_of(model)
     engine.require_same_parameters()
     progress = engine.progress()
-    groups = [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]
+    groups = [
+        {n: value.item() if isinstance(value, torch.Tensor) else value for n, value in group.items() if n != "params"}
+        for group in (() if optimizer is None else optimizer.param_groups)
+    ]
     made = TrainerState(
         step=progress.updates if step is None else step,
         samples=0,
@@ -435,7 +435,6 @@ def load(
 
 
 def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> None:
-    """Raise `LayoutError` for a checkpoint with unknown optimizer states; missing ones are reported later."""
     own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
     others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
     if others:
@@ -443,8 +442,3 @@ def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> No
             f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the one here; "
             "load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
         )
-
-
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-    return {name: value for name, value in values.items() if name != "params"}

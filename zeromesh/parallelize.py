@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zeromesh.comm.activation_collectives import Exchange, open_exchange
+from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.transport import TransportName
 from zeromesh.flat.layout import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
@@ -84,7 +84,15 @@ def divide(
     count = mesh.pipeline.size * options.chunks
     cut = plan_cut(model, anatomy, count, options.stages, options.balance) if anatomy is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
-    tensor = _divide_layers(model, mesh, options) if mesh.shape.divides("layers") else None
+    tensor: Parallelized | None = None
+    if mesh.shape.divides("layers"):
+        # Importing torch's compiler, which this module excludes from its exchanges, takes two seconds that other runs save.
+        from zeromesh.tensor.parallelize_module import Parallelized
+        from zeromesh.tensor.plan.planner import plan_tensor
+
+        exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
+        plan = plan_tensor(model, mesh.tensor.size, options.rules or None)
+        tensor = Parallelized(model, exchange, plan, sequence=options.sequence)
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
     if anatomy is None or cut is None:
         return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes)
@@ -103,18 +111,7 @@ def divide(
     return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=(*notes, f"pipeline: stages of {listed} blocks"))
 
 
-def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Parallelized:
-    # Importing torch's compiler, which this module excludes from its exchanges, takes two seconds that other runs save.
-    from zeromesh.tensor.parallelize_module import Parallelized
-    from zeromesh.tensor.plan.planner import plan_tensor
-
-    exchange: Exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
-    plan = plan_tensor(model, mesh.tensor.size, options.rules or None)
-    return Parallelized(model, exchange, plan, sequence=options.sequence)
-
-
 def _copies(stages: Stages, ranks: int) -> dict[str, StageCopies]:
-    """Return the tied parameters shared by this rank and another one, by their name on this rank."""
     found = {}
     for tie in stages.ties:
         holders = tuple(sorted({stage % ranks for stage in tie.held}))

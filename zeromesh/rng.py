@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +29,9 @@ from zeromesh.offload import accelerator
 
 
 def seed_generators(number: int) -> None:
-    """Seed the generators of the CPU and of the accelerators in use, as `torch.manual_seed` does.
-
-    `torch.manual_seed` also queues a call for every other kind of accelerator that PyTorch knows, each with the stack as text: deep
-    in a model that takes a millisecond, before every unit.
-    """
+    """Seed the generators of the CPU and of the accelerators in use, as `torch.manual_seed` does. That one also queues a call
+    for every other kind of accelerator that PyTorch knows, each with the stack as text: deep in a model that takes a millisecond,
+    before every unit."""
     torch.default_generator.manual_seed(number)
     accelerator.seed(number)
 
@@ -45,33 +43,27 @@ def seed_all(number: int) -> None:
     _numpy.seed(number & 0xFFFFFFFF)
 
 
-class _Seeded(NamedTuple):
-    """The state of a generator since its last seed without any draw, and its memory then."""
-
-    number: int
-    memory: bytes
-
-
 class _NumpyGenerator:
     """NumPy's global Mersenne Twister, saved and restored cheaply while nothing draws from it, as in most units: a copy of its
     memory takes 1 us, its state as 624 numbers up to 80 us."""
 
     def __init__(self) -> None:
-        self._seeded: _Seeded | None = None
+        self._number = 0
+        self._seeded: bytes | None = None
+        """The generator's memory after the last seed, `_number`."""
 
     def seed(self, number: int) -> None:
         np.random.seed(number)
-        memory = self._memory()
-        self._seeded = None if memory is None else _Seeded(number, memory)
+        self._number, self._seeded = number, self._memory()
 
     def state(self) -> Any:
         """Return the last seed if nothing was drawn since, else the whole state."""
-        seeded = self._seeded
-        return np.random.get_state() if seeded is None or self._memory() != seeded.memory else seeded
+        drawn = self._seeded is None or self._memory() != self._seeded
+        return np.random.get_state() if drawn else self._number
 
     def restore(self, state: Any) -> None:
-        if isinstance(state, _Seeded):
-            self.seed(state.number)
+        if isinstance(state, int):
+            self.seed(state)
         else:
             self._seeded = None
             np.random.set_state(state)

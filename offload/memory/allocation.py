@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -205,8 +205,11 @@ class PinnedBudget:
     def pages(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Allocate separate zeroed pages, `[nbytes]` uint8, pinned for `device` if it is an accelerator and allows it."""
         if self.take(nbytes, device):
-            if (found := _pinned_pages(nbytes, device)) is not None:
-                return found
+            found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            kept(found)
+            want_huge_pages(found)
+            if found.pin(device):
+                return torch.frombuffer(found, dtype=torch.uint8)
             self.give(nbytes)
             self.limit = self._most = self.used  # A driver that has refused is not asked again.
         return pages(nbytes)
@@ -228,28 +231,18 @@ class PinnedBudget:
         self.used -= nbytes
 
 
-def _pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Allocate pages pinned by the driver, `[nbytes]` uint8; None if it refuses. torch's own pinned memory is rounded up to a
-    power of two, which is too much for states."""
-    found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    kept(found)
-    want_huge_pages(found)
-    return torch.frombuffer(found, dtype=torch.uint8) if found.pin(device) else None
-
-
 class _PinnedPages(mmap.mmap):
-    _pinned: tuple[int, torch.device] | None = None
+    """Pages pinned by the driver. torch's own pinned memory is rounded up to a power of two, which is too much for states."""
+
+    _unpin: Callable[[], object] | None = None
 
     def pin(self, device: torch.device) -> bool:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        if not accelerator.pin(address, len(self), device):
-            return False
-        self._pinned = address, device
-        return True
+        self._unpin = accelerator.pin(ctypes.addressof(ctypes.c_char.from_buffer(self)), len(self), device)
+        return self._unpin is not None
 
     def __del__(self) -> None:
-        if self._pinned is not None and not sys.is_finalizing():
-            accelerator.unpin(*self._pinned)
+        if self._unpin is not None and not sys.is_finalizing():
+            self._unpin()
 
 
 def pinnable_bytes() -> int:

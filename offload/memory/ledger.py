@@ -200,7 +200,6 @@ def cpu_name() -> str:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Parse the lines that begin with a name and an integer; empty if the file cannot be read."""
     try:
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError:

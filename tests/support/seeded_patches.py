@@ -16,7 +16,7 @@ from zeromesh.offload import Access, StreamRow
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.optim import gradients as gradients_of_buckets
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules
-from zeromesh.optim.gradients import BucketArrivals, GradientReducer, GradientShards, ReplicaGroups, gradient_of
+from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups, gradient_of
 from zeromesh.optim.optimizer_step import OptimizerStep, WeightAverage
 from zeromesh.pipeline.pipeline import ZeroRunner
 from zeromesh.rng import Streams, seed_all
@@ -324,14 +324,15 @@ def one_tensor_rank_unsummed(swap: Swap) -> None:
 
 def earlier_microbatches_lost(swap: Swap) -> None:
     def make(launch: Any) -> Any:
-        def planted(self: GradientReducer, arrivals: BucketArrivals) -> None:
-            if arrivals.bucket.partial is not None and _holds(arrivals.bucket, r"layers\.1\."):
-                arrivals.bucket.partial.zero_()
-            launch(self, arrivals)
+        def planted(self: GradientReducer) -> None:
+            bucket = self._queue[0].bucket
+            if bucket.partial is not None and _holds(bucket, r"layers\.1\."):
+                bucket.partial.zero_()
+            launch(self)
 
         return planted
 
-    swap(GradientReducer, "_launch", make)
+    swap(GradientReducer, "_launch_next", make)
 
 
 def padding_summed(swap: Swap) -> None:
@@ -449,9 +450,9 @@ def rate_one_late(swap: Swap) -> None:
 
 def skipped_on_one_rank(swap: Swap) -> None:
     def make(step: Any) -> Any:
-        def planted(self: BucketOptimizer, start: int, end: int, master: torch.Tensor, *rest: Any) -> None:
-            before = master.clone()
-            step(self, start, end, master, *rest)
+        def planted(self: BucketOptimizer, start: int, tensors: Sequence[torch.Tensor], groups: Any) -> None:
+            master, before = tensors[0], tensors[0].clone()
+            step(self, start, tensors, groups)
             for slot in self._bucket.layout.slots:
                 if os.environ["RANK"] == "1" and slot.spec.fqn.endswith("layers.1.mlp.up_proj.weight"):
                     first = self._bucket.interval.start + start

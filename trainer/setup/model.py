@@ -224,7 +224,7 @@ def _loss_and_feeds(
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
     here = " on this rank" if trained.divided.pipeline is not None else ""
     units = f"{counted(len(engine.units), 'unit')}{here}"
-    reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if trained.mesh.shard.size > 1 else ""
+    reduced = f", gradients reduced {_REDUCED[engine.reduction.name]}" if trained.mesh.shard.size > 1 else ""
     shown = f"{human_count(trained.parameters)} parameters"
     if learnt < trained.parameters:
         shown = f"trained {human_count(learnt)} of {shown} ({learnt / trained.parameters:.2%})"

@@ -142,7 +142,6 @@ class StridedRows:
 
 
 def _block(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor:
-    """Return a view of a tile in memory, `[rows, length]`."""
     return flat.as_strided((tile.rows, tile.length), (stride, 1), flat.storage_offset() + at)
 
 
@@ -248,7 +247,6 @@ class Region:
                 at += taken.length * inner
 
     def _last_split(self) -> int:
-        """Return the last dim that is not whole; -1 if all are."""
         split = [dim for dim, size in enumerate(self.shape) if self.dims[dim] != _all(size)]
         return split[-1] if split else -1
 

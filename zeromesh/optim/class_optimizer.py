@@ -105,14 +105,13 @@ class PieceOptimizer(BucketOptimizer):
         for name, values in self._scalars.items():
             yield name, values.dtype, (), TieredTensor.of(values[number : number + 1])
 
-    def _update_part(
-        self,
-        slot: int,
-        group: Hyperparameters,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-    ) -> None:
+    def _state_names(self, slot: int) -> Iterable[str]:
+        """Name the tensors that follow master weights and gradients in an update of a parameter."""
+        return self.moments
+
+    def _update_part(self, slot: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
+        master, grad, *given = tensors
+        states = dict(zip(self._state_names(slot), given, strict=True))
         plan, state = self._plans[slot], dict[str, Any]()
         kept = {part: states[part] for name, example in plan.tensors.items() for part in _parts(name, example)}
         if self.steps[slot] > 1:  # In the first update the class creates the states.
@@ -198,15 +197,11 @@ class WholeOptimizer(PieceOptimizer):
         for name, each in self._examples.get(number, {}).items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
 
-    def step(
-        self,
-        start: int,
-        end: int,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        groups: Sequence[Hyperparameters],
-    ) -> None:
+    def _state_names(self, slot: int) -> Iterable[str]:
+        return self._examples[slot]
+
+    def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
+        master, grad = tensors
         layout, updated, ranks = self._bucket.layout, self._updated(), self._group.size
         numbers = [n for n in sorted(self._owners) if updated[n]]
         where = {n: layout.slots[n].where for n in numbers}
@@ -221,12 +216,13 @@ class WholeOptimizer(PieceOptimizer):
         for number, value, gradient in parts:
             spec, examples = layout.slots[number].spec, self._examples[number]
             shape = spec.shape or (1,)
-            states = {
-                name: self._states[number, name].load(master.device).view(each.shape) for name, each in examples.items()
-            }
-            self._update_part(number, groups[spec.group], value.view(shape), gradient.view(shape), states)
-            for name, each in states.items():
-                self._states[number, name].write(0, each.view(-1)).wait()
+            at_rest = [self._states[number, name] for name in examples]
+            states = [
+                rest.load(master.device).view(each.shape) for rest, each in zip(at_rest, examples.values(), strict=True)
+            ]
+            self._update_part(number, groups[spec.group], [value.view(shape), gradient.view(shape), *states])
+            for rest, each in zip(at_rest, states, strict=True):
+                rest.write(0, each.view(-1)).wait()
         # The order of owners lets ranks that need all of it gather it in one collective.
         back = tuple(
             tuple(common for each in owned for n in each if (common := where[n].intersect(interval)).length)
@@ -323,15 +319,6 @@ def try_class(optimizer: Optimizer) -> OptimizerClass:
     return OptimizerClass(optimizer=optimizer, whole=whole, plans=plans)
 
 
-def _not_kept(optimizer: str, name: str, state: Any) -> str:
-    kind = state.dtype if type(state) is torch.Tensor else type(state).__name__
-    return (
-        f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, subclasses of them made of "
-        "plain tensors, and numbers. "
-        'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
-    )
-
-
 class _Trial:
     """The trial of a group's hyperparameters on two tensors, the first of `shape`: `plan` and `element_wise`."""
 
@@ -416,18 +403,22 @@ def _plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> State
         if not str(name).isidentifier() or name in _RESERVED:
             raise ConfigError(f"optimizer {optimizer} has a state {name!r}, which is no name for a checkpoint's files")
         parts = _parts(name, value)
-        if isinstance(value, torch.Tensor) and value.dim() and value.dtype == dtype and _storable(parts.values()):
+        storable = all(
+            isinstance(each, torch.Tensor) and each.dtype in DTYPE_NAMES and each.dim() for each in parts.values()
+        )
+        if isinstance(value, torch.Tensor) and value.dtype == dtype and storable:
             empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
             plan.tensors[name] = _of_parts(name, value, empty)
         elif type(value) in (int, float) or _is_scalar(value):
             plan.scalars[name] = value
         else:
-            raise ConfigError(_not_kept(optimizer, name, value))
+            kind = value.dtype if type(value) is torch.Tensor else type(value).__name__
+            raise ConfigError(
+                f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, subclasses of them "
+                "made of plain tensors, and numbers. "
+                'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
+            )
     return plan
-
-
-def _storable(parts: Iterable[torch.Tensor]) -> bool:
-    return all(each.dtype in DTYPE_NAMES and each.dim() for each in parts)
 
 
 def _marks(optimizer: Optimizer) -> dict[str, Any]:

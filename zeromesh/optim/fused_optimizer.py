@@ -138,33 +138,18 @@ class BucketOptimizer:
         if self._bucket.missing != self._missing:
             self.follow()
 
-    def step(
-        self,
-        start: int,
-        end: int,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        groups: Sequence[Hyperparameters],
-    ) -> None:
-        """Update elements [start, end) of the shard: `master`, `grad` and `moments` are `[end - start]`, changed in place."""
+    def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
+        """Update elements of the shard from `start` on in place: `tensors` are master weights, gradients and the moments, each
+        `[elements]`."""
         for segment_start, segment_end, group, slot in self._segments:
-            first, last = max(start, segment_start), min(end, segment_end)
+            first, last = max(start, segment_start), min(start + len(tensors[0]), segment_end)
             if first < last:
-                part = slice(first - start, last - start)
-                states = {name: moment[part] for name, moment in zip(self.moments, moments, strict=True)}
-                self._update_part(slot, groups[group], master[part], grad[part], states)
+                self._update_part(slot, groups[group], [each[first - start : last - start] for each in tensors])
 
-    def _update_part(
-        self,
-        slot: int,
-        group: Hyperparameters,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-    ) -> None:
+    def _update_part(self, slot: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         """Update in place elements of one group and step count, the first of which belongs to parameter number `slot`."""
-        fused_update(self._settings.name, group, master, grad, [*states.values()], self.steps[slot] - 1)
+        master, grad, *moments = tensors
+        fused_update(self._settings.name, group, master, grad, moments, self.steps[slot] - 1)
 
 
 def fused_update(

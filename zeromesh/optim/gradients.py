@@ -211,12 +211,25 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         arrivals = self._queue.popleft()
-        while self._slot_of(arrivals) is None:
-            if self._flying:
-                self._finish_one()
-            else:
-                arrivals.filled = self._typed(arrivals.bucket, self._reducer.acquire(arrivals.sequence, block=True))
-        self._launch(arrivals)
+        while self._slot_of(arrivals) is None and self._flying:
+            self._finish_one()
+        bucket, filled = arrivals.bucket, self._slot_of(arrivals, block=True)
+        self.shards.allocate(bucket)
+        self._announce(bucket)
+        if filled is None or bucket.grad is None:
+            raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
+        _put(filled, bucket, arrivals.waiting, add=False)
+        _zero_missing(filled, arrivals)
+        _zero_gaps(filled, bucket)
+        if bucket.partial is not None and not self._first:
+            filled.add_(bucket.partial)
+        add = bucket.partial is None and not self._first
+        with self._recorder.range("reduce", bucket.name) if self._recorder.profiling else NOTHING:
+            reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
+        arrivals.launched = True
+        self._flying.append((bucket, reduction))
+        if not self._options.overlap:
+            self._finish_one()
 
     def _keep(self, arrivals: BucketArrivals) -> None:
         """Add the waiting gradients to this rank's sum; gradients of frozen and of unused parameters are zeros in it. Sums that
@@ -306,37 +319,13 @@ class GradientReducer:
             _zero_gaps(target, bucket)
         return target
 
-    def _slot_of(self, arrivals: BucketArrivals) -> torch.Tensor | None:
-        if arrivals.filled is None:
-            slot = self._reducer.acquire(arrivals.sequence, block=False)
-            arrivals.filled = self._typed(arrivals.bucket, slot)
+    def _slot_of(self, arrivals: BucketArrivals, *, block: bool = False) -> torch.Tensor | None:
+        """Return a bucket's slot, `[padded]` in the dtype of the reduction; None while the ring has no free one."""
+        if arrivals.filled is None and (slot := self._reducer.acquire(arrivals.sequence, block=block)) is not None:
+            bucket = arrivals.bucket
+            dtype = self._options.wire_dtype(bucket.dtype, on_device=self._reducer.on_stream)
+            arrivals.filled = slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
         return arrivals.filled
-
-    def _typed(self, bucket: Bucket, slot: torch.Tensor | None) -> torch.Tensor | None:
-        """A slot viewed as a bucket's gradients, `[padded]`, in the dtype of the reduction."""
-        if slot is None:
-            return None
-        dtype = self._options.wire_dtype(bucket.dtype, on_device=self._reducer.on_stream)
-        return slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
-
-    def _launch(self, arrivals: BucketArrivals) -> None:
-        bucket, filled = arrivals.bucket, arrivals.filled
-        self.shards.allocate(bucket)
-        self._announce(bucket)
-        if filled is None or bucket.grad is None:
-            raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
-        _put(filled, bucket, arrivals.waiting, add=False)
-        _zero_missing(filled, arrivals)
-        _zero_gaps(filled, bucket)
-        if bucket.partial is not None and not self._first:
-            filled.add_(bucket.partial)
-        add = bucket.partial is None and not self._first
-        with self._recorder.range("reduce", bucket.name) if self._recorder.profiling else NOTHING:
-            reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
-        arrivals.launched = True
-        self._flying.append((bucket, reduction))
-        if not self._options.overlap:
-            self._finish_one()
 
     def _finish_one(self) -> None:
         bucket, reduction = self._flying.popleft()

@@ -389,7 +389,6 @@ class OptimizerStep:
 
     @property
     def _averaging(self) -> WeightAverage | None:
-        """The averages of the weights if the present update enters them, else None."""
         return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
 
     def _end_averages(self) -> None:
@@ -469,11 +468,6 @@ class OptimizerStep:
         self.before_change(bucket)
         self.last_order.append(bucket)
         self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
-        with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
-            self._change(bucket, factor, following)
-
-    def _change(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
-        bucket.buffer.begin_write()
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
         grad = gradient_of(bucket) if self.gradients.inside else None
@@ -486,27 +480,29 @@ class OptimizerStep:
                 part.mul_(factor)
             average = tensors.pop() if averages is not None else None
             master, *moments = tensors
-            optimizer.step(row.start, row.end, master, part, moments, self.groups)
+            optimizer.step(row.start, [master, part, *moments], self.groups)
             if copy is not None:
                 copy.copy_(master)
             if averages is not None and average is not None:
                 averages.blend(average, master)
 
-        rows = list(self._rows(bucket))
-        if optimizer.whole:
-            run_whole(rows[0].operands, compute, self._mesh.device)
-        else:
-            # If no tensor is offloaded, nothing is read ahead.
-            ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
-            self._stream.run(rows, compute, ahead)
-        bucket.buffer.end_write()
+        with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
+            bucket.buffer.begin_write()
+            rows = list(self._rows(bucket))
+            if optimizer.whole:
+                run_whole(rows[0].operands, compute, self._mesh.device)
+            else:
+                # If no tensor is offloaded, nothing is read ahead.
+                ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
+                self._stream.run(rows, compute, ahead)
+            bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:
         uses = self._uses(bucket, averaging=self._averaging is not None)
         return self._stream.rows(id(bucket), bucket.length, uses)
 
     def _uses(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
-        """List the operands of a bucket's update in the order in which `_change` takes them: master weights, moments, averages,
+        """List the operands of a bucket's update in the order in which `_update` takes them: master weights, moments, averages,
         the gradients unless backward has just left them in memory, and the copy that is gathered."""
         average = self.averages.of(bucket) if self.averages is not None and averaging else None
         states = [bucket.master, *self._optimizers[id(bucket)].moments.values(), *([average] if average else [])]

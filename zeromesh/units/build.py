@@ -1,5 +1,6 @@
 """Builds the runtime units of a model: layouts, memory, initial values, and parameters as views of flat buffers."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -126,7 +127,7 @@ def build_units(
         reduction = open_transport(kind, mesh.shard, mesh.device, (), ring)
     kept_bytes = sum(layout.nbytes for layout, kept in pairs if kept)
     tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
-    count_ring(tiers.ledger, reduction.name, ring)
+    tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, ring.slots, ring.nbytes))
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
     built = zip(transport.buffers, stored, strict=True)
     units = []
@@ -152,10 +153,6 @@ def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions
                 f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it; "
                 "convert the parameter, or set precision.master and precision.reduce to its dtype"
             )
-
-
-def count_ring(ledger: Ledger, transport: str, ring: RingRequest) -> None:
-    ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(transport, ring.slots, ring.nbytes))
 
 
 def ring_bytes(transport: str, slots: int, nbytes: int) -> int:
@@ -226,7 +223,9 @@ def _bucket(
             copy.copy_from(master)
     for slot in layout.slots:
         source.release(slot.spec.name)
-    parameters = [_adopt(model, slot.spec.fqn, mesh.device) for slot in layout.slots]
+    parameters = [model.get_parameter(slot.spec.fqn) for slot in layout.slots]
+    for parameter in parameters:
+        _move(parameter, mesh.device)
     bucket = Bucket(layout, parameters, buffer, interval, master, copy)
     buffer.end_write()
     bucket.hide()
@@ -259,15 +258,13 @@ def _stored(
 def _lead(layout: BucketLayout, stored: list[StoredRun] | None) -> int:
     """Return the offset of a bucket's memory from the start of a page that aligns it with its blocks in the files, so that most of
     what the first rank reads needs no copy."""
-    alike: dict[int, int] = {0: 0}
+    alike = Counter({0: 0})
     for run in stored or ():
-        lead = (run.begin - run.start * layout.first.dtype.itemsize) % BLOCK
-        alike[lead] = alike.get(lead, 0) + run.length
-    return max(alike, key=lambda lead: alike[lead])
+        alike[(run.begin - run.start * layout.first.dtype.itemsize) % BLOCK] += run.length
+    return max(alike, key=alike.__getitem__)
 
 
 def _interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:
-    """Return the elements of a bucket whose master weights this rank holds."""
     whole = options.placements.optimizer is Placement.REPLICATED
     return Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
 
@@ -301,7 +298,6 @@ def _scattered(piece: ShardPiece) -> StridedRows | None:
 
 
 def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
-    """Fill a piece of a parameter: in place if it rests in memory, else in chunks of bounded size."""
     for rows, interval, start in _selections(piece):
         memory = master.view(start, start + interval.length, _CPU)
         if memory is not None:
@@ -317,7 +313,6 @@ def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> N
 def _weights(
     layout: BucketLayout, buffer: GatherBuffer, length: int, options: ZeroOptions, tiers: Tiers
 ) -> tuple[TieredTensor, TieredTensor | None]:
-    """Create master weights, and the copy of them to gather, if they cannot be gathered themselves."""
     spec, offload = layout.first, options.offload
     what = f"weights of {layout.name}"
     if _rests_as_gathered(layout, options):  # The master weights themselves are gathered.
@@ -353,9 +348,8 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     _allocate_gradients(bucket, options, tiers)
 
 
-def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
+def _move(parameter: nn.Parameter, device: torch.device) -> None:
     """Move the model's own parameter object to `device`, so that its hooks stay and lists that hold it stay valid."""
-    parameter = model.get_parameter(fqn)
     placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     if not torch._has_compatible_shallow_copy_type(parameter, placeholder):
         # The data of a meta parameter cannot be replaced, nor on some devices that of a CPU one; tensors can be swapped.
@@ -364,7 +358,6 @@ def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
         torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
     elif parameter.device.type != device.type:
         parameter.data = placeholder
-    return parameter
 
 
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:

@@ -37,26 +37,25 @@ from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
 from zeromesh.offload.accelerator import on_accelerator
 
-
-def _metadata() -> frozenset[Any]:
-    """Return the functions, as `__torch_function__` receives them, that neither read nor write a tensor's values."""
-    attributes = (
-        "shape dtype device layout ndim requires_grad grad _grad grad_fn is_leaf grad_dtype names name output_nr retains_grad "
-        "itemsize nbytes is_cpu is_cuda is_meta is_quantized is_sparse is_sparse_csr is_mkldnn is_mps is_xla is_xpu is_ipu is_mtia "
-        "is_maia is_vulkan is_nested _version _base _cdata _backward_hooks _post_accumulate_grad_hooks"
-    )
-    methods = (
-        "size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex "
-        "is_signed is_inference is_conj is_neg is_same_size get_device register_hook register_post_accumulate_grad_hook "
-        "requires_grad_ retain_grad dim_order __len__ __hash__ _is_view"
-    )
-    descriptors = [getattr(torch.Tensor, name, None) for name in attributes.split()]
-    functions = {getattr(each, name, None) for each in descriptors for name in ("__get__", "__set__", "__delete__")}
-    functions |= {getattr(owner, name, None) for name in methods.split() for owner in (torch.Tensor, torch)}
-    return frozenset(functions - {None})
-
-
-_METADATA = _metadata()
+_ATTRIBUTES = (
+    "shape dtype device layout ndim requires_grad grad _grad grad_fn is_leaf grad_dtype names name output_nr retains_grad "
+    "itemsize nbytes is_cpu is_cuda is_meta is_quantized is_sparse is_sparse_csr is_mkldnn is_mps is_xla is_xpu is_ipu is_mtia "
+    "is_maia is_vulkan is_nested _version _base _cdata _backward_hooks _post_accumulate_grad_hooks"
+)
+_METHODS = (
+    "size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex "
+    "is_signed is_inference is_conj is_neg is_same_size get_device register_hook register_post_accumulate_grad_hook "
+    "requires_grad_ retain_grad dim_order __len__ __hash__ _is_view"
+)
+_METADATA = frozenset(
+    [getattr(owner, name, None) for name in _METHODS.split() for owner in (torch.Tensor, torch)]
+    + [
+        getattr(getattr(torch.Tensor, name, None), access, None)
+        for name in _ATTRIBUTES.split()
+        for access in ("__get__", "__set__", "__delete__")
+    ]
+) - {None}
+"""The functions, as `__torch_function__` receives them, that neither read nor write a tensor's values."""
 
 
 class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
@@ -140,14 +139,11 @@ _NEXT = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE
 _version_of = attrgetter("_version")
 _DIGEST_WORDS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by the size of a parameter's elements in bytes."""
 
 
 class Uses:
-    """Calls `on_use` with the name of a parameter of one bucket that is used at rest.
-
-    Parameter classes refer to this and not to the bucket: a cycle with it would keep a closed engine's memory from being freed.
-    """
+    """Calls `on_use` with the name of a parameter of one bucket that is used at rest. Parameter classes refer to this and not to
+    the bucket: a cycle with it would keep a closed engine's memory from being freed."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
         named = zip(parameters, layout.slots, strict=True)

@@ -79,20 +79,19 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
         raise PhaseError("share_memory() gives parameters other memory, and theirs is the engine's; leave it out")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy that belongs to no engine."""
         with torch._C.DisableTorchFunctionSubclass():
             copied = type(self).kind(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
 
+@dataclass(eq=False)
 class _Graph:
     """The graph of one forward, which lives as long as a hook of the graph does."""
 
-    def __init__(self, progress: PassProgress, generation: int) -> None:
-        self.progress = progress
-        self.generation = generation
-        """The number of parameter updates before this forward."""
+    progress: PassProgress
+    generation: int
+    """The number of parameter updates before this forward."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -364,29 +363,14 @@ class AutogradEngine(ZeroEngine):
                 guarded[kind] = guarded.get(kind) or GuardedParameter.of(kind, self._passes)
             bucket.set_kinds([guarded[kind_of(each)] for each in bucket.parameters])
         self._own = dict(self.model.named_parameters())
-        self._note_modules()
 
     def close(self) -> None:
         super().close()
         for bucket in self._buckets:
             bucket.set_kinds([getattr(kind_of(each), "kind", nn.Parameter) for each in bucket.parameters])
 
-    def _note_modules(self) -> None:
-        self._modules = list(self.model.modules())
-        self._identities = self._found_identities()
-
-    def _found_identities(self) -> list[int]:
-        return [
-            id(each)
-            for module in self._modules
-            for table in (module._modules, module._parameters)
-            for each in table.values()
-        ]
-
     def require_same_parameters(self) -> None:
         """Raise `PhaseError` when the model's parameters are not those that were partitioned."""
-        if self._identities == self._found_identities():
-            return
         found = dict(self.model.named_parameters())
         for one, other in ((found, self._own), (self._own, found)):
             others = set(map(id, other.values()))
@@ -396,7 +380,6 @@ class AutogradEngine(ZeroEngine):
                     f"{changed} was added, removed or replaced after shard(), and would be neither trained nor saved; put back "
                     "what was there, or call zeromesh.unshard(model), change it, and call shard() again"
                 )
-        self._note_modules()
 
     def _before_step(self) -> None:
         self.begin_step(self.optimizer_step.updates)

@@ -33,14 +33,14 @@ from zeromesh.comm.torch_transport import open_transport
 from zeromesh.comm.transport import RingRequest, Transport
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import TieredTensor, Tiers
-from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Hyperparameters
+from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
+from zeromesh.optim.fused_optimizer import GroupRules, Hyperparameters
 from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.units.build import Built, build_units, count_ring, make_trainable, open_tiers, slot_bytes
+from zeromesh.units.build import Built, build_units, make_trainable, open_tiers, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
@@ -89,7 +89,8 @@ class ZeroEngine:
         self.waits = built.tiers.waits
         """The time that this rank has waited for transfers from other tiers."""
         self.transport = built.transport
-        self._reduction = built.reduction
+        self.reduction = built.reduction
+        """The transport that sums gradients."""
         self._wider: Transport | None = None
         """A transport with larger gradient slots than those allocated at the start."""
         self._slot_bytes = self._needed_slot_bytes()
@@ -147,11 +148,6 @@ class ZeroEngine:
             raise
 
     @property
-    def reduction_name(self) -> str:
-        """The transport that sums gradients."""
-        return self._reduction.name
-
-    @property
     def state(self) -> FullState:
         """Whole parameters and gradients by name."""
         return self._access(averaged=False)
@@ -183,17 +179,13 @@ class ZeroEngine:
         """The factor that multiplies losses of this step before backward; 1 without float16 gradients."""
         return self.optimizer_step.scaler.scale
 
-    def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
-        """Return the optimizer of a bucket's shard, with its moments; None for a bucket that was never trained."""
-        return self.optimizer_step.optimizer_of(bucket)
-
     def progress(self) -> EngineProgress:
         """Return the progress that a checkpoint stores beside tensors. All ranks call it."""
         step = self.optimizer_step
         changed = {
             slot.spec.name: (trained, steps)
             for bucket in self._buckets
-            if (optimizer := self.optimizer_of(bucket)) is not None
+            if (optimizer := step.optimizer_of(bucket)) is not None
             for slot, trained, steps in zip(bucket.layout.slots, bucket.training, optimizer.steps, strict=True)
             if bucket.learned(slot.spec.fqn) and (trained, steps) != (slot.spec.requires_grad, step.updates)
         }
@@ -277,7 +269,7 @@ class ZeroEngine:
 
     def _widen_slots(self) -> None:
         """Reduce through larger slots if a newly trained bucket does not fit into the present ones."""
-        needed, name = self._needed_slot_bytes(), self._reduction.name
+        needed, name = self._needed_slot_bytes(), self.reduction.name
         if needed <= self._slot_bytes or name == "local":
             return
         ring = RingRequest(slots=self.options.gradient_slots, nbytes=needed)
@@ -286,7 +278,7 @@ class ZeroEngine:
         if self._wider is not None:
             self._wider.close()
         self._wider, self._slot_bytes = wider, needed
-        count_ring(self.ledger, name, ring)
+        self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, ring.slots, needed))
 
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
         """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order.
@@ -486,7 +478,7 @@ class ZeroEngine:
         self.optimizer_step.before_change = lambda bucket: None  # The callback's owner often references the engine.
         self._states.clear()
         self._tiers.close()
-        for transport in dict.fromkeys((self._wider, self.transport, self._reduction)):
+        for transport in dict.fromkeys((self._wider, self.transport, self.reduction)):
             if transport is not None:
                 transport.close()
 

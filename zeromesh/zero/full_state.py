@@ -33,7 +33,6 @@ MODEL, MASTER, AVERAGE = "model", "master", "ema"
 WEIGHTS = (MODEL, MASTER, AVERAGE)
 """Kinds of stored tensors from which weights are restored."""
 _SHOWN = 8
-"""The most differences of weights that an error lists."""
 
 
 class CheckpointState:
@@ -155,7 +154,6 @@ class CheckpointState:
         return self._numbers[id(bucket)]
 
     def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
-        """Kind, stored dtype and place of each tensor of a bucket's shard."""
         master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
         found = []
         if not (reading and bucket.trainable):
@@ -456,7 +454,6 @@ class FullState:
         return made
 
     def _places(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
-        """The parameter tables of all modules that hold a parameter, with its key in each table."""
         parts = [each.rpartition(".") for each in self._names[name]]
         return [(self._model.get_submodule(owner)._parameters, leaf) for owner, _, leaf in parts]
 

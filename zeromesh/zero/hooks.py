@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from zeromesh.zero.passes import Passes
 
 _DEPTH = 4
-"""The depth to which nested objects are searched for tensors."""
 
 
 class _OfModule:
@@ -64,7 +63,6 @@ class Hooks:
     """All hooks of one engine on its model."""
 
     def __init__(self, units: Sequence[Unit], passes: "Passes") -> None:
-        """The hooks call the methods of `passes`."""
         self._handles: list[RemovableHandle] = []
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []
         """References are held here, because garbage collection does not see what a parameter's gradient hook holds."""

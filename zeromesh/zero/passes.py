@@ -213,7 +213,6 @@ class Passes:
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Inside the block the gradients of a microbatch are computed, and they are reduced during and after it."""
         with self._recorder.span(StepPhase.BACKWARD):
             self._begin_reducing()
             yield
@@ -385,7 +384,6 @@ class Passes:
             self.need(unit)
 
     def _need_held(self) -> None:
-        """Gather, at the begin of backward, the units that backward may need at any time."""
         for index in sorted(self._progress.held):
             self._need_in_backward(self.units[index])
 
@@ -418,7 +416,15 @@ class Passes:
             tensors = list(tensors_in(output))
             if self._releases:
                 self._keep_returned(unit, tensors)
-            self._hook_backward(unit, tensors)
+            hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
+            if (
+                hooked and self._progress.streams is not None
+            ):  # Only the engine's own microbatches always have a backward.
+                self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
+            looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
+            new = looked_at and self._calls.end(unit.index, hooked)
+            if new and any(map(unit.has_memory_of, tensors_on(unit.module))):
+                self._hold(unit)
         if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.rest()
         if ends:
@@ -437,14 +443,6 @@ class Passes:
 
     def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
         return partial(self.before_backward, unit, place)
-
-    def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
-        hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
-        if hooked and self._progress.streams is not None:  # Only the engine's own microbatches always have a backward.
-            self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
-        looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
-        if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
-            self._hold(unit)
 
     def _end_forward(self, outputs: Tensors) -> None:
         """End forward, whose results are `outputs`, and hold the units that backward will enter without a hook."""

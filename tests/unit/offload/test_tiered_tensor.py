@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -309,13 +309,13 @@ def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
     pinned: list[int] = []
     refused: list[int] = []
 
-    def noted(nbytes: int, device: torch.device) -> torch.Tensor | None:
-        if nbytes in refused:
-            return None
-        pinned.append(nbytes)
-        return torch.zeros(nbytes, dtype=torch.uint8)
+    def noted(pages: Sized, device: torch.device) -> bool:
+        if len(pages) in refused:
+            return False
+        pinned.append(len(pages))
+        return True
 
-    monkeypatch.setattr(allocation, "_pinned_pages", noted)
+    monkeypatch.setattr(allocation._PinnedPages, "pin", noted)
     budget = PinnedBudget(limit=10_000)
     device = torch.device("cuda")
     for count, expected in ((1000, [4000]), (2000, [4000]), (1500, [4000, 6000]), (1, [4000, 6000])):
