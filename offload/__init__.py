@@ -27,7 +27,7 @@ from zeromesh.offload.memory.ledger import (
     resident_bytes,
     swap_bytes,
 )
-from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, StoredRun, TierChoice, TieredTensor, Tiers
+from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, TierChoice, TieredPart, TieredTensor, Tiers
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole, stream_bytes
 
 __all__ = [
@@ -42,11 +42,11 @@ __all__ = [
     "Purpose",
     "ReleasableBuffer",
     "SparePages",
-    "StoredRun",
     "StreamOperand",
     "StreamRow",
     "Tier",
     "TierChoice",
+    "TieredPart",
     "TieredTensor",
     "Tiers",
     "Transfer",

@@ -370,8 +370,6 @@ def _module(device: torch.device) -> ModuleType:
 
 def _begun() -> ModuleType | None:
     """Return torch's module for the accelerator if initialized, since a query would otherwise initialize it and take memory."""
-    kind = found()
-    if kind is None:
-        return None
-    module = _module(kind)
-    return module if module.is_initialized() else None
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    module = None if kind is None else _module(kind)
+    return module if module is not None and module.is_initialized() else None

@@ -309,7 +309,14 @@ class ActivationStore:
         while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
         self._recount()
-        slot, room = self._take_room(tensor.nbytes)
+        tier, length = self._tiers.file(), whole_blocks(tensor.nbytes)
+        while (begin := self._free.take(length)) is None:
+            missing = length - self._free.reaching(tier.nbytes)
+            tier.allocate(missing, _LABEL)
+            self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
+            self._free.give(tier.nbytes - missing, tier.nbytes)
+        slot = FileSlot(tier, begin, tensor.nbytes, _LABEL)
+        room = Reservation(self._ended, partial(self._free.give, begin, begin + length))
         on_host = partial(self._on_host, tensor.shape, tensor.dtype)
         source = on_host()
         copied = self._copy_out(tensor, source.memory)
@@ -350,16 +357,6 @@ class ActivationStore:
     def _count(self, tier: Tier, nbytes: int) -> Reservation:
         self._tiers.ledger.add(tier, Purpose.ACTIVATIONS, nbytes)
         return Reservation(self._ended, partial(self._tiers.ledger.add, tier, Purpose.ACTIVATIONS, -nbytes))
-
-    def _take_room(self, nbytes: int) -> tuple[FileSlot, Reservation]:
-        tier, length = self._tiers.file(), whole_blocks(nbytes)
-        while (begin := self._free.take(length)) is None:
-            missing = length - self._free.reaching(tier.nbytes)
-            tier.allocate(missing, _LABEL)
-            self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
-            self._free.give(tier.nbytes - missing, tier.nbytes)
-        slot = FileSlot(tier, begin, nbytes, _LABEL)
-        return slot, Reservation(self._ended, partial(self._free.give, begin, begin + length))
 
     def _settle(self) -> None:
         """Run queued frees, and advance writes in flight. Raises `StorageError` if a write has failed."""

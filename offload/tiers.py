@@ -93,16 +93,6 @@ class TieredPart:
         return self.memory is not None and self.memory.device.type == device.type
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredRun:
-    """Elements of a tensor from `start` on, stored in the tensor's dtype in the file `path` from byte `begin` on."""
-
-    start: int
-    length: int
-    path: Path
-    begin: int
-
-
 class TieredTensor:
     """A tensor `[numel]` of `dtype`, in consecutive parts."""
 
@@ -169,6 +159,8 @@ class TieredTensor:
         return self._move(start, data, write=True)
 
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
+        if len(self.parts) == 1 and data.numel() == self.numel:
+            return _move(self.dtype, self.parts[0], data, write=write)
         # Parts in the same memory go first: a copy from elsewhere begins after them, so work ordered after it has both.
         parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.lies_on(data.device))
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
@@ -316,12 +308,9 @@ class Tiers:
             self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
         return TieredTensor(dtype, parts)
 
-    def stored(self, numel: int, dtype: torch.dtype, runs: Sequence[StoredRun], purpose: Purpose) -> TieredTensor:
-        """Make a read-only tensor, `[numel]`, of data in existing files; between the runs, which are in order, it is zero.
-
-        Raises:
-            StorageError: for a file that cannot be opened.
-        """
+    def stored(self, numel: int, dtype: torch.dtype, runs: Sequence[TieredPart], purpose: Purpose) -> TieredTensor:
+        """Make a read-only tensor, `[numel]`, of data in existing files, see `FileTier.stored`; between the runs, which are in
+        order, it is zero."""
         parts: list[TieredPart] = []
         at = 0
         for run in (*runs, None):
@@ -330,10 +319,8 @@ class Tiers:
                 gap = torch.zeros(start - at, dtype=dtype, device=self.device)
                 parts.append(TieredPart(start=at, end=start, tier=Tier.DEVICE, memory=gap))
             if run is not None:
-                slot, at = self.file().stored(run.path), start + run.length
-                parts.append(
-                    TieredPart(start=start, end=at, tier=Tier.FILE, slot=slot, first=run.begin // dtype.itemsize)
-                )
+                parts.append(run)
+                at = run.end
         return self._counted(dtype, parts, purpose)
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:

@@ -26,7 +26,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.reader import OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore
@@ -116,7 +115,14 @@ def shard(
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
     _require_plain(model)
     resolved = _resolve(model, config, options)
-    optimizer = _as_one(optimizer, model)
+    several: Sequence[Any] = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
+    for each in made:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer, its class, or a list of them"
+            )
+    optimizer = ChainedOptimizer(*made) if len(made) > 1 else made[0] if made else None
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
     zero = replace(engine_options(resolved, accumulation), optimizer=settings)
     engine = _partition(model, resolved, zero, trains=optimizer is not None)
@@ -150,17 +156,6 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     if mesh.device.type == "cpu":
         settle_heap()
     return engine
-
-
-def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
-    several = [] if given is None else given if isinstance(given, list | tuple) else [given]
-    made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
-    for each in made:
-        if not isinstance(each, Optimizer):
-            raise ConfigError(
-                f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer, its class, or a list of them"
-            )
-    return ChainedOptimizer(*made) if len(made) > 1 else made[0] if made else None
 
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
@@ -341,10 +336,7 @@ def save(
     engine = engine_of(model)
     engine.require_same_parameters()
     progress = engine.progress()
-    groups = [
-        {n: value.item() if isinstance(value, torch.Tensor) else value for n, value in group.items() if n != "params"}
-        for group in (() if optimizer is None else optimizer.param_groups)
-    ]
+    groups = [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]
     made = TrainerState(
         step=progress.updates if step is None else step,
         samples=0,
@@ -407,7 +399,13 @@ def load(
             reader = loader.open(each)
             state = read_state(loader, reader)
             if optimizer is not None:
-                _require_same_states(reader, engine)
+                own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
+                others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
+                if others:  # Missing ones are reported later.
+                    raise LayoutError(
+                        f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the "
+                        "one here; load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
+                    )
                 load_engine(loader, reader, engine, state)
             else:
                 load_weights(each, engine, engine.mesh)
@@ -434,11 +432,6 @@ def load(
     return None
 
 
-def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> None:
-    own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
-    others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
-    if others:
-        raise LayoutError(
-            f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the one here; "
-            "load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
-        )
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+    return {name: value for name, value in values.items() if name != "params"}

@@ -47,19 +47,6 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
         LayoutError: on all ranks alike, for a pattern without a module, a module inside another one that is placed, and a
             parameter that a placed module shares with another part of the model.
     """
-    found = _modules_of(model, homes)
-    for name, home in found.items():
-        module = model.get_submodule(name)
-        exchange = _ModuleExchange(f"{name} on process set {home.name}", home, mesh)
-        if home.member:
-            module.forward = partial(_on_own_ranks, module.forward, exchange)
-        else:
-            parent, _, leaf = name.rpartition(".")
-            model.get_submodule(parent)._modules[leaf] = _OnOtherRanks(module, exchange)
-    return ModulePlacement(model, mesh, found)
-
-
-def _modules_of(model: nn.Module, homes: Mapping[str, ProcessSet]) -> dict[str, ProcessSet]:
     found: dict[str, ProcessSet] = {}
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
@@ -79,7 +66,15 @@ def _modules_of(model: nn.Module, homes: Mapping[str, ProcessSet]) -> dict[str, 
                 f"placement: {' and '.join(names)} are one parameter in parts of the model that are placed apart; untie them, "
                 "or place a module that holds all of them"
             )
-    return found
+    for name, home in found.items():
+        module = model.get_submodule(name)
+        exchange = _ModuleExchange(f"{name} on process set {home.name}", home, mesh)
+        if home.member:
+            module.forward = partial(_on_own_ranks, module.forward, exchange)
+        else:
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._modules[leaf] = _OnOtherRanks(module, exchange)
+    return ModulePlacement(model, mesh, found)
 
 
 def _place_of(name: str, found: Mapping[str, ProcessSet]) -> str | None:

@@ -100,22 +100,18 @@ def divide(
     own = [chunk * ranks + mesh.pipeline.index for chunk in range(options.chunks)]
     stages = Stages(model, anatomy, cut, own, outside, tensor.shares if tensor is not None else None)
     blocks = [model.get_submodule(f"{anatomy.blocks}.{index}") for stage in own for index in stages.ranges[stage]]
+    copies: dict[str, StageCopies] = {}
+    for tie in stages.ties:  # Tied parameters that this rank and another one have, by their name on this rank.
+        holders = tuple(sorted({stage % ranks for stage in tie.held}))
+        here = [name for stage, name in tie.held.items() if stage in own]
+        if here and len(holders) > 1:
+            copies[here[0]] = StageCopies(name=tie.names[0], aliases=tie.names[1:], ranks=holders)
     cuts = ModelCuts(
         parts=parts,
-        copies=_copies(stages, ranks),
+        copies=copies,
         chunks=options.chunks,
         chunk_of=lambda name: own.index(stages.stage_of(name)),
     )
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
     listed = " + ".join(map(str, cut))
     return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=(*notes, f"pipeline: stages of {listed} blocks"))
-
-
-def _copies(stages: Stages, ranks: int) -> dict[str, StageCopies]:
-    found = {}
-    for tie in stages.ties:
-        holders = tuple(sorted({stage % ranks for stage in tie.held}))
-        here = [name for stage, name in tie.held.items() if stage in stages.own]
-        if here and len(holders) > 1:
-            found[here[0]] = StageCopies(name=tie.names[0], aliases=tie.names[1:], ranks=holders)
-    return found

@@ -312,7 +312,7 @@ class OptimizerStep:
             optimizer = self.optimizer_of(bucket)
             if optimizer is not None:
                 specs = [slot.spec for slot in bucket.layout.slots]
-                optimizer.steps = [steps.get(each.name, updates * bucket.learned(each.fqn)) for each in specs]
+                optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.learned)) for each in specs]
                 optimizer.follow()
 
     def begin_step(self, groups: Sequence[Hyperparameters]) -> None:

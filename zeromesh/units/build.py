@@ -18,8 +18,8 @@ from zeromesh.offload import (
     FileSettings,
     Ledger,
     Purpose,
-    StoredRun,
     Tier,
+    TieredPart,
     TieredTensor,
     Tiers,
     allocate_lasting,
@@ -109,7 +109,8 @@ def build_units(
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     pairs = list(zip(flat, keep, strict=True))
     stored = [
-        None if kept else _stored(layout, _interval(layout, mesh, options), options, source) for layout, kept in pairs
+        None if kept else _stored(layout, _interval(layout, mesh, options), options, source, tiers)
+        for layout, kept in pairs
     ]
     trained = [layout for layout in flat if layout.first.requires_grad]
     ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options, mesh.device))
@@ -206,7 +207,7 @@ def _bucket(
     model: nn.Module,
     layout: BucketLayout,
     buffer: GatherBuffer,
-    stored: list[StoredRun] | None,
+    stored: list[TieredPart] | None,
     mesh: Mesh,
     options: ZeroOptions,
     source: ParameterSource,
@@ -235,8 +236,8 @@ def _bucket(
 
 
 def _stored(
-    layout: BucketLayout, interval: Interval, options: ZeroOptions, source: ParameterSource
-) -> list[StoredRun] | None:
+    layout: BucketLayout, interval: Interval, options: ZeroOptions, source: ParameterSource, tiers: Tiers
+) -> list[TieredPart] | None:
     """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""
     offload, first = options.offload, layout.first
     whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
@@ -251,16 +252,17 @@ def _stored(
             if place is None:
                 return None
             start = piece.in_shard.start + run.local - piece.in_parameter.start
-            runs.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
+            slot, begin = tiers.file().stored(place[0]), place[1] // first.dtype.itemsize
+            runs.append(TieredPart(start=start, end=start + run.length, tier=Tier.FILE, slot=slot, first=begin))
     return runs
 
 
-def _lead(layout: BucketLayout, stored: list[StoredRun] | None) -> int:
+def _lead(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
     """Return the offset of a bucket's memory from the start of a page that aligns it with its blocks in the files, so that most of
     what the first rank reads needs no copy."""
     alike = Counter({0: 0})
     for run in stored or ():
-        alike[(run.begin - run.start * layout.first.dtype.itemsize) % BLOCK] += run.length
+        alike[(run.first - run.start) * layout.first.dtype.itemsize % BLOCK] += run.end - run.start
     return max(alike, key=alike.__getitem__)
 
 

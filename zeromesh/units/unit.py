@@ -19,6 +19,7 @@ overrides (TorchScript, collectives of torch.distributed) see NaN.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from operator import attrgetter
@@ -188,7 +189,8 @@ class Bucket:
         """The indices of parameters without a gradient on any rank in the current step, which keep their values."""
         self.trainable = any(self.training)
         """True if there are master weights, moments and gradients, since a parameter is or was trained."""
-        self._learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
+        self.learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
+        """The names of the parameters that are or were trained."""
         self.grad: torch.Tensor | None = None
         self.grad_rest: TieredTensor | None = None
         self.partial: torch.Tensor | None = None
@@ -215,9 +217,6 @@ class Bucket:
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
 
-    def learned(self, fqn: str) -> bool:
-        return fqn in self._learned
-
     def changed_flags(self) -> list[int]:
         """Return the indices of parameters whose `requires_grad` differs from their training state."""
         with torch._C.DisableTorchFunctionSubclass():  # This skips the slow overrides of parameters at rest.
@@ -228,7 +227,7 @@ class Bucket:
         """Adopt the parameters' present `requires_grad` as their training state."""
         self.training = [parameter.requires_grad for parameter in self.parameters]
         named = zip(self.layout.slots, self.training, strict=True)
-        self._learned.update(slot.spec.fqn for slot, trained in named if trained)
+        self.learned.update(slot.spec.fqn for slot, trained in named if trained)
 
     def show(self) -> None:
         """Make the parameters views of the gathered buffer."""
@@ -290,12 +289,6 @@ class Bucket:
         pairs = enumerate(zip(self.parameters, self._views, strict=True))
         outside = [number for number, (parameter, view) in pairs if parameter.data_ptr() != view.data_ptr()]
         return [number for number in outside if (self.parameters[number].dtype != self._views[number].dtype) is cast]
-
-    def publish(self) -> None:
-        """Publish the master weights, all of which have changed, to the gathers of other ranks."""
-        if self.copy is not None:
-            self.copy.copy_from(self.master)
-        self.buffer.end_write()
 
 
 class Unit:
@@ -381,14 +374,6 @@ class Unit:
         for bucket in self.buckets:
             bucket.show()
 
-    def point(self) -> None:
-        """Point the parameters to their memory in this phase, even if their data was replaced."""
-        for bucket in self.buckets:
-            if self.phase is Phase.LIVE:
-                bucket.show()
-            else:
-                bucket.hide()
-
     def leave(self) -> None:
         """Let the unit rest if it is live, or after its gather in flight if it was never used."""
         if self.phase is Phase.GATHERING:
@@ -404,6 +389,67 @@ class Unit:
             bucket.hide()
             bucket.buffer.release()
         self.enter(Phase.RESTING)
+
+
+_FIRST = 2
+"""The number of first forwards of each unit in which parameter values are compared."""
+
+
+class InplaceWrites:
+    """Detects parameters that were changed in place. Version counters are compared in every pass. Digests of values, which show
+    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit in turn. Parameters that are
+    read between steps are compared too, and from then on those whose counters have risen without a change."""
+
+    def __init__(self, *, alone: bool) -> None:
+        """`alone`: no other rank has copies or shards of the parameters."""
+        self._alone = alone
+        self.forwards = 0
+        """The number of training forwards so far."""
+        self._calls: Counter[int] = Counter()
+
+    def look_at(self, unit: Unit, units: int) -> None:
+        """Record the values of a unit that is about to run forward, if it is the unit's turn among `units` units."""
+        self._calls[unit.index] += 1
+        if self._calls[unit.index] <= _FIRST or self.forwards % units == unit.index:
+            self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
+            unit.note_values()
+
+    def refuse_in_pass(self, units: Iterable[Unit]) -> None:
+        """Raise `PhaseError` if forward has changed a parameter, since ranks would train different weights."""
+        for unit, name in _written(units):
+            self._refuse(unit, name)
+
+    def unread(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
+        """List the comparisons on a device that the host has not read yet, as scalars to be passed to `refuse_changed`."""
+        buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
+        return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
+
+    def refuse_changed(self, unit: Unit, bucket: Bucket, first: int) -> None:
+        """Raise as `refuse_in_pass` when a comparison has shown a changed parameter; `first` is its number in its bucket."""
+        bucket.first_changed = None
+        if first < len(bucket.parameters):
+            self._refuse(unit, bucket.layout.slots[first].spec.fqn)
+
+    def _refuse(self, unit: Unit, name: str) -> None:
+        if not (self._alone and unit.keeps_writes):
+            raise PhaseError(
+                f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
+                "Embedding(max_norm=), averaged codebooks, clamped or rescaled weights; ranks would then have different weights, "
+                "or the change would be lost. Compute a changed copy in forward, or keep these values in a buffer"
+            )
+
+    def refuse_between_passes(self, units: Iterable[Unit]) -> None:
+        """Raise `PhaseError` when a parameter was changed since the last update in a way that the next update would lose."""
+        for unit, name in _written(units):
+            if not unit.keeps_writes:
+                raise PhaseError(
+                    f"parameter {name} was changed in place between steps, and the change would be lost: the optimizer updates "
+                    "master weights, of which the model's parameters are copies. Change it before training"
+                )
+
+
+def _written(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
+    return [(unit, name) for unit in units if unit.phase is Phase.LIVE and (name := unit.written()) is not None]
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:

@@ -148,14 +148,13 @@ class AutogradPasses(Passes):
             self._inner.append([(module, int(module in hooks.parts)) for module in inner])
 
     def _follow_hooked(self, unit: Unit) -> None:
-        hooked = [each for each in self._inner[unit.index] if len(each[0]._forward_hooks) > each[1]]
-        for each in hooked:
-            self._inner[unit.index].remove(each)
-            self._hook_after(each[0], partial(self._after_inner, unit))
+        def after(output: Any) -> None:
+            if self.mode is PassMode.FORWARD:
+                on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.calls - 1))
 
-    def _after_inner(self, unit: Unit, output: Any) -> None:
-        if self.mode is PassMode.FORWARD:
-            on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.calls - 1))
+        for each in [each for each in self._inner[unit.index] if len(each[0]._forward_hooks) > each[1]]:
+            self._inner[unit.index].remove(each)
+            self._hook_after(each[0], after)
 
     # Forward
 
@@ -216,7 +215,12 @@ class AutogradPasses(Passes):
     def _reached(self, unit: Unit, place: int, graph: _Graph) -> None:
         if self.mode is not PassMode.BACKWARD:
             if not self._accumulates():  # This is `autograd.grad`, whose results may be part of a loss.
-                self._hold_in(graph, unit)
+                self._require_current(graph)
+                if self.mode is PassMode.IDLE:
+                    self._begin(PassMode.FORWARD, "train", graph.progress)
+                    self._graph = weakref.ref(graph)
+                    self.need(self.units[0])
+                self._hold(unit)
                 return
             self._begin_backward(graph)
             self._need_in_backward(
@@ -251,14 +255,6 @@ class AutogradPasses(Passes):
                 "optimizer.clip_grad_norm_(max_norm), read whole ones with optimizer.gradient(name), and in place of a GradScaler "
                 "use precision={'compute': 'float16'} and optimizer.scale(loss)"
             )
-
-    def _hold_in(self, graph: _Graph, unit: Unit) -> None:
-        self._require_current(graph)
-        if self.mode is PassMode.IDLE:
-            self._begin(PassMode.FORWARD, "train", graph.progress)
-            self._graph = weakref.ref(graph)
-            self.need(self.units[0])
-        self._hold(unit)
 
     def _require_current(self, graph: _Graph) -> None:
         if graph.generation != self.generation:

@@ -187,7 +187,7 @@ class ZeroEngine:
             for bucket in self._buckets
             if (optimizer := step.optimizer_of(bucket)) is not None
             for slot, trained, steps in zip(bucket.layout.slots, bucket.training, optimizer.steps, strict=True)
-            if bucket.learned(slot.spec.fqn) and (trained, steps) != (slot.spec.requires_grad, step.updates)
+            if slot.spec.fqn in bucket.learned and (trained, steps) != (slot.spec.requires_grad, step.updates)
         }
         rows = self.mesh.pipeline.gather_json(changed, "changes of requires_grad")
         return EngineProgress(
@@ -418,7 +418,9 @@ class ZeroEngine:
             raise
         self._mixed = False
         for bucket in self._buckets:
-            bucket.publish()
+            if bucket.copy is not None:
+                bucket.copy.copy_from(bucket.master)
+            bucket.buffer.end_write()
         self._next_generation()
         averages = self.optimizer_step.averages
         if averages is not None and averaged_updates is not None:

@@ -27,7 +27,7 @@ from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.optim.class_optimizer import WholeOptimizer
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.unit import Bucket, Unit, all_buckets, digest, set_values
+from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets, digest, set_values
 
 MODEL, MASTER, AVERAGE = "model", "master", "ema"
 WEIGHTS = (MODEL, MASTER, AVERAGE)
@@ -72,7 +72,9 @@ class CheckpointState:
 
     def frozen(self) -> set[str]:
         """Names of the parameters of all stages that were never trained."""
-        names = [s.spec.name for bucket in self._buckets for s in bucket.layout.slots if not bucket.learned(s.spec.fqn)]
+        names = [
+            s.spec.name for bucket in self._buckets for s in bucket.layout.slots if s.spec.fqn not in bucket.learned
+        ]
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
 
     def written(self) -> list[TensorShard]:
@@ -180,7 +182,7 @@ class CheckpointState:
         alone = isinstance(optimizer, WholeOptimizer)  # One owner in the shard group, perhaps without a piece.
         for number, slot in enumerate(bucket.layout.slots):
             writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
-            for kind, dtype, shape, values in optimizer.kept(number) if bucket.learned(slot.spec.fqn) else ():
+            for kind, dtype, shape, values in optimizer.kept(number) if slot.spec.fqn in bucket.learned else ():
                 spec = TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=shape)
                 yield spec, values if written is None or writes else None
 
@@ -228,7 +230,7 @@ def _hex_digest(values: torch.Tensor) -> str:
 def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
     """Return True if a checkpoint stores this kind of tensor for a parameter. A never-trained parameter has weights alone, from
     which its master weights and averages are restored where others of its bucket are trained."""
-    return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or bucket.learned(spec.fqn)
+    return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or spec.fqn in bucket.learned
 
 
 def _spec_of(name: str, buffer: torch.Tensor) -> TensorSpec:
@@ -310,33 +312,30 @@ class FullState:
         self._units = units
         self._mesh = mesh
         self._gradient_dtype = gradient_dtype
-        self._stages: list[list[TensorSpec]] = []
+        slots = [
+            (slot.spec, bucket.master.dtype, trained)
+            for bucket in all_buckets(units)
+            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True)
+        ]
+        specs = [
+            TensorSpec(kind=MODEL, name=spec.name, dtype=dtype, shape=spec.region.shape) for spec, dtype, _ in slots
+        ]
+        self._stages = of_stages(specs, mesh.pipeline, "parameters of all stages")
         """Each stage's parameters in the dtype of their master weights; shared parameters are in the first of their stages."""
         self._names: dict[str, tuple[str, ...]] = {}
         """All names of each parameter, its canonical name first."""
         self._trained: dict[str, bool] = {}
-        self._specs: dict[str, TensorSpec] = {}
-        own, slots = [], []
-        for bucket in all_buckets(units):
-            dtype = str(bucket.master.dtype).removeprefix("torch.")
-            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True):
-                spec = slot.spec
-                slots.append(slot)
-                own.append([spec.name, spec.other_names, trained, dtype, spec.region.shape])
-        for stage in mesh.pipeline.gather_json(own, "parameters of all stages"):
-            new = [row for row in stage if row[0] not in self._names]
-            self._names |= {name: (name, *others) for name, others, *_ in new}
-            self._trained |= {name: trained for name, _, trained, *_ in new}
-            specs = [
-                TensorSpec(kind=MODEL, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-                for name, _, _, dtype, shape in new
-            ]
-            self._stages.append(specs)
-            self._specs = {name: spec for spec in specs for name in self._names[spec.name]} | self._specs
+        own = {spec.name: (spec.other_names, trained) for spec, _, trained in slots}
+        for row in mesh.pipeline.gather_json(own, "names and flags of all stages"):
+            for name, (others, trained) in row.items():
+                self._names.setdefault(name, (name, *others))
+                self._trained.setdefault(name, trained)
+        everything = reversed([*chain.from_iterable(self._stages)])
+        self._specs = {name: spec for spec in everything for name in self._names[spec.name]}
         divided = {
-            slot.spec.name: [[(each.start, each.end) for each in dim] for dim in slot.spec.region.dims]
-            for slot in slots
-            if slot.spec.part is not None and not slot.spec.region.is_whole
+            spec.name: [[(each.start, each.end) for each in dim] for dim in spec.region.dims]
+            for spec, _, _ in slots
+            if spec.part is not None and not spec.region.is_whole
         }
         self._regions: dict[str, list[Region]] = {}
         """The regions that the ranks of the tensor axis have of each divided parameter of this stage."""
@@ -358,17 +357,15 @@ class FullState:
         """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device. With
         `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own weights, which the
         next step changes: copy it to keep it."""
-        return self._of_all_stages(self._specs if names is None else names, self._weights, None)
+        return self._of_all_stages(self._specs if names is None else names, self._whole, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` of every persistent buffer of the whole model; of a shared buffer that of the first stage."""
         buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
         for stage, specs in enumerate(buffers_of_stages(self._model, pipeline)):
             for spec in specs:
-                yield (
-                    spec.name,
-                    self._from(stage, spec, buffers[spec.name].detach() if stage == pipeline.index else None),
-                )
+                own = buffers[spec.name].detach() if stage == pipeline.index else None
+                yield spec.name, self._from(stage, spec, own)
 
     def stored_specs(self) -> list[TensorSpec]:
         """The tensors that `stored` yields: parameters in the dtype of their master weights; frozen ones in that of the model."""
@@ -433,7 +430,8 @@ class FullState:
             for put_back in reversed(restore):
                 put_back()
             for unit in self._units:
-                unit.point()
+                for bucket in unit.buckets:
+                    (bucket.show if unit.phase is Phase.LIVE else bucket.hide)()
 
     def _show(
         self, name: str, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], object]]
@@ -483,9 +481,8 @@ class FullState:
         """Give the model ordinary whole parameters in the master dtype; the engine cannot be used afterwards. `restore` gives the
         model back the modules that it had, whatever has replaced them."""
         values = {name: tensor.clone() for name, tensor in self.parameters()}
-        buffers = (
-            {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.shape.divides("blocks") else {}
-        )
+        foreign = self.buffers() if self._mesh.shape.divides("blocks") else ()
+        buffers = {name: tensor.clone() for name, tensor in foreign}
         restore()
         for name, value in buffers.items():
             self._model.get_buffer(name).copy_(value)
@@ -507,9 +504,10 @@ class FullState:
         pipeline = self._mesh.pipeline
         for stage, specs in enumerate(self._stages):
             chosen = [spec for spec in specs if spec.name in names]
-            own = self._of_this_stage({spec.name for spec in chosen}, whole) if stage == pipeline.index else None
+            here = {spec.name for spec in chosen} if stage == pipeline.index else set()
+            own = self._of_this_stage(here, whole)
             for spec in chosen:
-                found = next(own) if own is not None else None
+                found = next(own, None)
                 if pipeline.gather_integers([int(found is not None)])[stage][0]:
                     yield spec.name, self._from(stage, spec, found, dtype)
 
@@ -540,16 +538,15 @@ class FullState:
             return local.view(slot.spec.shape)
         return join_regions(local, regions, self._mesh.tensor, f"reading of {slot.spec.name}")
 
-    def _weights(self, bucket: Bucket) -> torch.Tensor:
-        return self._whole(bucket, self._weights_of(bucket).load(self._mesh.device))
-
     def _gradients(self, bucket: Bucket) -> torch.Tensor | None:
         shard = bucket.grad
         if shard is None and bucket.grad_rest is not None:
             shard = bucket.grad_rest.load(self._mesh.device)
         return None if shard is None or not bucket.trainable else self._whole(bucket, shard)
 
-    def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
+    def _whole(self, bucket: Bucket, shard: torch.Tensor | None = None) -> torch.Tensor:
+        """Gather a shard of a bucket, by default that of its weights."""
+        shard = self._weights_of(bucket).load(self._mesh.device) if shard is None else shard
         layout, ranks = bucket.layout, self._mesh.shard
         held = of_bucket(layout, ranks.size, whole=shard.numel() == layout.padded)
         whole = replicated(layout.padded, ranks.size)

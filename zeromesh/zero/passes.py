@@ -32,9 +32,8 @@ from zeromesh.rng import Streams, own_randomness
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import NOTHING, StepPhase
 from zeromesh.units.build import Built
-from zeromesh.units.unit import Bucket, Phase, Unit
-from zeromesh.zero.forward_checks import InplaceWrites, UnitCalls
-from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
+from zeromesh.units.unit import Bucket, InplaceWrites, Phase, Unit
+from zeromesh.zero.hooks import UnitCalls, on_gradient_of, tensors_in, tensors_on
 
 Tensors = Sequence[torch.Tensor]
 
@@ -135,7 +134,7 @@ class Passes:
         """True while the running pass gathers in the recorded order."""
         self._entry: nn.Module | None = None
         self._calls = UnitCalls()
-        self.writes = InplaceWrites(mesh)
+        self.writes = InplaceWrites(alone=mesh.data.size == 1)
         self._progress = PassProgress()
         self._holding = False
         """True if gradients of parameters are held back until gradients of inputs were sent."""
@@ -414,8 +413,16 @@ class Passes:
             self.writes.refuse_in_pass(self.units if ends else [unit])
         if self._releases or self.mode is PassMode.FORWARD or torch.is_grad_enabled():
             tensors = list(tensors_in(output))
-            if self._releases:
-                self._keep_returned(unit, tensors)
+            for each in (self.units if ends else [unit]) if self._releases else ():
+                if each.phase is Phase.LIVE and any(
+                    map(each.has_memory_of, tensors)
+                ):  # A view of parameters is returned.
+                    if ends:
+                        raise PhaseError(
+                            f"the call returned a view of parameters of unit {each.name}, which are released after it; return a "
+                            "clone"
+                        )
+                    self._hold(each)
             hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
             if (
                 hooked and self._progress.streams is not None
@@ -430,23 +437,13 @@ class Passes:
         if ends:
             self.end()
 
-    def _keep_returned(self, unit: Unit, tensors: Tensors) -> None:
-        """Keep a unit live that returned a view of its parameters. Raises `PhaseError` where the pass ends with this call."""
-        ends = self._entry is unit.module
-        for each in self.units if ends else [unit]:
-            if each.phase is Phase.LIVE and any(map(each.has_memory_of, tensors)):
-                if ends:
-                    raise PhaseError(
-                        f"the call returned a view of parameters of unit {each.name}, which are released after it; return a clone"
-                    )
-                self._hold(each)
-
     def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
         return partial(self.before_backward, unit, place)
 
     def _end_forward(self, outputs: Tensors) -> None:
         """End forward, whose results are `outputs`, and hold the units that backward will enter without a hook."""
-        self.writes.end_forward(self.units)
+        self.writes.forwards += 1
+        self.writes.refuse_in_pass(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for entrance in self._calls.entrances(roots):
             unit = self.units[entrance.unit]
