@@ -338,15 +338,11 @@ def save(
     progress = engine.progress()
     groups = [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]
     made = TrainerState(
-        step=progress.updates if step is None else step,
+        step=progress["updates"] if step is None else step,
         samples=0,
         tokens=0,
-        updates=progress.updates,
         skipped=0,
-        averages=progress.averaged_updates,
-        trained=progress.trained,
-        loss_scale=progress.loss_scale,
-        good_steps=progress.good_steps,
+        **progress,
         callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
     )
     store = CheckpointStore(Path(directory).expanduser())

@@ -98,18 +98,12 @@ class WeightAverage:
         self._settings = settings
         self._tiers = tiers
         self._at = at
-        self._tensors: dict[int, TieredTensor] = {}
-
-    def of(self, bucket: Bucket) -> TieredTensor | None:
-        """Return the average of a bucket's shard; None if nothing of the bucket was ever trained."""
-        return self._tensors.get(id(bucket))
 
     def begin(self, bucket: Bucket) -> None:
         """Initialize a bucket's average with its weights, which have not been updated yet."""
         master, what = bucket.master, f"averages of {bucket.name}"
-        average = self._tiers.allocate(master.numel, master.dtype, self._at, Purpose.AVERAGES, what)
-        average.copy_from(master)
-        self._tensors[id(bucket)] = average
+        bucket.average = self._tiers.allocate(master.numel, master.dtype, self._at, Purpose.AVERAGES, what)
+        bucket.average.copy_from(master)
 
     def due(self, update: int) -> bool:
         """Return True if update number `update`, counted from 1, enters the average."""
@@ -124,7 +118,9 @@ class WeightAverage:
 
     def exchange(self, bucket: Bucket) -> None:
         """Swap a bucket's master weights with their averages, part by part. Raises `StorageError`."""
-        master, average, device = bucket.master, self._tensors[id(bucket)], self._tiers.device
+        master, average, device = bucket.master, bucket.average, self._tiers.device
+        if average is None:
+            return
         if master.whole(device) is None or average.whole(device) is None:
             device = torch.device("cpu")
         for start in range(0, master.numel, _EXCHANGE_ELEMENTS):
@@ -225,7 +221,7 @@ class OptimizerStep:
         self._options = options
         self._tiers = tiers
         self._all = all_buckets(units)
-        self._units = {id(bucket): unit for unit in units for bucket in unit.buckets}
+        self._units = units
         self._optimizers: dict[int, BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size
         """The number of elements of whole tensors that each rank of the shard group owns."""
@@ -397,7 +393,7 @@ class OptimizerStep:
         if averages is None:
             return
         for bucket in self._all:
-            average = averages.of(bucket)
+            average = bucket.average
             if average is not None and not any(bucket.training):
                 self.before_change(bucket)
                 modes = ((bucket.master, Access.READ), (average, Access.UPDATE))
@@ -409,7 +405,7 @@ class OptimizerStep:
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
         """Name the units whose gradients, and the ranks whose losses, are not finite. All ranks call it and get the same text."""
-        units = [self._units[id(bucket)] for bucket, norm in self._norms if not math.isfinite(norm)]
+        units = [self._units[bucket.unit] for bucket, norm in self._norms if not math.isfinite(norm)]
         found = sorted({(unit.index, unit.name) for unit in units})
         rows = self._mesh.world.gather_json([not loss_finite, found], "where gradients are not finite")
         names = [name for _, name in sorted({(index, name) for _, units in rows for index, name in units})]
@@ -448,7 +444,7 @@ class OptimizerStep:
         """Update the buckets that can be updated inside backward; see [Note: Updates inside backward]."""
         ready, self._ready = self._ready, deque()
         for bucket in ready:
-            unit = self._units[id(bucket)]
+            unit = self._units[bucket.unit]
             if unit.index not in self._retired:
                 self._ready.append(bucket)
                 continue
@@ -467,7 +463,7 @@ class OptimizerStep:
         """Update a bucket's shard. `following` are the buckets that are updated next, as far as known."""
         self.before_change(bucket)
         self.last_order.append(bucket)
-        self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
+        self._mesh.post(Activity.OPTIMIZER, self._units[bucket.unit].index)
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
         grad = gradient_of(bucket) if self.gradients.inside else None
@@ -504,8 +500,9 @@ class OptimizerStep:
     def _uses(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
         """List the operands of a bucket's update in the order in which `_update` takes them: master weights, moments, averages,
         the gradients unless backward has just left them in memory, and the copy that is gathered."""
-        average = self.averages.of(bucket) if self.averages is not None and averaging else None
-        states = [bucket.master, *self._optimizers[id(bucket)].moments.values(), *([average] if average else [])]
+        states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
+        if averaging and bucket.average is not None:
+            states.append(bucket.average)
         uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]
         if not self.gradients.inside:
             rest = bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)

@@ -68,18 +68,17 @@ class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives 
         return bool(super().__instancecheck__(instance) if kind is None else isinstance(instance, kind))
 
 
+def subclass_of(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
+    """Make the subclass of `base` for parameters of class `kind`, with these attributes."""
+    return type(name, (base,) if kind is nn.Parameter else (base, kind), {"kind": kind, **attributes})
+
+
 class AtRest(nn.Parameter, metaclass=KindOfParameter):
     """A parameter at rest; its first use calls `on_use` with it. See [Note: Parameters at rest]."""
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
     kind: ClassVar[type[nn.Parameter]]
     """The class of the parameter while it is live."""
-
-    @classmethod
-    def of(cls, kind: type[nn.Parameter], on_use: Callable[[nn.Parameter], None]) -> type[AtRest]:
-        """Create the class at rest of parameters of class `kind`."""
-        bases = (cls,) if kind is nn.Parameter else (cls, kind)
-        return type(f"{kind.__name__}AtRest", bases, {"on_use": staticmethod(on_use), "kind": kind})
 
     @classmethod
     def __torch_function__(
@@ -191,6 +190,8 @@ class Bucket:
         """True if there are master weights, moments and gradients, since a parameter is or was trained."""
         self.learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         """The names of the parameters that are or were trained."""
+        self.average: TieredTensor | None = None
+        """The moving average of the master weights; None if nothing of the bucket was ever trained, or none is kept."""
         self.grad: torch.Tensor | None = None
         self.grad_rest: TieredTensor | None = None
         self.partial: torch.Tensor | None = None
@@ -212,7 +213,8 @@ class Bucket:
 
     def set_kinds(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         """Replace the classes that the parameters have while live."""
-        resting = {kind: AtRest.of(kind, self.uses) for kind in set(kinds)}
+        on_use = staticmethod(self.uses)
+        resting = {each: subclass_of(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
         self._resting = [resting[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind

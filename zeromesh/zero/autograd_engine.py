@@ -28,7 +28,7 @@ from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.optim.optimizer_step import clip_factor
 from zeromesh.rng import Streams
-from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of
+from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of, subclass_of
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes, PassMode, PassProgress
@@ -45,12 +45,6 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
 
     passes: ClassVar["AutogradPasses"]
     kind: ClassVar[type[nn.Parameter]]
-
-    @classmethod
-    def of(cls, kind: type[nn.Parameter], passes: "AutogradPasses") -> type["GuardedParameter"]:
-        """Make the subclass for parameters of class `kind`."""
-        bases = (cls,) if kind is nn.Parameter else (cls, kind)
-        return type(kind.__name__, bases, {"passes": passes, "kind": kind, "__module__": kind.__module__})
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -356,7 +350,8 @@ class AutogradEngine(ZeroEngine):
         guarded: dict[type[nn.Parameter], type[GuardedParameter]] = {}
         for bucket in self._buckets:
             for kind in map(kind_of, bucket.parameters):
-                guarded[kind] = guarded.get(kind) or GuardedParameter.of(kind, self._passes)
+                fields = {"passes": self._passes, "__module__": kind.__module__}
+                guarded[kind] = guarded.get(kind) or subclass_of(GuardedParameter, kind, kind.__name__, **fields)
             bucket.set_kinds([guarded[kind_of(each)] for each in bucket.parameters])
         self._own = dict(self.model.named_parameters())
 

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import nn
@@ -49,21 +48,6 @@ from zeromesh.zero.hooks import Hooks
 from zeromesh.zero.passes import Passes, PassMode
 
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineProgress:
-    """The engine's progress that a checkpoint stores beside tensors."""
-
-    updates: int
-    """The number of parameter updates: steps that were not skipped."""
-    trained: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Parameters not trained as in the built model, by name: 1 if trained now, else 0, and the number of their updates."""
-    averaged_updates: int = 0
-    """The number of updates that the averaged weights include."""
-    loss_scale: float = 1.0
-    good_steps: int = 0
-    """The number of steps without an overflow since the loss scale changed."""
 
 
 class ZeroEngine:
@@ -165,8 +149,7 @@ class ZeroEngine:
 
         def weights_of(bucket: Bucket) -> TieredTensor:
             averages = self.optimizer_step.averages if averaged != self._exchanged else None
-            average = averages.of(bucket) if averages is not None and averages.count else None
-            return average or bucket.master
+            return (bucket.average if averages is not None and averages.count else None) or bucket.master
 
         if averaged not in self._states:
             self._states[averaged] = FullState(
@@ -179,8 +162,15 @@ class ZeroEngine:
         """The factor that multiplies losses of this step before backward; 1 without float16 gradients."""
         return self.optimizer_step.scaler.scale
 
-    def progress(self) -> EngineProgress:
-        """Return the progress that a checkpoint stores beside tensors. All ranks call it."""
+    def progress(self) -> dict[str, Any]:
+        """Return the progress that a checkpoint stores beside tensors, under the names that `load_progress` takes. All ranks call
+        it.
+
+            updates       the number of parameter updates: steps that were not skipped
+            trained       parameters not trained as in the built model, by name: if they are now, and the number of their updates
+            averages      the number of updates that the averaged weights include
+            loss_scale    the present one, and `good_steps`, the number of steps without an overflow since it changed
+        """
         step = self.optimizer_step
         changed = {
             slot.spec.name: (trained, steps)
@@ -190,37 +180,45 @@ class ZeroEngine:
             if slot.spec.fqn in bucket.learned and (trained, steps) != (slot.spec.requires_grad, step.updates)
         }
         rows = self.mesh.pipeline.gather_json(changed, "changes of requires_grad")
-        return EngineProgress(
-            updates=step.updates,
-            trained={name: (trained, steps) for row in rows for name, (trained, steps) in row.items()},
-            averaged_updates=step.averages.count if step.averages is not None else 0,
-            loss_scale=step.scaler.scale,
-            good_steps=step.scaler.good_steps,
-        )
+        return {
+            "updates": step.updates,
+            "trained": {name: (trained, steps) for row in rows for name, (trained, steps) in row.items()},
+            "averages": step.averages.count if step.averages is not None else 0,
+            "loss_scale": step.scaler.scale,
+            "good_steps": step.scaler.good_steps,
+        }
 
-    def load_progress(self, progress: EngineProgress) -> None:
-        """Continue from a `progress` result; the other tensors are loaded afterwards, see `loading`. All ranks call it.
+    def load_progress(
+        self,
+        *,
+        updates: int,
+        trained: Mapping[str, Sequence[Any]],
+        loss_scale: float,
+        good_steps: int,
+        averages: int = 0,
+    ) -> None:
+        """Continue from a `progress` result; tensors are loaded afterwards, and `averages` with them, see `loading`. All ranks
+        call it.
 
         Raises:
             CheckpointError: for names of parameters that the model does not have.
         """
-        changes = progress.trained
         specs = [
             (slot.spec, parameter)
             for bucket in self._buckets
             for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
         ]
-        unknown = changes.keys() - {spec.name for spec, _ in specs}
+        unknown = trained.keys() - {spec.name for spec, _ in specs}
         if unknown and self.mesh.pipeline.size == 1:
             raise CheckpointError(f"the checkpoint has trained {min(unknown)}, and the model has no such parameter")
-        wanted = [bool(changes.get(spec.name, (spec.requires_grad,))[0]) for spec, _ in specs]
+        wanted = [bool(trained.get(spec.name, (spec.requires_grad,))[0]) for spec, _ in specs]
         # Parameters that were ever trained have states to be loaded.
-        for flags in ([on or spec.name in changes for on, (spec, _) in zip(wanted, specs, strict=True)], wanted):
-            for (_, parameter), trained in zip(specs, flags, strict=True):
-                parameter.requires_grad_(trained)
+        for flags in ([on or spec.name in trained for on, (spec, _) in zip(wanted, specs, strict=True)], wanted):
+            for (_, parameter), flag in zip(specs, flags, strict=True):
+                parameter.requires_grad_(flag)
             self._follow_flags()
-        self.optimizer_step.resume(progress.updates, {name: steps for name, (_, steps) in changes.items()})
-        self.optimizer_step.scaler.load(progress.loss_scale, progress.good_steps)
+        self.optimizer_step.resume(updates, {name: steps for name, (_, steps) in trained.items()})
+        self.optimizer_step.scaler.load(loss_scale, good_steps)
 
     # A step
 
@@ -461,7 +459,7 @@ class ZeroEngine:
             return
         with self.loading():
             for bucket in self._buckets:
-                if averages.of(bucket) is not None:
+                if bucket.average is not None:
                     self.optimizer_step.before_change(bucket)
                     averages.exchange(bucket)
         self._exchanged = not self._exchanged

@@ -6,8 +6,7 @@ whole parameters and gradients, gathering one bucket at a time.
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from math import prod
 from typing import Any
@@ -163,7 +162,7 @@ class CheckpointState:
         if bucket.trainable and (reading or master.dtype != bucket.dtype):
             found.append((MASTER, master.dtype, master))
         moments = dict(optimizer.moments) if optimizer is not None else {}
-        average = self._updater.averages.of(bucket) if self._updater.averages is not None else None
+        average = bucket.average
         moments |= {AVERAGE: average} if average is not None else {}
         return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
 
@@ -413,11 +412,19 @@ class FullState:
             PhaseError: at the end of the block, for a parameter that was written inside it; the trained weights are unchanged.
         """
         wanted = {self._find(fqn).name for fqn in fqns}
-        restore: list[Callable[[], object]] = []
         before: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}
-        try:
+        with ExitStack() as restore:
+            restore.callback(self._show_own)
             for name, value in self.parameters(wanted):
-                shown = self._show(name, value, dtype, restore)
+                places, trained = self._places(name), self._trained[name]
+                shown, *others = [table.get(leaf) for table, leaf in places]
+                # Other stages' parameters are on meta here, perhaps under only one of several names.
+                known = shown is not None and all(each is shown for each in others) and not shown.is_meta
+                if known and shown is not None and shown.shape == value.shape:
+                    set_values(shown, value.to(shown.dtype, copy=True))
+                else:
+                    shown = nn.Parameter(value.to(dtype if trained else value.dtype, copy=True), requires_grad=trained)
+                    self._put(name, shown, restore)
                 before[name] = (shown, _fingerprint(shown))
             yield
             written = [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]
@@ -426,30 +433,20 @@ class FullState:
                     f"{', '.join(written)}: written inside gathered(), where parameters are copies to be read. No weight of the "
                     "run has changed; change weights before training, in the model that is given to the trainer"
                 )
-        finally:
-            for put_back in reversed(restore):
-                put_back()
-            for unit in self._units:
-                for bucket in unit.buckets:
-                    (bucket.show if unit.phase is Phase.LIVE else bucket.hide)()
 
-    def _show(
-        self, name: str, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], object]]
-    ) -> nn.Parameter:
-        """Let the model's parameter, or a stand-in for it, hold a copy of `value`; a call that undoes this goes into
-        `restore`."""
-        places, trained = self._places(name), self._trained[name]
-        here, *others = [table.get(leaf) for table, leaf in places]
-        # Other stages' parameters are on meta here, perhaps under only one of several names.
-        if here is not None and all(each is here for each in others) and not here.is_meta and here.shape == value.shape:
-            set_values(here, value.to(here.dtype, copy=True))
-            return here
-        made = nn.Parameter(value.to(dtype if trained else value.dtype, copy=True), requires_grad=trained)
-        for table, leaf in places:
-            # A new entry of the table stands for a module of another stage.
-            restore.append(partial(table.__setitem__, leaf, table[leaf]) if leaf in table else partial(table.pop, leaf))
+    def _show_own(self) -> None:
+        for unit in self._units:
+            for bucket in unit.buckets:
+                (bucket.show if unit.phase is Phase.LIVE else bucket.hide)()
+
+    def _put(self, name: str, made: nn.Parameter, restore: ExitStack) -> None:
+        """Let `made` stand for a parameter in the model until the end of `restore`."""
+        for table, leaf in self._places(name):
+            if leaf in table:
+                restore.callback(table.__setitem__, leaf, table[leaf])
+            else:  # It stands for a module of another stage.
+                restore.callback(table.pop, leaf, None)
             table[leaf] = made
-        return made
 
     def _places(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
         parts = [each.rpartition(".") for each in self._names[name]]
@@ -460,22 +457,15 @@ class FullState:
         """Inside the block the model holds whole parameters without memory; no pass over the model may be open. What is copied
         into them or put in their place, as `load_state_dict` does, is in the mapping afterwards, by name."""
         given: dict[str, torch.Tensor] = {}
-        before: list[tuple[dict[str, Any], dict[str, Any]]]
-        before = [(module._parameters, dict(module._parameters)) for module in self._model.modules()]
         stood = {n: _StandIn(torch.empty(self._specs[n].shape, device="meta"), self._trained[n]) for n in self.names()}
-        try:
+        with ExitStack() as restore:
             for name, made in stood.items():
-                for table, leaf in self._places(name):
-                    table[leaf] = made
+                self._put(name, made, restore)
             yield given
             for name, made in stood.items():
                 for each in (made.taken, *(table.get(leaf) for table, leaf in self._places(name))):
                     if each is not None and not each.is_meta:
                         given[name] = each.detach()
-        finally:
-            for table, old in before:
-                table.clear()
-                table.update(old)
 
     def make_whole(self, restore: Callable[[], None]) -> None:
         """Give the model ordinary whole parameters in the master dtype; the engine cannot be used afterwards. `restore` gives the
