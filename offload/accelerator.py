@@ -5,8 +5,6 @@ names a kind of device. "The device" is the one on which a process computes; a C
 when a call returns.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import time
@@ -50,11 +48,8 @@ def built_for() -> str:
 
 
 def begin() -> list[torch.device]:
-    """Initialize the accelerator that torch was built for; returns the devices that this process sees.
-
-    Raises:
-        RuntimeError: with what the driver says, when it refuses.
-    """
+    """Initialize the accelerator that torch was built for; returns the devices that this process sees. Raises `RuntimeError` with
+    what the driver says, when it refuses."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return []
@@ -82,10 +77,8 @@ def round_float32_products(on: bool) -> None:
 def pick_device(local_rank: int) -> torch.device:
     """Return the accelerator of this process's local rank, made current, if there is one; else the CPU.
 
-    If a launcher shows each process a single device (as Slurm does with `--gpus-per-task=1`), that device is taken.
-
-    Raises:
-        ConfigError: when the host has fewer accelerators than ranks.
+    If a launcher shows each process a single device (as Slurm does with `--gpus-per-task=1`), that device is taken. Raises
+    `ConfigError` when the host has fewer accelerators than ranks.
     """
     kind = found()
     if kind is None:
@@ -105,10 +98,8 @@ def bind_near(device: torch.device, ranks: int, mode: str) -> None:
     """Bind all threads of this process to CPUs near `device`, on a host where `ranks` processes do so.
 
     torch finds the CPUs, as for torchrun's `--numa-binding`: `mode` is `node`, `socket`, `exclusive` or `core-complex`. Memory
-    that a thread writes first is then on its own NUMA node.
-
-    Raises:
-        ConfigError: for a device that torch cannot bind to, or if something it needs is missing.
+    that a thread writes first is then on its own NUMA node. Raises `ConfigError` for a device that torch cannot bind to, or if
+    something it needs is missing.
     """
     bind = getattr(binding, "_maybe_apply_numa_binding_to_current_process", None)
     if device.type != "cuda":
@@ -261,11 +252,7 @@ def record_allocations(device: torch.device) -> bool:
 
 def write_allocations(device: torch.device, path: Path) -> bool:
     """Write torch's record of device memory to a file for https://pytorch.org/memory_viz; returns True if the device supports
-    this.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    this. Raises `OSError` if the file cannot be written."""
     write = getattr(_memory_module(device), "_dump_snapshot", None)
     if write is not None:
         write(str(path))

@@ -225,11 +225,9 @@ class ActivationStore:
     """Keeps the inputs of recomputed blocks on a tier: of the first blocks of a pass, the fraction `choice.fraction`.
 
     Inputs of the last blocks, which backward needs first, stay on the device. On a CPU, host memory is the device's: there `host`
-    keeps them as they would be without a store. The store needs no closing: its files are those of `tiers`.
-
-    Raises:
-        StorageError: when there is no directory for files that can be used; from forward or backward, where the disk is full or
-            something cannot be written or read.
+    keeps them as they would be without a store. The store needs no closing: its files are those of `tiers`. Raises `StorageError`
+    when there is no directory for files that can be used; from forward or backward, where the disk is full or something cannot be
+    written or read.
     """
 
     def __init__(self, tiers: Tiers, choice: TierChoice) -> None:
@@ -249,11 +247,8 @@ class ActivationStore:
 
     @contextmanager
     def keeping(self, *, away: bool) -> Iterator[None]:
-        """Save the tensors that autograd keeps inside the block here, `away` or on the device, as the inputs of one call.
-
-        Raises:
-            RuntimeError: where the block has changed its input in place, so that it could not be computed again.
-        """
+        """Save the tensors that autograd keeps inside the block here, `away` or on the device, as the inputs of one call. Raises
+        `RuntimeError` where the block has changed its input in place, so that it could not be computed again."""
         call = BlockCall(away=away)
         try:
             with saved_tensors_hooks(partial(self._pack, call), self.unpack):

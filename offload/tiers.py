@@ -35,11 +35,8 @@ _CONVERTED = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierChoice:
-    """The placement of a tensor: `fraction` of it on `tier`, the rest on the device. `none` is the device alone.
-
-    Raises:
-        ConfigError: for an unknown tier, or a fraction outside its range.
-    """
+    """The placement of a tensor: `fraction` of it on `tier`, the rest on the device. `none` is the device alone. Raises
+    `ConfigError` for an unknown tier, or a fraction outside its range."""
 
     tier: TierName = "none"
     fraction: float = 1.0
@@ -147,11 +144,8 @@ class TieredTensor:
         return TieredTensor(self.dtype, parts)
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D, from element `start` on, converted to the dtype of `out`.
-
-        Raises:
-            StorageError: now or at the transfer's `wait`.
-        """
+        """Start to fill `out`, 1-D, from element `start` on, converted to the dtype of `out`. Raises `StorageError` now or at the
+        transfer's `wait`."""
         return self._move(start, out, write=False)
 
     def write(self, start: int, data: torch.Tensor) -> Transfer:
@@ -276,11 +270,8 @@ class Tiers:
     def allocate(
         self, numel: int, dtype: torch.dtype, choice: TierChoice, purpose: Purpose, label: str
     ) -> TieredTensor:
-        """Allocate zeros, `[numel]`. `label` names them in errors.
-
-        Raises:
-            StorageError: where there is no room, or no directory to make it in.
-        """
+        """Allocate zeros, `[numel]`. `label` names them in errors. Raises `StorageError` where there is no room, or no directory
+        to make it in."""
         cut, away = choice.cut(numel), Tier.FILE if choice.tier == "file" else Tier.HOST
         parts: list[TieredPart] = []
         for start, end, tier in ((0, cut, away), (cut, numel, Tier.DEVICE)):

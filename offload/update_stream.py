@@ -121,10 +121,7 @@ class UpdateStream:
         `ahead` are the rows of the next calls, as far as known. Their first ones are read already, so call `forget` before
         changing them by other means. Writes may go on after this returns: readers of a file wait for them, later work of a device
         is ordered after them, and `settle` waits on behalf of readers of host memory. After an error nothing is read ahead, and
-        all buffers are free.
-
-        Raises:
-            StorageError: when something cannot be read. A failed write is raised for the next reader.
+        all buffers are free. Raises `StorageError` when something cannot be read. A failed write is raised for the next reader.
         """
         planned = [*rows, *islice(ahead, _DEPTH)]
         if any(flight.row != row for flight, row in zip(self._flights, planned, strict=False)):

@@ -41,11 +41,9 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
     """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place.
 
     A pattern may contain `*`; the first one that matches a name counts. All ranks of the mesh call this alike, on equal models.
-    Ranks outside of the set lose the module's parameters; other names do not change.
-
-    Raises:
-        LayoutError: on all ranks alike, for a pattern without a module, a module inside another one that is placed, and a
-            parameter that a placed module shares with another part of the model.
+    Ranks outside of the set lose the module's parameters; other names do not change. Raises `LayoutError` on all ranks alike, for
+    a pattern without a module, a module inside another one that is placed, and a parameter that a placed module shares with
+    another part of the model.
     """
     found: dict[str, ProcessSet] = {}
     for pattern, home in homes.items():

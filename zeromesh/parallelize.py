@@ -74,12 +74,9 @@ def divide(
     options: ParallelOptions,
     example: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Divided:
-    """Make `model` compute this rank's part; all ranks of the mesh call this alike. `example` returns a batch like those of the run
-    for a trial without values; None: token ids alone.
-
-    Raises:
-        LayoutError: for a model that cannot be divided so, with the reason.
-    """
+    """Make `model` compute this rank's part; all ranks of the mesh call this alike. `example` returns a batch like those of the
+    run for a trial without values; None: token ids alone. Raises `LayoutError` for a model that cannot be divided so, with the
+    reason."""
     anatomy = examine(model, example()) if mesh.shape.divides("blocks") else None
     count = mesh.pipeline.size * options.chunks
     cut = plan_cut(model, anatomy, count, options.stages, options.balance) if anatomy is not None else None

@@ -46,12 +46,8 @@ def lies_alike(data: torch.Tensor, offset: int) -> bool:
 
 
 class PositionalFile(AbstractContextManager["PositionalFile"]):
-    """A file that is read or written at offsets, from several threads if needed.
-
-    Raises:
-        StorageError: from any method, with the file, the bytes and the reason, when the system refuses or the file ends too
-            early.
-    """
+    """A file that is read or written at offsets, from several threads if needed. Raises `StorageError` from any method, with the
+    file, the bytes and the reason, when the system refuses or the file ends too early."""
 
     def __init__(
         self,

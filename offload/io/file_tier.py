@@ -64,11 +64,8 @@ def _open_swap_file(directory: Path, label: str) -> PositionalFile:
 
 
 class FileTier:
-    """Swap files in one or several directories, striped over them in turn, and the threads that read and write them.
-
-    Raises:
-        StorageError: for a directory that cannot be used.
-    """
+    """Swap files in one or several directories, striped over them in turn, and the threads that read and write them. Raises
+    `StorageError` for a directory that cannot be used."""
 
     def __init__(
         self,
@@ -191,11 +188,8 @@ class FileSlot:
         self._writing: list[tuple[int, int, Transfer]] = []
 
     def read(self, begin: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D uint8, from byte `begin` on. Tensors outside the CPU go through the threads' buffers.
-
-        Raises:
-            StorageError: at `wait`, naming the tier, what the bytes are, and why they cannot be had.
-        """
+        """Start to fill `out`, 1-D uint8, from byte `begin` on. Tensors outside the CPU go through the threads' buffers. Raises
+        `StorageError` at `wait`, naming the tier, what the bytes are, and why they cannot be had."""
         with self._order:
             return self._move(self._read_piece, begin, out)
 

@@ -71,11 +71,8 @@ class SparePages:
             _give_back(memory)
 
     def move_to(self, target: torch.Tensor) -> None:
-        """Move the spare pages to `target`, 1-D uint8 of whole huge pages, as far as they suffice.
-
-        Raises:
-            StorageError: if the system refuses; the memory of `target` must not be used then.
-        """
+        """Move the spare pages to `target`, 1-D uint8 of whole huge pages, as far as they suffice. Raises `StorageError` if the
+        system refuses; the memory of `target` must not be used then."""
         begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
         inside = [begin <= each.data_ptr() < end for each in self._ranges]
         if any(inside):  # The target still has pages of its own.
@@ -257,11 +254,8 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def require_memory(label: str, nbytes: int) -> None:
-    """Refuse an allocation that the system could only answer with its out-of-memory killer.
-
-    Raises:
-        StorageError: when fewer than `nbytes` bytes are available.
-    """
+    """Refuse an allocation that the system could only answer with its out-of-memory killer. Raises `StorageError` when fewer than
+    `nbytes` bytes are available."""
     available = available_bytes()
     if nbytes > available > 0:
         raise StorageError(
@@ -278,11 +272,8 @@ def _refused(label: str, nbytes: int, error: OSError) -> StorageError:
 
 
 class SharedSegment:
-    """A mapped shared memory segment of `nbytes` bytes, zero at first.
-
-    Raises:
-        StorageError: when the memory is not there or a peer's segment cannot be opened.
-    """
+    """A mapped shared memory segment of `nbytes` bytes, zero at first. Raises `StorageError` when the memory is not there or a
+    peer's segment cannot be opened."""
 
     def __init__(self, descriptor: int, nbytes: int, label: str) -> None:
         nbytes = _whole_pages(nbytes)

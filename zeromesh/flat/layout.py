@@ -61,11 +61,8 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StridedRows:
-    """The same `columns` of each of `count` logical rows of `width` elements.
-
-    Raises:
-        LayoutError: at construction, for columns that are empty, not in order or beyond the row.
-    """
+    """The same `columns` of each of `count` logical rows of `width` elements. Raises `LayoutError` at construction, for columns
+    that are empty, not in order or beyond the row."""
 
     count: int
     width: int
@@ -147,11 +144,8 @@ def _block(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Slices of the dims of a logical tensor of `shape`; `dims` has the intervals of each dim in the local tensor's order.
-
-    Raises:
-        LayoutError: at construction, for intervals outside the shape or that overlap.
-    """
+    """Slices of the dims of a logical tensor of `shape`; `dims` has the intervals of each dim in the local tensor's order. Raises
+    `LayoutError` at construction, for intervals outside the shape or that overlap."""
 
     shape: tuple[int, ...]
     dims: tuple[tuple[Interval, ...], ...]
@@ -210,11 +204,8 @@ class Region:
             yield tuple(here for here, _ in box), tuple(there for _, there in box)
 
     def runs(self, interval: Interval) -> Iterator[Tile]:
-        """Yield the maximal runs of elements `interval` of the flattened local tensor, in its order.
-
-        Raises:
-            LayoutError: for an interval beyond the local tensor.
-        """
+        """Yield the maximal runs of elements `interval` of the flattened local tensor, in its order. Raises `LayoutError` for an
+        interval beyond the local tensor."""
         if interval.end > self.numel:
             raise LayoutError(f"elements [{interval.start}, {interval.end}) of a local tensor of {self.numel}")
         found: Tile | None = None
@@ -395,11 +386,8 @@ class ShardPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """The layout of a bucket, checked when constructed: slots are in order, aligned, disjoint and inside the buffer.
-
-    Raises:
-        LayoutError: at construction, when one of these conditions is violated.
-    """
+    """The layout of a bucket, checked when constructed: slots are in order, aligned, disjoint and inside the buffer. Raises
+    `LayoutError` at construction, when one of these conditions is violated."""
 
     name: str
     slots: tuple[ParameterSlot, ...]

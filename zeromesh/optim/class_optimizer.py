@@ -49,11 +49,8 @@ def make_optimizers(
     buckets: Sequence[Bucket], options: ZeroOptions, tiers: Tiers, group: ProcessSet, loads: list[int]
 ) -> list[BucketOptimizer]:
     """Make optimizers for the buckets that have none yet. `loads` has the elements that each rank of the shard group `group`
-    owns; those of the new optimizers are added, alike on all ranks.
-
-    Raises:
-        ConfigError: for parameters that are not whole on a rank, if the class needs whole ones.
-    """
+    owns; those of the new optimizers are added, alike on all ranks. Raises `ConfigError` for parameters that are not whole on a
+    rank, if the class needs whole ones."""
     own_class = options.optimizer.own_class
     if own_class is None:
         return [BucketOptimizer(bucket, options, tiers) for bucket in buckets]
@@ -297,11 +294,8 @@ def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_class(optimizer: Optimizer) -> OptimizerClass:
-    """Find out if an optimizer updates element by element or whole tensors.
-
-    Raises:
-        ConfigError: for an optimizer that cannot be run in either way, with the reason.
-    """
+    """Find out if an optimizer updates element by element or whole tensors. Raises `ConfigError` for an optimizer that cannot be
+    run in either way, with the reason."""
     plans, whole = dict[tuple[int, int], StatePlan](), False
     for number, group in enumerate(optimizer.param_groups):
         for dims in sorted({max(1, each.dim()) for each in group["params"]}):

@@ -112,11 +112,8 @@ class GradientReducer:
                 self._next_sequence += 1
 
     def take(self, bucket: Bucket, index: int) -> None:
-        """Take the gradient of a bucket's parameter from autograd.
-
-        Raises:
-            PhaseError: when the bucket was already reduced, as under reentrant activation checkpointing.
-        """
+        """Take the gradient of a bucket's parameter from autograd. Raises `PhaseError` when the bucket was already reduced, as
+        under reentrant activation checkpointing."""
         if not bucket.training[index]:
             bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next.
             return
@@ -414,11 +411,8 @@ class GradientShards:
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def allocate(self, bucket: Bucket) -> None:
-        """Allocate `bucket.grad` before a reduction, filled with the sum of earlier microbatches.
-
-        Raises:
-            StorageError: when the earlier sum cannot be read.
-        """
+        """Allocate `bucket.grad` before a reduction, filled with the sum of earlier microbatches. Raises `StorageError` when the
+        earlier sum cannot be read."""
         self.prefetch(bucket)
         found = self._arriving.pop(id(bucket), None)
         if found is not None:
@@ -440,11 +434,7 @@ class GradientShards:
 
     def offload(self, bucket: Bucket, *, last: bool) -> None:
         """Write a sum to the tier of the gradients, if they are offloaded. With `last`, the step's last sum, its norm is computed
-        first.
-
-        Raises:
-            StorageError: when an earlier offload has failed.
-        """
+        first. Raises `StorageError` when an earlier offload has failed."""
         if bucket.grad_rest is None:
             return
         self.allocate(bucket)

@@ -343,10 +343,8 @@ class OptimizerStep:
         """Multiply gradients by `factor`, unscale, clip, and update, unless backward has already updated.
 
         `squares` is the sum over the world of the parts that `read` has returned: all ranks see one norm, and so skip, stop and
-        clip together. `loss_finite` is True if this rank's own losses were finite.
-
-        Raises:
-            NonFiniteError: for a norm that is not finite, under `on_nonfinite: stop`.
+        clip together. `loss_finite` is True if this rank's own losses were finite. Raises `NonFiniteError` for a norm that is not
+        finite, under `on_nonfinite: stop`.
         """
         options = self._options
         self._mesh.post(Activity.OPTIMIZER)

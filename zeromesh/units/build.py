@@ -35,10 +35,8 @@ from zeromesh.weight_init.weight_sources import ParameterSource
 def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
     """Compare the buckets and options of all ranks of `group` before anything is allocated; all ranks call this.
 
-    Ranks with different plans would sum gradients of different parameters, or map memory past its end.
-
-    Raises:
-        LayoutError: on every rank, naming the options and parameters that differ.
+    Ranks with different plans would sum gradients of different parameters, or map memory past its end. Raises `LayoutError` on
+    every rank, naming the options and parameters that differ.
     """
     # The paths of swap files may differ between hosts.
     shared = replace(options, offload=replace(options.offload, files=FileSettings()))
@@ -93,11 +91,8 @@ def build_units(
 ) -> Built:
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views.
 
-    A rank holds at most one parameter beyond its own shards at a time. All units are at rest afterwards.
-
-    Raises:
-        LayoutError: when ranks have different plans, or a parameter is wider than its master weight.
-        StorageError: when memory is short.
+    A rank holds at most one parameter beyond its own shards at a time. All units are at rest afterwards. Raises `LayoutError`
+    when ranks have different plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short.
     """
     layouts = plan_layouts(plan, mesh.shard.size)
     flat = [layout for unit in layouts for layout in unit]
@@ -333,12 +328,8 @@ def _weights(
 
 
 def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
-    """Give a frozen bucket master weights, initialized with its weights, and memory for gradients.
-
-    Raises:
-        LayoutError: when a parameter is wider than its master weight would be.
-        StorageError: when memory is short.
-    """
+    """Give a frozen bucket master weights, initialized with its weights, and memory for gradients. Raises `LayoutError` when a
+    parameter is wider than its master weight would be. Raises `StorageError` when memory is short."""
     _require_master_weights([slot.spec for slot in bucket.layout.slots], options)
     dtype = options.precision.master
     if bucket.master.dtype != dtype:

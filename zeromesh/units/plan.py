@@ -79,9 +79,7 @@ def plan_model(
 
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
     model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
-
-    Raises:
-        LayoutError: when the model has no parameters, or modules whose parameters cannot be gathered around their use.
+    Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use.
     """
     cuts = cuts or ModelCuts()
     _require_known_modules(model, compute_dtype)

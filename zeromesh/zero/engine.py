@@ -18,8 +18,6 @@ as a torch optimizer keeps the state of parameters without a gradient: trained a
 of updates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
@@ -198,11 +196,7 @@ class ZeroEngine:
         averages: int = 0,
     ) -> None:
         """Continue from a `progress` result; tensors are loaded afterwards, and `averages` with them, see `loading`. All ranks
-        call it.
-
-        Raises:
-            CheckpointError: for names of parameters that the model does not have.
-        """
+        call it. Raises `CheckpointError` for names of parameters that the model does not have."""
         specs = [
             (slot.spec, parameter)
             for bucket in self._buckets
@@ -231,12 +225,8 @@ class ZeroEngine:
 
     def _follow_flags(self) -> None:
         """Train from now on exactly the parameters with `requires_grad`, on all ranks alike; see [Note: Changed requires_grad].
-
-        Raises:
-            LayoutError: where ranks set different flags, for parameters that stages of a pipeline share, and for one that is wider
-                than its master weights would be.
-            StorageError: when there is no memory for what is trained now.
-        """
+        Raises `LayoutError` where ranks set different flags, for parameters that stages of a pipeline share, and for one that is
+        wider than its master weights would be. Raises `StorageError` when there is no memory for what is trained now."""
         changed = [(bucket, index) for bucket in self._buckets for index in bucket.changed_flags()]
         if not changed:
             return
@@ -281,11 +271,8 @@ class ZeroEngine:
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
         """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order.
 
-        Afterwards the gradients are in this rank's shards, or their reductions are in flight.
-
-        Raises:
-            CollectiveError: when a peer is gone, late or in another unit.
-            PhaseError: during another pass; nothing is begun then.
+        Afterwards the gradients are in this rank's shards, or their reductions are in flight. Raises `CollectiveError` when a
+        peer is gone, late or in another unit. Raises `PhaseError` during another pass; nothing is begun then.
         """
         self._passes.require_idle()
         try:
@@ -302,9 +289,7 @@ class ZeroEngine:
         """Read the caller's `scalars` from the device after the last backward, for which the host waits once.
 
         Returns the scalars as numbers, and this rank's part of the squared norm of all gradients, to be summed over the world.
-
-        Raises:
-            PhaseError: when forward has changed a parameter in place, which is known on a device only after this read.
+        Raises `PhaseError` when forward has changed a parameter in place, which is known on a device only after this read.
         """
         writes = self._passes.writes
         unread = writes.unread(self.units)
@@ -342,10 +327,8 @@ class ZeroEngine:
         A parameter without a gradient on any rank keeps its value and its moments, as in torch; `lacking` says if some rank
         `lacks_gradients`. `squares` is the sum over the world of the parts that `read_step` has returned; None: the sum is made
         here. A norm that is not finite skips the update on all ranks, or ends the run under `on_nonfinite: stop`. The outcome, or
-        the error, then names units, and the ranks that pass `loss_finite` False because their own loss was not finite.
-
-        Raises:
-            NonFiniteError: under `on_nonfinite: stop`.
+        the error, then names units, and the ranks that pass `loss_finite` False because their own loss was not finite. Raises
+        `NonFiniteError` under `on_nonfinite: stop`.
         """
         with self._updating():
             if squares is None:

@@ -115,10 +115,8 @@ class CheckpointState:
 
         The check compares replicas along data axes, parameters that tensor ranks hold whole, and the copies of a tied parameter
         on stages of a pipeline, by digests of 64 bits (XXH3) of gathered parameters that a rank keeps for forward, of shards at
-        rest, and of persistent buffers. A rank reads all of its weights once, one tensor at a time.
-
-        Raises:
-            WeightsDifferError: on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.
+        rest, and of persistent buffers. A rank reads all of its weights once, one tensor at a time. Raises `WeightsDifferError`
+        on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.
         """
         for bucket in self._buckets:
             bucket.buffer.wait()  # For the gathers that an update has started.
@@ -382,10 +380,8 @@ class FullState:
     def gradient(self, fqn: str) -> torch.Tensor | None:
         """One whole gradient, in the reduction dtype, between backward and update; None for a frozen parameter.
 
-        The gradient is scaled as the last backward left it: with the loss scale, without clipping.
-
-        Raises:
-            PhaseError: when the optimizer has used the gradient inside backward.
+        The gradient is scaled as the last backward left it: with the loss scale, without clipping. Raises `PhaseError` when the
+        optimizer has used the gradient inside backward.
         """
         name = self._find(fqn).name
         if not self._trained[name]:
@@ -405,11 +401,8 @@ class FullState:
         open.
 
         A parameter of whole shape on this rank holds the copy itself; any other one, such as a tensor-parallel one, is replaced
-        in the model by a parameter in `dtype`.
-
-        Raises:
-            LayoutError: for names that no stage has.
-            PhaseError: at the end of the block, for a parameter that was written inside it; the trained weights are unchanged.
+        in the model by a parameter in `dtype`. Raises `LayoutError` for names that no stage has. Raises `PhaseError` at the end
+        of the block, for a parameter that was written inside it; the trained weights are unchanged.
         """
         wanted = {self._find(fqn).name for fqn in fqns}
         before: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}

@@ -354,11 +354,8 @@ class Passes:
             self.end()
 
     def on_use(self, unit: Unit, name: str) -> None:
-        """Make a unit live for as long as needed, because one of its parameters is read or written while it is released.
-
-        Raises:
-            PhaseError: outside of a pass, when the other ranks have parts of the values and do not take part.
-        """
+        """Make a unit live for as long as needed, because one of its parameters is read or written while it is released. Raises
+        `PhaseError` outside of a pass, when the other ranks have parts of the values and do not take part."""
         if self.mode is not PassMode.IDLE:
             self._hold(unit)
             return
