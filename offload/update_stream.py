@@ -135,7 +135,7 @@ class UpdateStream:
                 for read in flight.reads.values():
                     read.wait()
                 # Uses free buffers only; those of writes in flight are not waited for.
-                while coming and len(self._flights) <= _DEPTH and _missing(self._views(coming[0])) <= self._pool.free:
+                while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._pool.free:
                     self._start(coming.popleft())
                 compute(row, [*flight.tensors])
                 self._write(flight)
@@ -162,16 +162,18 @@ class UpdateStream:
             for number, buffer in flight.buffers.items():
                 flight.reads.get(number, DONE).on_end(partial(self._pool.give, buffer))
 
-    def _views(self, row: StreamRow) -> list[torch.Tensor | None]:
-        return [each.tensor.view(row.start, row.end, self.device) for each in row.operands]
+    def _missing(self, row: StreamRow) -> int:
+        """Count the operands of a row that are not in the memory of the device."""
+        return sum(each.tensor.view(row.start, row.end, self.device) is None for each in row.operands)
 
     def _start(self, row: StreamRow) -> None:
-        flight, views = _RowInFlight(row=row), self._views(row)
-        if (missing := _missing(views)) > self._width:  # The row would wait for buffers that do not exist.
+        flight = _RowInFlight(row=row)
+        if (missing := self._missing(row)) > self._width:  # The row would wait for buffers that do not exist.
             raise ValueError(f"a row of {missing} tensors out of reach, in a stream of width {self._width}")
         self._flights.append(flight)
-        for number, (operand, tensor) in enumerate(zip(row.operands, views, strict=True)):
+        for number, operand in enumerate(row.operands):
             rest = operand.tensor
+            tensor = rest.view(row.start, row.end, self.device)
             if tensor is None:
                 began = time.perf_counter()
                 buffer = flight.buffers[number] = self._pool.take()
@@ -202,7 +204,3 @@ def run_whole(
     for operand, tensor in zip(operands, tensors, strict=True):
         if operand.mode is not Access.READ:
             operand.tensor.write(0, tensor).wait()
-
-
-def _missing(views: Sequence[torch.Tensor | None]) -> int:
-    return sum(view is None for view in views)

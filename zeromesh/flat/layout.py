@@ -18,15 +18,9 @@ translated to a list of runs, each contiguous in the local and in the logical te
      12 13  .  . 16 17
      18 19  .  . 22 23
 
-Columns of rows are the part of a rank of a tensor that is divided within its rows; they are moved in whole blocks of rows.
-
-    logical rows of 6         columns [0, 2) and [4, 6)         local rows of 4
-      0  1  .  .  4  5                                            0  1  2  3
-      6  7  .  . 10 11                                            4  5  6  7
-     12 13  .  . 16 17                                            8  9 10 11
-
-Columns are in ascending order, so an interval of the logical tensor is an interval of the local one. For any number of rows, an
-interval consists of a few tiles, each of which is copied in one operation.
+Columns of rows, as in the picture, are the part of a rank of a tensor that is divided within its rows; they are moved in whole
+blocks of rows. Columns are in ascending order, so an interval of the logical tensor is an interval of the local one. For any
+number of rows, an interval consists of a few tiles, each of which is copied in one operation.
 """
 
 from __future__ import annotations
@@ -91,11 +85,11 @@ class StridedRows:
 
     def hull(self, interval: Interval) -> Interval:
         """Return the logical interval from the first to the last of the local elements `interval`, which is not empty."""
-        return Interval(start=self._logical(interval.start), end=self._logical(interval.end - 1) + 1)
-
-    def _logical(self, local: int) -> int:
-        row, at = divmod(local, self.taken)
-        return row * self.width + _logical_index(self.columns, at)
+        first, last = (
+            row * self.width + _logical_index(self.columns, at)
+            for row, at in (divmod(local, self.taken) for local in (interval.start, interval.end - 1))
+        )
+        return Interval(start=first, end=last + 1)
 
     def windows(self, interval: Interval, numel: int) -> Iterator[Interval]:
         """Split local elements `interval` into whole rows of at most `numel` logical elements together, or into parts of a row."""

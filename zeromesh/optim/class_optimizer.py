@@ -42,6 +42,8 @@ _LARGE = 1 << 13
 _LARGE_STEPS = 3
 _LEAST_RATE = 0.01
 """The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
+_Updated = tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]
+"""A parameter's values, gradient and states."""
 _OWN = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -77,7 +79,7 @@ class PieceOptimizer(BucketOptimizer):
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
         self._class = own_class
-        self._driver = OptimizerDriver(own_class.optimizer)
+        self._twin = twin_of(own_class.optimizer)
         count, names = len(bucket.layout.slots), {name for each in own_class.plans.values() for name in each.scalars}
         self._scalars = {name: torch.zeros(count, dtype=torch.float64) for name in sorted(names)}
         self._before = self._scalars
@@ -114,7 +116,7 @@ class PieceOptimizer(BucketOptimizer):
         if self.steps[slot] > 1:  # In the first update the class creates the states.
             state |= {name: _of_parts(name, example, kept) for name, example in plan.tensors.items()}
             state |= {name: _like(each, float(self._before[name][slot])) for name, each in plan.scalars.items()}
-        (state,) = self._driver.step(group, [master], [grad], [state])
+        (state,) = _step(self._twin, group, [(master, grad, state)])
         after = {part: value for name, each in state.items() for part, value in _parts(name, each).items()}
         found = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
@@ -174,7 +176,7 @@ class WholeOptimizer(PieceOptimizer):
             value, gradient = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
             try:
                 with torch.compiler.set_stance("force_eager"):
-                    (state,) = self._driver.step(optimizer.param_groups[spec.group], [value], [gradient], [{}])
+                    (state,) = _step(self._twin, optimizer.param_groups[spec.group], [(value, gradient, {})])
             except Exception as error:
                 raise ConfigError(
                     f"optimizer {type(optimizer).__name__} keeps tensor subclasses, and which it keeps of {spec.fqn} is not known: "
@@ -182,10 +184,6 @@ class WholeOptimizer(PieceOptimizer):
                 ) from error
             self._class.sized[key] = _plan(type(optimizer).__name__, state, dtype)
         return self._class.sized[key]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self._states.values())
 
     def kept(self, number: int) -> Iterator[KeptState]:
         mine = self._owners.get(number) == self._group.index
@@ -256,33 +254,28 @@ def _of_parts(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor
     return unflatten.__tensor_unflatten__(inner, context, example.shape, example.stride())
 
 
-class OptimizerDriver:
-    """Runs the step of an optimizer class on the values, gradients and states given in each call."""
+def twin_of(optimizer: Optimizer) -> Optimizer:
+    """Make an optimizer with the attributes of another one, but neither its groups and states nor its hooks."""
+    twin = type(optimizer).__new__(type(optimizer))
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in _OWN})
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.twin = type(optimizer).__new__(type(optimizer))
-        vars(self.twin).update({name: value for name, value in vars(optimizer).items() if name not in _OWN})
-        self.twin._optimizer_step_pre_hooks, self.twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
-    def step(
-        self,
-        group: Mapping[str, Any],
-        values: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        states: Sequence[Mapping[str, Any]],
-    ) -> list[dict[str, Any]]:
-        """Update `values` in place with `gradients` of the same shapes and dtype; returns the states after the update."""
-        parameters = [nn.Parameter(value) for value in values]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self.twin.param_groups = [{"params": parameters, **plain_group(group)}]
-        self.twin.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
-        self.twin.step()
-        for parameter, value in zip(parameters, values, strict=True):
-            if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
-                value.copy_(parameter.detach())
-        found = [self.twin.state[parameter] for parameter in parameters]
-        return [{name: value for name, value in state.items() if value is not None} for state in found]
+def _step(twin: Optimizer, group: Mapping[str, Any], tensors: Iterable[_Updated]) -> list[dict[str, Any]]:
+    """Update values in place, from their gradients and states; returns the states after the update."""
+    values, gradients, states = zip(*tensors, strict=True)
+    parameters = [nn.Parameter(value) for value in values]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    twin.param_groups = [{"params": parameters, **plain_group(group)}]
+    twin.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
+    twin.step()
+    for parameter, value in zip(parameters, values, strict=True):
+        if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
+            value.copy_(parameter.detach())
+    found = [twin.state[parameter] for parameter in parameters]
+    return [{name: value for name, value in state.items() if value is not None} for state in found]
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,16 +357,16 @@ class _Trial:
                 [part for each in chosen for part in each.view(-1).tensor_split([each.numel() // 3])] if cut else chosen
             )
 
-        driver, values = OptimizerDriver(self._optimizer), parts(self._values)
-        before, states = _marks(driver.twin), [dict[str, Any]() for _ in values]
+        twin, values = twin_of(self._optimizer), parts(self._values)
+        before, states = _marks(twin), [dict[str, Any]() for _ in values]
         for step, gradients in enumerate(self._gradients):
             names = [set(state) for state in states]
-            states = driver.step(self._group, values, parts(gradients), states)
+            states = _step(twin, self._group, zip(values, parts(gradients), states, strict=True))
             if step and names != [set(state) for state in states]:
                 raise ValueError("it keeps other states after the first update")
-            if {name: value for name, value in driver.twin.param_groups[0].items() if name != "params"} != self._group:
+            if {name: value for name, value in twin.param_groups[0].items() if name != "params"} != self._group:
                 raise ValueError("it changes values of its groups")
-        changed = [name for name, mark in _marks(driver.twin).items() if before.get(name) != mark]
+        changed = [name for name, mark in _marks(twin).items() if before.get(name) != mark]
         if changed:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states

@@ -110,11 +110,6 @@ class BucketOptimizer:
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
         self.follow()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the optimizer states."""
-        return sum(moment.nbytes for moment in self.moments.values())
-
     def kept(self, number: int) -> Iterable[KeptState]:
         """Return the states of a parameter, by its number, that are no moments."""
         return ()

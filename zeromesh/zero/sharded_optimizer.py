@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.optim.class_optimizer import OptimizerDriver, try_class
+from zeromesh.optim.class_optimizer import try_class, twin_of
 from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
@@ -140,7 +140,7 @@ class ChainedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, each in enumerate(self.optimizers):
-            twin = OptimizerDriver(each).twin
+            twin = twin_of(each)
             twin.param_groups = [group for group in self.param_groups if group[_NUMBER] == number]
             twin.state = self.state
             if twin.param_groups:
