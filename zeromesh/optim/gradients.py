@@ -148,25 +148,19 @@ class GradientReducer:
             elif self._options.overlap:
                 self.pump()
 
-    def pump(self) -> None:
-        """Launch the complete buckets that are next in order, and finish reductions that peers completed. The host never
-        waits."""
-        on_stream = self._reducer.on_stream
-        while self._queue and not self._queue[0].missing and (on_stream or self._slot_of(self._queue[0]) is not None):
-            self._launch_next()
-        while not on_stream and self._flying and self._flying[0][1].ready():
-            self._finish_one()
+    def pump(self, *, wait: bool = False) -> None:
+        """Launch the complete buckets that are next in order, and finish reductions that peers completed.
 
-    def keep_up(self) -> None:
-        """Launch the complete buckets that are next in order when backward leaves a unit, waiting for peers until slots are free.
-
-        Gradients that wait for a slot stay on `.grad`, so a rank that ran ahead of its peers would hold all of its gradients at
-        once. The wait cannot be circular: all ranks launch in one order, the reductions that a slot waits for were launched
-        before, and this rank has left the units that its peers may be waiting to update.
+        `wait`: wait for peers until slots are free, when backward leaves a unit; otherwise the host never waits. Gradients that
+        wait for a slot stay on `.grad`, so a rank that ran ahead of its peers would hold all of its gradients at once. The wait
+        cannot be circular: all ranks launch in one order, the reductions that a slot waits for were launched before, and this
+        rank has left the units that its peers may be waiting to update.
         """
-        self.pump()
-        while self._queue and not self._queue[0].missing:
+        wait = wait or self._reducer.on_stream
+        while self._queue and not self._queue[0].missing and (wait or self._slot_of(self._queue[0]) is not None):
             self._launch_next()
+        while not self._reducer.on_stream and self._flying and self._flying[0][1].ready():
+            self._finish_one()
 
     def flush(self) -> None:
         """End a backward: launch all remaining buckets, with zeros for missing gradients, and finish every reduction, sum and

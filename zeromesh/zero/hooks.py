@@ -12,7 +12,7 @@ a hook, where backward would read parameters that were not gathered.
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
@@ -130,16 +130,11 @@ class Hooks:
 
 def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:
     """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns a call that ends this."""
-    handles = [
-        module.register_forward_hook(lambda _module, _args, output, name=name: call(name, output))
-        for name, module in modules
-    ]
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
+    handles = ExitStack()
+    for name, module in modules:
+        hook = module.register_forward_hook(lambda _module, _args, output, name=name: call(name, output))
+        handles.callback(hook.remove)
+    return handles.close
 
 
 @contextmanager

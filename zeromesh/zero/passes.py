@@ -475,7 +475,7 @@ class Passes:
         if self._recorder.profiling:
             self._recorder.next_range(unit.name)
         if self._options.overlap:
-            self.gradients.keep_up()
+            self.gradients.pump(wait=True)
         self._mesh.post(Activity.BACKWARD, unit.index)
 
     def _need_in_backward(self, unit: Unit) -> None:
