@@ -88,7 +88,7 @@ class GradientReducer:
         """Buckets that pipeline stages share, which are summed after all backwards of the step."""
 
     def use(self, reducer: Reducer) -> None:
-        """Reduce through another reducer, which has launched nothing yet. Allowed between two backwards."""
+        """Reduce through another reducer, which has launched nothing yet, from the next backward on."""
         self._reducer, self._next_sequence = reducer, 0
 
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, settled: bool = False) -> None:

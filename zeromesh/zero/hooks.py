@@ -185,12 +185,6 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
                 yield from tensors_in(each, depth - 1)
 
 
-def tensors_on(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a module and its submodules have as plain attributes."""
-    for each in module.modules():
-        yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor))
-
-
 class UnitCall(NamedTuple):
     """A call of a unit in forward: the sequence numbers of its nodes, [first, end), and the edges that have hooks."""
 

@@ -33,7 +33,7 @@ from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import NOTHING, StepPhase
 from zeromesh.units.build import Built
 from zeromesh.units.unit import Bucket, InplaceWrites, Phase, Unit
-from zeromesh.zero.hooks import UnitCalls, on_gradient_of, tensors_in, tensors_on
+from zeromesh.zero.hooks import UnitCalls, on_gradient_of, tensors_in
 
 Tensors = Sequence[torch.Tensor]
 
@@ -427,7 +427,9 @@ class Passes:
                 self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
             looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
             new = looked_at and self._calls.end(unit.index, hooked)
-            if new and any(map(unit.has_memory_of, tensors_on(unit.module))):
+            # A module may keep a view of parameters as a plain attribute.
+            values = (value for each in unit.module.modules() for value in vars(each).values()) if new else ()
+            if any(isinstance(value, torch.Tensor) and unit.has_memory_of(value) for value in values):
                 self._hold(unit)
         if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.rest()
