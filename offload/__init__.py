@@ -27,8 +27,8 @@ from zeromesh.offload.memory.ledger import (
     resident_bytes,
     swap_bytes,
 )
-from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, StoredRun, TierChoice, TieredTensor, Tiers
-from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, stream_bytes
+from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, TierChoice, TieredPart, TieredTensor, Tiers
+from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole, stream_bytes
 
 __all__ = [
     "DONE",
@@ -42,11 +42,11 @@ __all__ = [
     "Purpose",
     "ReleasableBuffer",
     "SparePages",
-    "StoredRun",
     "StreamOperand",
     "StreamRow",
     "Tier",
     "TierChoice",
+    "TieredPart",
     "TieredTensor",
     "Tiers",
     "Transfer",
@@ -58,6 +58,7 @@ __all__ = [
     "pinnable_bytes",
     "resident_bytes",
     "reuse_freed_memory",
+    "run_whole",
     "settle_heap",
     "stream_bytes",
     "swap_bytes",

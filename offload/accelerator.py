@@ -5,14 +5,13 @@ names a kind of device. "The device" is the one on which a process computes; a C
 when a call returns.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -49,11 +48,8 @@ def built_for() -> str:
 
 
 def begin() -> list[torch.device]:
-    """Initialize the accelerator that torch was built for; returns the devices that this process sees.
-
-    Raises:
-        RuntimeError: with what the driver says, when it refuses.
-    """
+    """Initialize the accelerator that torch was built for; returns the devices that this process sees. Raises `RuntimeError` with
+    what the driver says, when it refuses."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return []
@@ -81,10 +77,8 @@ def round_float32_products(on: bool) -> None:
 def pick_device(local_rank: int) -> torch.device:
     """Return the accelerator of this process's local rank, made current, if there is one; else the CPU.
 
-    If a launcher shows each process a single device (as Slurm does with `--gpus-per-task=1`), that device is taken.
-
-    Raises:
-        ConfigError: when the host has fewer accelerators than ranks.
+    If a launcher shows each process a single device (as Slurm does with `--gpus-per-task=1`), that device is taken. Raises
+    `ConfigError` when the host has fewer accelerators than ranks.
     """
     kind = found()
     if kind is None:
@@ -104,10 +98,8 @@ def bind_near(device: torch.device, ranks: int, mode: str) -> None:
     """Bind all threads of this process to CPUs near `device`, on a host where `ranks` processes do so.
 
     torch finds the CPUs, as for torchrun's `--numa-binding`: `mode` is `node`, `socket`, `exclusive` or `core-complex`. Memory
-    that a thread writes first is then on its own NUMA node.
-
-    Raises:
-        ConfigError: for a device that torch cannot bind to, or if something it needs is missing.
+    that a thread writes first is then on its own NUMA node. Raises `ConfigError` for a device that torch cannot bind to, or if
+    something it needs is missing.
     """
     bind = getattr(binding, "_maybe_apply_numa_binding_to_current_process", None)
     if device.type != "cuda":
@@ -163,11 +155,6 @@ def use(device: torch.device) -> None:
         torch.accelerator.set_device_index(device.index)
 
 
-def event(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """Make an event that a stream records. A waiting thread spins; use `end_of` for a thread that may sleep."""
-    return torch.Event(device, enable_timing=timed)
-
-
 def end_of(stream: torch.Stream) -> Callable[[], None]:
     """Return a function that waits for all work launched on `stream` so far, asleep if the device can wake the thread. A
     `torch.Event` ignores its `blocking` argument, but device-specific events, such as CUDA's, support it."""
@@ -181,8 +168,8 @@ def end_of(stream: torch.Stream) -> Callable[[], None]:
 
 
 def record(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
-    """Record an event after all work launched on `stream` so far."""
-    made = event(stream.device, timed=timed)
+    """Record an event after all work launched on `stream` so far. A thread that waits for it spins; `end_of` lets it sleep."""
+    made = torch.Event(stream.device, enable_timing=timed)
     made.record(stream)
     return made
 
@@ -265,11 +252,7 @@ def record_allocations(device: torch.device) -> bool:
 
 def write_allocations(device: torch.device, path: Path) -> bool:
     """Write torch's record of device memory to a file for https://pytorch.org/memory_viz; returns True if the device supports
-    this.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
+    this. Raises `OSError` if the file cannot be written."""
     write = getattr(_memory_module(device), "_dump_snapshot", None)
     if write is not None:
         write(str(path))
@@ -355,29 +338,17 @@ def pinned(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def pin(address: int, nbytes: int, device: torch.device) -> bool:
-    """Have the driver pin host memory; returns True on success. The driver is not bound by RLIMIT_MEMLOCK, so its own answer is
-    the only one that counts."""
+def pin(address: int, nbytes: int, device: torch.device) -> Callable[[], object] | None:
+    """Have the driver pin host memory; returns a call that unpins it, or None if the driver refuses. The driver is not bound by
+    RLIMIT_MEMLOCK, so its own answer is the only one that counts."""
     runtime = getattr(_module(device), "cudart", None)
     if runtime is None:
-        return False
+        return None
     if int(runtime().cudaHostRegister(address, nbytes, 0)) == 0:
-        return True
-    _forget_error(device)
-    return False
-
-
-def unpin(address: int, device: torch.device) -> None:
-    """Unpin memory that `pin` has pinned."""
-    _module(device).cudart().cudaHostUnregister(address)
-
-
-def _forget_error(device: torch.device) -> None:
-    """Clear the error of a refused call, which the driver would otherwise report at the next launch."""
-    try:
+        return partial(runtime().cudaHostUnregister, address)
+    with suppress(RuntimeError):  # The driver would otherwise report the refusal at the next launch.
         torch.zeros(1, device=device)
-    except RuntimeError:
-        return
+    return None
 
 
 def _module(device: torch.device) -> ModuleType:
@@ -386,8 +357,6 @@ def _module(device: torch.device) -> ModuleType:
 
 def _begun() -> ModuleType | None:
     """Return torch's module for the accelerator if initialized, since a query would otherwise initialize it and take memory."""
-    kind = found()
-    if kind is None:
-        return None
-    module = _module(kind)
-    return module if module.is_initialized() else None
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    module = None if kind is None else _module(kind)
+    return module if module is not None and module.is_initialized() else None

@@ -7,15 +7,13 @@ uses them.
 `ActivationStore.keeping` surrounds a call of `torch.utils.checkpoint.checkpoint`. The inputs that the call saves become saved
 tensors held by autograd; when autograd drops one, for whatever reason, its memory and file space are free again.
 
-    UnmovedTensor   the tensor itself, or a copy in the memory of the CPU that computes
-    FileCopy        a copy in a slot of a file
-    PinnedCopy      a copy in pinned memory, beside an accelerator
+A tensor that leaves is copied to pinned memory beside an accelerator, or to a slot of a file; a tensor that stays is kept as it
+is, or as a copy in the memory of the CPU that computes.
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -58,17 +56,24 @@ class Reservation:
             self._ended.put(end)
 
 
-class SavedTensor(ABC):
-    """A tensor that autograd keeps for backward."""
+class SavedTensor:
+    """A tensor that autograd keeps for backward. `start()` begins to bring it back, if needed, and returns a call that waits for
+    it; both raise `StorageError` if it cannot be read."""
 
     call: BlockCall | None = None
 
-    def fetch(self) -> None:  # noqa: B027 - most have nothing to bring
-        """Start to bring the tensor back, if needed. Raises `StorageError`."""
+    def __init__(self, start: Callable[[], Callable[[], torch.Tensor]]) -> None:
+        self._start = start
+        self._finish: Callable[[], torch.Tensor] | None = None
 
-    @abstractmethod
+    def fetch(self) -> None:
+        """Start to bring the tensor back."""
+        self._finish = self._finish or self._start()
+
     def get(self) -> torch.Tensor:
-        """Return the tensor, possibly several times. Raises `StorageError` if it cannot be read."""
+        """Return the tensor, possibly several times."""
+        finish, self._finish = self._finish or self._start(), None
+        return finish()
 
 
 @dataclass(eq=False)
@@ -87,65 +92,45 @@ class BlockCall:
         return [saved for ref in self.saved if (saved := ref()) is not None]
 
 
-class UnmovedTensor(SavedTensor):
-    """A tensor, or a copy of it, in the memory of the compute device. `reservation` counts its bytes, if they are counted."""
-
-    def __init__(self, tensor: torch.Tensor, reservation: Reservation | None = None) -> None:
-        self._tensor, self._version, self._reservation = tensor, tensor._version, reservation
-
-    def get(self) -> torch.Tensor:
-        require_unchanged(self._tensor, self._version, "after the block that it is an input of was computed")
-        return self._tensor
+def _unmoved(tensor: torch.Tensor, reservation: Reservation | None = None) -> SavedTensor:
+    """Keep a tensor in the memory of the compute device; `reservation` counts its bytes, if they are counted."""
+    finish = partial(_unchanged, tensor, tensor._version, reservation)
+    return SavedTensor(lambda: finish)
 
 
-class FileCopy(SavedTensor):
-    """A copy in a file, which is read from memory while it is still being written."""
+def _unchanged(tensor: torch.Tensor, version: int, _reservation: Reservation | None) -> torch.Tensor:
+    require_unchanged(tensor, version, "after the block that it is an input of was computed")
+    return tensor
 
-    def __init__(self, on_host: Callable[[], Reservation], write: PendingWrite, device: torch.device) -> None:
-        """`on_host` reserves host memory for the tensor."""
-        self._on_host, self._write, self._device = on_host, write, device
-        self._fetched: tuple[Reservation, Transfer] | None = None
 
-    def fetch(self) -> None:
-        self._fetched = self._fetched or self._start()
+def _read_file(
+    on_host: Callable[[], Reservation], write: PendingWrite, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """Start to read a copy from a file, or take it from the memory from which it is still being written. `on_host` reserves host
+    memory for the tensor."""
+    still_here = write.sources[:1]
+    reservation = still_here[0] if still_here else on_host()
+    read = DONE if still_here else write.read(tensor_bytes(reservation.memory))
 
-    def get(self) -> torch.Tensor:
-        reservation, read = self._fetched or self._start()
-        self._fetched = None
+    def finish() -> torch.Tensor:
         _wait(read)
-        if self._write.copied is not None:
-            accelerator.current_stream(self._device).wait_event(self._write.copied)
-        return reservation.memory.to(self._device, non_blocking=True)
+        if write.copied is not None:
+            accelerator.current_stream(device).wait_event(write.copied)
+        return reservation.memory.to(device, non_blocking=True)
 
-    def _start(self) -> tuple[Reservation, Transfer]:
-        still_here = self._write.sources[:1]
-        if still_here:
-            return still_here[0], DONE
-        reservation = self._on_host()
-        return reservation, self._write.read(tensor_bytes(reservation.memory))
+    return finish
 
 
-class PinnedCopy(SavedTensor):
-    """A copy in pinned host memory."""
+def _copy_back(streams: CopyStreams, reservation: Reservation, device: torch.device) -> Callable[[], torch.Tensor]:
+    tensor = torch.empty_like(reservation.memory, device=device)
+    copied = streams.start(reservation.memory, tensor)
+    tensor.record_stream(streams.inward)  # The tensor may be dropped before any wait.
 
-    def __init__(self, streams: CopyStreams, reservation: Reservation, device: torch.device) -> None:
-        self._streams, self._reservation, self._device = streams, reservation, device
-        self._fetched: tuple[torch.Tensor, torch.Event] | None = None
-
-    def fetch(self) -> None:
-        self._fetched = self._fetched or self._start()
-
-    def get(self) -> torch.Tensor:
-        tensor, copied = self._fetched or self._start()
-        self._fetched = None
-        accelerator.current_stream(tensor.device).wait_event(copied)
+    def finish() -> torch.Tensor:
+        accelerator.current_stream(device).wait_event(copied)
         return tensor
 
-    def _start(self) -> tuple[torch.Tensor, torch.Event]:
-        tensor = torch.empty_like(self._reservation.memory, device=self._device)
-        copied = self._streams.start(self._reservation.memory, tensor)
-        tensor.record_stream(self._streams.inward)  # The tensor may be dropped before any wait.
-        return tensor, copied
+    return finish
 
 
 @dataclass(eq=False, slots=True)
@@ -240,11 +225,9 @@ class ActivationStore:
     """Keeps the inputs of recomputed blocks on a tier: of the first blocks of a pass, the fraction `choice.fraction`.
 
     Inputs of the last blocks, which backward needs first, stay on the device. On a CPU, host memory is the device's: there `host`
-    keeps them as they would be without a store. The store needs no closing: its files are those of `tiers`.
-
-    Raises:
-        StorageError: when there is no directory for files that can be used; from forward or backward, where the disk is full or
-            something cannot be written or read.
+    keeps them as they would be without a store. The store needs no closing: its files are those of `tiers`. Raises `StorageError`
+    when there is no directory for files that can be used; from forward or backward, where the disk is full or something cannot be
+    written or read.
     """
 
     def __init__(self, tiers: Tiers, choice: TierChoice) -> None:
@@ -264,11 +247,8 @@ class ActivationStore:
 
     @contextmanager
     def keeping(self, *, away: bool) -> Iterator[None]:
-        """Save the tensors that autograd keeps inside the block here, `away` or on the device, as the inputs of one call.
-
-        Raises:
-            RuntimeError: where the block has changed its input in place, so that it could not be computed again.
-        """
+        """Save the tensors that autograd keeps inside the block here, `away` or on the device, as the inputs of one call. Raises
+        `RuntimeError` where the block has changed its input in place, so that it could not be computed again."""
         call = BlockCall(away=away)
         try:
             with saved_tensors_hooks(partial(self._pack, call), self.unpack):
@@ -297,7 +277,7 @@ class ActivationStore:
 
     def _pack(self, call: BlockCall, tensor: torch.Tensor) -> SavedTensor:
         if not self.moves(tensor):
-            return UnmovedTensor(tensor)
+            return _unmoved(tensor)
         self._settle()
         saved = self._save(tensor.detach(), call.away)
         if not call.saved:
@@ -313,26 +293,32 @@ class ActivationStore:
         if away and self._streams is not None:
             reservation = self._on_host(tensor.shape, tensor.dtype)
             self._copy_out(tensor, reservation.memory)
-            return PinnedCopy(self._streams, reservation, tensor.device)
+            return SavedTensor(partial(_copy_back, self._streams, reservation, tensor.device))
         reservation = self._count(Tier.HOST if away else Tier.DEVICE, tensor.nbytes)
         if self._streams is None:
             # Kept on separate pages outside the heap, as without a store: docs/decisions/0009-kept-inputs-outside-the-heap.md
             tensor = allocate_lasting(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
-        return UnmovedTensor(tensor, reservation)
+        return _unmoved(tensor, reservation)
 
     def _write(self, tensor: torch.Tensor) -> SavedTensor:
-        """Copy a tensor and start to write the copy, once fewer than the bound are on their way."""
         while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
         self._recount()
-        slot, room = self._take_room(tensor.nbytes)
+        tier, length = self._tiers.file(), whole_blocks(tensor.nbytes)
+        while (begin := self._free.take(length)) is None:
+            missing = length - self._free.reaching(tier.nbytes)
+            tier.allocate(missing, _LABEL)
+            self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
+            self._free.give(tier.nbytes - missing, tier.nbytes)
+        slot = FileSlot(tier, begin, tensor.nbytes, _LABEL)
+        room = Reservation(self._ended, partial(self._free.give, begin, begin + length))
         on_host = partial(self._on_host, tensor.shape, tensor.dtype)
         source = on_host()
         copied = self._copy_out(tensor, source.memory)
         write = PendingWrite([source], slot, room, copied)
         self._writes.append(write)
         write.advance()
-        return FileCopy(on_host, write, tensor.device)
+        return SavedTensor(partial(_read_file, on_host, write, tensor.device))
 
     def _copy_out(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Event | None:
         """Copy a tensor to `out` in host memory: at once on a CPU, else asynchronously until the returned event."""
@@ -366,17 +352,6 @@ class ActivationStore:
     def _count(self, tier: Tier, nbytes: int) -> Reservation:
         self._tiers.ledger.add(tier, Purpose.ACTIVATIONS, nbytes)
         return Reservation(self._ended, partial(self._tiers.ledger.add, tier, Purpose.ACTIVATIONS, -nbytes))
-
-    def _take_room(self, nbytes: int) -> tuple[FileSlot, Reservation]:
-        """Return a slot of the file, and the reservation whose end frees the slot."""
-        tier, length = self._tiers.file(), whole_blocks(nbytes)
-        while (begin := self._free.take(length)) is None:
-            missing = length - self._free.reaching(tier.nbytes)
-            tier.allocate(missing, _LABEL)
-            self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
-            self._free.give(tier.nbytes - missing, tier.nbytes)
-        slot = FileSlot(tier, begin, nbytes, _LABEL)
-        return slot, Reservation(self._ended, partial(self._free.give, begin, begin + length))
 
     def _settle(self) -> None:
         """Run queued frees, and advance writes in flight. Raises `StorageError` if a write has failed."""

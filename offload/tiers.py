@@ -35,11 +35,8 @@ _CONVERTED = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierChoice:
-    """The placement of a tensor: `fraction` of it on `tier`, the rest on the device. `none` is the device alone.
-
-    Raises:
-        ConfigError: for an unknown tier, or a fraction outside its range.
-    """
+    """The placement of a tensor: `fraction` of it on `tier`, the rest on the device. `none` is the device alone. Raises
+    `ConfigError` for an unknown tier, or a fraction outside its range."""
 
     tier: TierName = "none"
     fraction: float = 1.0
@@ -88,19 +85,9 @@ class TieredPart:
     slot: FileSlot | None = None
     first: int = 0
 
-    def beside(self, data: torch.Tensor) -> bool:
-        """Return True if the part lies in the same kind of memory as `data`."""
-        return self.memory is not None and self.memory.device.type == data.device.type
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredRun:
-    """Elements of a tensor from `start` on, stored in the tensor's dtype in the file `path` from byte `begin` on."""
-
-    start: int
-    length: int
-    path: Path
-    begin: int
+    def lies_on(self, device: torch.device) -> bool:
+        """Return True if the part is in the memory of a device of this type."""
+        return self.memory is not None and self.memory.device.type == device.type
 
 
 class TieredTensor:
@@ -143,8 +130,7 @@ class TieredTensor:
             return self.slice(start, end).whole(device)
         if not self.parts:
             return torch.empty(0, dtype=self.dtype, device=device)
-        memory = self.parts[0].memory if len(self.parts) == 1 else None
-        return memory if memory is not None and memory.device.type == device.type else None
+        return self.parts[0].memory if len(self.parts) == 1 and self.parts[0].lies_on(device) else None
 
     def slice(self, start: int, end: int) -> TieredTensor:
         """Return elements [start, end) as a view. Raises `ValueError` if they are not this tensor's."""
@@ -161,11 +147,8 @@ class TieredTensor:
         return TieredTensor(self.dtype, parts)
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D, from element `start` on, converted to the dtype of `out`.
-
-        Raises:
-            StorageError: now or at the transfer's `wait`.
-        """
+        """Start to fill `out`, 1-D, from element `start` on, converted to the dtype of `out`. Raises `StorageError` now or at the
+        transfer's `wait`."""
         return self._move(start, out, write=False)
 
     def write(self, start: int, data: torch.Tensor) -> Transfer:
@@ -173,8 +156,10 @@ class TieredTensor:
         return self._move(start, data, write=True)
 
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
+        if len(self.parts) == 1 and data.numel() == self.numel:
+            return _move(self.dtype, self.parts[0], data, write=write)
         # Parts in the same memory go first: a copy from elsewhere begins after them, so work ordered after it has both.
-        parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.beside(data))
+        parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.lies_on(data.device))
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
         moves = [move for move in started if move is not DONE]
         if len(moves) > 1 and not any(move.crosses for move in moves):
@@ -288,11 +273,8 @@ class Tiers:
     def allocate(
         self, numel: int, dtype: torch.dtype, choice: TierChoice, purpose: Purpose, label: str
     ) -> TieredTensor:
-        """Allocate zeros, `[numel]`. `label` names them in errors.
-
-        Raises:
-            StorageError: where there is no room, or no directory to make it in.
-        """
+        """Allocate zeros, `[numel]`. `label` names them in errors. Raises `StorageError` where there is no room, or no directory
+        to make it in."""
         cut, away = choice.cut(numel), Tier.FILE if choice.tier == "file" else Tier.HOST
         parts: list[TieredPart] = []
         for start, end, tier in ((0, cut, away), (cut, numel, Tier.DEVICE)):
@@ -320,12 +302,9 @@ class Tiers:
             self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
         return TieredTensor(dtype, parts)
 
-    def stored(self, numel: int, dtype: torch.dtype, runs: Sequence[StoredRun], purpose: Purpose) -> TieredTensor:
-        """Make a read-only tensor, `[numel]`, of data in existing files; between the runs, which are in order, it is zero.
-
-        Raises:
-            StorageError: for a file that cannot be opened.
-        """
+    def stored(self, numel: int, dtype: torch.dtype, runs: Sequence[TieredPart], purpose: Purpose) -> TieredTensor:
+        """Make a read-only tensor, `[numel]`, of data in existing files, see `FileTier.stored`; between the runs, which are in
+        order, it is zero."""
         parts: list[TieredPart] = []
         at = 0
         for run in (*runs, None):
@@ -334,10 +313,8 @@ class Tiers:
                 gap = torch.zeros(start - at, dtype=dtype, device=self.device)
                 parts.append(TieredPart(start=at, end=start, tier=Tier.DEVICE, memory=gap))
             if run is not None:
-                slot, at = self.file().stored(run.path), start + run.length
-                parts.append(
-                    TieredPart(start=start, end=at, tier=Tier.FILE, slot=slot, first=run.begin // dtype.itemsize)
-                )
+                parts.append(run)
+                at = run.end
         return self._counted(dtype, parts, purpose)
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:

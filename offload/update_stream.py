@@ -8,7 +8,7 @@ the tensors.
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice, pairwise
@@ -47,15 +47,10 @@ class StreamOperand:
 class StreamRow:
     """Elements [start, end) of each operand. Rows of one key have the same operand tensors."""
 
-    key: int
+    key: tuple[int, int]
     start: int
     end: int
-    operands: tuple[StreamOperand, ...]
-
-    @property
-    def identity(self) -> tuple[int, int, int, int]:
-        """Key, interval and number of operands, which identify a row."""
-        return self.key, self.start, self.end, len(self.operands)
+    operands: tuple[StreamOperand, ...] = field(compare=False)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,9 +105,10 @@ class UpdateStream:
         widest = max([tensor.dtype.itemsize for tensor in away], default=0)
         step = self._buffer_bytes // widest // GRAIN * GRAIN if away else length
         cuts = sorted({0, length, *[part.end for tensor in away for part in tensor.parts if part.end < length]})
+        whole = StreamRow(key=(key, len(operands)), start=0, end=length, operands=tuple(operands))
         for first, last in pairwise(cuts):
             for start in range(first, last, max(1, step)):
-                yield StreamRow(key=key, start=start, end=min(start + step, last), operands=tuple(operands))
+                yield replace(whole, start=start, end=min(start + step, last))
 
     def run(
         self,
@@ -125,13 +121,10 @@ class UpdateStream:
         `ahead` are the rows of the next calls, as far as known. Their first ones are read already, so call `forget` before
         changing them by other means. Writes may go on after this returns: readers of a file wait for them, later work of a device
         is ordered after them, and `settle` waits on behalf of readers of host memory. After an error nothing is read ahead, and
-        all buffers are free.
-
-        Raises:
-            StorageError: when something cannot be read. A failed write is raised for the next reader.
+        all buffers are free. Raises `StorageError` when something cannot be read. A failed write is raised for the next reader.
         """
         planned = [*rows, *islice(ahead, _DEPTH)]
-        if any(flight.row.identity != row.identity for flight, row in zip(self._flights, planned, strict=False)):
+        if any(flight.row != row for flight, row in zip(self._flights, planned, strict=False)):
             self.forget()
         coming = deque(planned[len(self._flights) :])
         try:
@@ -142,7 +135,7 @@ class UpdateStream:
                 for read in flight.reads.values():
                     read.wait()
                 # Uses free buffers only; those of writes in flight are not waited for.
-                while coming and len(self._flights) <= _DEPTH and _missing(self._views(coming[0])) <= self._pool.free:
+                while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._pool.free:
                     self._start(coming.popleft())
                 compute(row, [*flight.tensors])
                 self._write(flight)
@@ -169,16 +162,18 @@ class UpdateStream:
             for number, buffer in flight.buffers.items():
                 flight.reads.get(number, DONE).on_end(partial(self._pool.give, buffer))
 
-    def _views(self, row: StreamRow) -> list[torch.Tensor | None]:
-        return [each.tensor.view(row.start, row.end, self.device) for each in row.operands]
+    def _missing(self, row: StreamRow) -> int:
+        """Count the operands of a row that are not in the memory of the device."""
+        return sum(each.tensor.view(row.start, row.end, self.device) is None for each in row.operands)
 
     def _start(self, row: StreamRow) -> None:
-        flight, views = _RowInFlight(row=row), self._views(row)
-        if (missing := _missing(views)) > self._width:  # The row would wait for buffers that do not exist.
+        flight = _RowInFlight(row=row)
+        if (missing := self._missing(row)) > self._width:  # The row would wait for buffers that do not exist.
             raise ValueError(f"a row of {missing} tensors out of reach, in a stream of width {self._width}")
         self._flights.append(flight)
-        for number, (operand, tensor) in enumerate(zip(row.operands, views, strict=True)):
+        for number, operand in enumerate(row.operands):
             rest = operand.tensor
+            tensor = rest.view(row.start, row.end, self.device)
             if tensor is None:
                 began = time.perf_counter()
                 buffer = flight.buffers[number] = self._pool.take()
@@ -189,7 +184,6 @@ class UpdateStream:
             flight.tensors.append(tensor)
 
     def _write(self, flight: _RowInFlight) -> None:
-        """Start to write the results; each buffer is freed when its write has ended."""
         for number in list(flight.buffers):
             operand, tensor = flight.row.operands[number], flight.tensors[number]
             write = DONE if operand.mode is Access.READ else operand.tensor.write(flight.row.start, tensor)
@@ -198,5 +192,15 @@ class UpdateStream:
             write.on_end(partial(self._pool.give, flight.buffers.pop(number)))
 
 
-def _missing(views: Sequence[torch.Tensor | None]) -> int:
-    return sum(view is None for view in views)
+def run_whole(
+    operands: Sequence[StreamOperand],
+    compute: Callable[[StreamRow, list[torch.Tensor]], None],
+    device: torch.device,
+) -> None:
+    """Call `compute` as `UpdateStream.run` does, once, with all elements of the operands in the memory of `device`, which does
+    not bound them."""
+    tensors = [each.tensor.load(device) for each in operands]
+    compute(StreamRow(key=(0, 0), start=0, end=operands[0].tensor.numel, operands=tuple(operands)), [*tensors])
+    for operand, tensor in zip(operands, tensors, strict=True):
+        if operand.mode is not Access.READ:
+            operand.tensor.write(0, tensor).wait()

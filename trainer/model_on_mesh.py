@@ -30,7 +30,6 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import saved_buffers
-from zeromesh.zero.weight_digests import require_same_weights
 
 
 class ModelOnMesh(ABC):
@@ -83,7 +82,7 @@ class ModelOnMesh(ABC):
         placed.require_sound()
         engine = placed.require_engine()
         with placed.mesh.call(f"{placed.owner}.check_weights()"):
-            require_same_weights(engine)
+            engine.checkpoint_state.require_same_weights()
 
     def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, tensor)` of weights in the compute dtype, as `save_pretrained` writes them; all ranks iterate to the end.

@@ -26,7 +26,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.reader import OpenedCheckpoint
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore
@@ -116,7 +115,14 @@ def shard(
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
     _require_plain(model)
     resolved = _resolve(model, config, options)
-    optimizer = _as_one(optimizer, model)
+    several: Sequence[Any] = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
+    for each in made:
+        if not isinstance(each, Optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer, its class, or a list of them"
+            )
+    optimizer = ChainedOptimizer(*made) if len(made) > 1 else made[0] if made else None
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
     zero = replace(engine_options(resolved, accumulation), optimizer=settings)
     engine = _partition(model, resolved, zero, trains=optimizer is not None)
@@ -126,7 +132,6 @@ def shard(
 
 
 def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *, trains: bool) -> AutogradEngine:
-    """Attach the engine to a model, and replace the methods that it affects."""
     trained = [] if trains else [each for each in model.parameters() if each.requires_grad]
     for each in trained:  # Frozen parameters have no master weights and no moments.
         each.requires_grad_(False)
@@ -153,19 +158,7 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     return engine
 
 
-def _as_one(given: Any, model: nn.Module) -> Optimizer | None:
-    several = [] if given is None else given if isinstance(given, list | tuple) else [given]
-    made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
-    for each in made:
-        if not isinstance(each, Optimizer):
-            raise ConfigError(
-                f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer, its class, or a list of them"
-            )
-    return ChainedOptimizer(*made) if len(made) > 1 else made[0] if made else None
-
-
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
-    """Return the configuration of `shard`: the sections of `config`, overridden by `options`, with the model's dtype by default."""
     given = load_config(config, consent=Consent.GIVEN)
     unused = sorted(given.model_fields_set - {*_SECTIONS, "run"})
     unused += [f"run.{name}" for name in sorted(given.run.model_fields_set - {"seed", "name"})]
@@ -199,7 +192,6 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
 
 
 def _require_plain(model: nn.Module) -> None:
-    """Raise `ConfigError` for a model that another library partitions or synchronizes."""
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
             f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
@@ -218,10 +210,6 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
         engine_of(model).forget_gradients(zeros=not set_to_none)
     else:
         type(model).zero_grad(model, set_to_none)
-
-
-def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    return engine_of(model).no_sync() if is_sharded(model) else nullcontext()
 
 
 def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
@@ -244,6 +232,10 @@ def _loading(name: str) -> Callable[..., Any]:
         return engine_of(model).load_whole(load) if is_sharded(model) else load()
 
     return method
+
+
+def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    return engine_of(model).no_sync() if is_sharded(model) else nullcontext()
 
 
 _METHODS: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad, "generate": _generate}
@@ -346,15 +338,11 @@ def save(
     progress = engine.progress()
     groups = [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]
     made = TrainerState(
-        step=progress.updates if step is None else step,
+        step=progress["updates"] if step is None else step,
         samples=0,
         tokens=0,
-        updates=progress.updates,
         skipped=0,
-        averages=progress.averaged_updates,
-        trained=progress.trained,
-        loss_scale=progress.loss_scale,
-        good_steps=progress.good_steps,
+        **progress,
         callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
     )
     store = CheckpointStore(Path(directory).expanduser())
@@ -407,7 +395,13 @@ def load(
             reader = loader.open(each)
             state = read_state(loader, reader)
             if optimizer is not None:
-                _require_same_states(reader, engine)
+                own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
+                others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
+                if others:  # Missing ones are reported later.
+                    raise LayoutError(
+                        f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the "
+                        "one here; load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
+                    )
                 load_engine(loader, reader, engine, state)
             else:
                 load_weights(each, engine, engine.mesh)
@@ -432,17 +426,6 @@ def load(
             f"{path} has weights and no checkpoint; load them into the model before shard() partitions it"
         )
     return None
-
-
-def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> None:
-    """Raise `LayoutError` for a checkpoint with unknown optimizer states; missing ones are reported later."""
-    own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
-    others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
-    if others:
-        raise LayoutError(
-            f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the one here; "
-            "load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
-        )
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:

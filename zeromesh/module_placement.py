@@ -41,26 +41,10 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
     """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place.
 
     A pattern may contain `*`; the first one that matches a name counts. All ranks of the mesh call this alike, on equal models.
-    Ranks outside of the set lose the module's parameters; other names do not change.
-
-    Raises:
-        LayoutError: on all ranks alike, for a pattern without a module, a module inside another one that is placed, and a
-            parameter that a placed module shares with another part of the model.
+    Ranks outside of the set lose the module's parameters; other names do not change. Raises `LayoutError` on all ranks alike, for
+    a pattern without a module, a module inside another one that is placed, and a parameter that a placed module shares with
+    another part of the model.
     """
-    found = _modules_of(model, homes)
-    _refuse_ties(model, found)
-    for name, home in found.items():
-        module = model.get_submodule(name)
-        exchange = _ModuleExchange(f"{name} on process set {home.name}", home, mesh)
-        if home.member:
-            module.forward = partial(_on_own_ranks, module.forward, exchange)
-        else:
-            parent, _, leaf = name.rpartition(".")
-            model.get_submodule(parent)._modules[leaf] = _OnOtherRanks(module, exchange)
-    return ModulePlacement(model, mesh, found)
-
-
-def _modules_of(model: nn.Module, homes: Mapping[str, ProcessSet]) -> dict[str, ProcessSet]:
     found: dict[str, ProcessSet] = {}
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
@@ -74,20 +58,24 @@ def _modules_of(model: nn.Module, homes: Mapping[str, ProcessSet]) -> dict[str, 
         outer = next((other for other in found if name.startswith(f"{other}.")), None)
         if outer is not None:
             raise LayoutError(f"placement: {name} is inside {outer}, which is placed as a whole; name one of them")
-    return found
-
-
-def _refuse_ties(model: nn.Module, found: Mapping[str, ProcessSet]) -> None:
     for _, names in names_by_parameter(model):
         if len({_place_of(name, found) for name in names}) > 1:
             raise LayoutError(
                 f"placement: {' and '.join(names)} are one parameter in parts of the model that are placed apart; untie them, "
                 "or place a module that holds all of them"
             )
+    for name, home in found.items():
+        module = model.get_submodule(name)
+        exchange = _ModuleExchange(f"{name} on process set {home.name}", home, mesh)
+        if home.member:
+            module.forward = partial(_on_own_ranks, module.forward, exchange)
+        else:
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._modules[leaf] = _OnOtherRanks(module, exchange)
+    return ModulePlacement(model, mesh, found)
 
 
 def _place_of(name: str, found: Mapping[str, ProcessSet]) -> str | None:
-    """Return the placed module that contains a parameter; None if there is none."""
     return next((module for module in found if name.startswith(f"{module}.")), None)
 
 
@@ -104,19 +92,15 @@ class ModulePlacement:
 
         As in `torch.nn.utils.clip_grad_norm_`, each parameter counts once, however many ranks hold it.
         """
-        gradients = {name: each.grad for name, each in self._model.named_parameters() if each.grad is not None}
-        world = self._mesh.world
-        counted = [
-            gradient
-            for name, gradient in gradients.items()
-            if self.homes.get(_place_of(name, self.homes) or "", world).index == 0
-        ]
-        squares = sum(float(gradient.detach().double().pow(2).sum()) for gradient in counted)
-        total = torch.tensor([squares], dtype=torch.float64)
+        world, total = self._mesh.world, torch.zeros(1, dtype=torch.float64)
+        gradients = {name: each.grad.detach() for name, each in self._model.named_parameters() if each.grad is not None}
+        for name, gradient in gradients.items():
+            if self.homes.get(_place_of(name, self.homes) or "", world).index == 0:
+                total += float(gradient.double().pow(2).sum())
         norm = math.sqrt(world.all_reduce(total, "gradient norm of a placed model").item())
         factor = min(1.0, max_norm / (norm + 1e-6))
         for gradient in gradients.values():
-            gradient.detach().mul_(factor)
+            gradient.mul_(factor)
         return norm
 
 
@@ -241,7 +225,6 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[to
 
 
 def _differentiable(leaves: list[Any]) -> list[int]:
-    """Return the indices of tensors that require a gradient."""
     if not torch.is_grad_enabled():
         return []
     return [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

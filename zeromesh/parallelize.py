@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zeromesh.comm.activation_collectives import Exchange, open_exchange
+from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.transport import TransportName
 from zeromesh.flat.layout import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
@@ -74,17 +74,22 @@ def divide(
     options: ParallelOptions,
     example: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Divided:
-    """Make `model` compute this rank's part; all ranks of the mesh call this alike. `example` returns a batch like those of the run
-    for a trial without values; None: token ids alone.
-
-    Raises:
-        LayoutError: for a model that cannot be divided so, with the reason.
-    """
+    """Make `model` compute this rank's part; all ranks of the mesh call this alike. `example` returns a batch like those of the
+    run for a trial without values; None: token ids alone. Raises `LayoutError` for a model that cannot be divided so, with the
+    reason."""
     anatomy = examine(model, example()) if mesh.shape.divides("blocks") else None
     count = mesh.pipeline.size * options.chunks
     cut = plan_cut(model, anatomy, count, options.stages, options.balance) if anatomy is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
-    tensor = _divide_layers(model, mesh, options) if mesh.shape.divides("layers") else None
+    tensor: Parallelized | None = None
+    if mesh.shape.divides("layers"):
+        # Importing torch's compiler, which this module excludes from its exchanges, takes two seconds that other runs save.
+        from zeromesh.tensor.parallelize_module import Parallelized
+        from zeromesh.tensor.plan.planner import plan_tensor
+
+        exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
+        plan = plan_tensor(model, mesh.tensor.size, options.rules or None)
+        tensor = Parallelized(model, exchange, plan, sequence=options.sequence)
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
     if anatomy is None or cut is None:
         return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes)
@@ -92,33 +97,18 @@ def divide(
     own = [chunk * ranks + mesh.pipeline.index for chunk in range(options.chunks)]
     stages = Stages(model, anatomy, cut, own, outside, tensor.shares if tensor is not None else None)
     blocks = [model.get_submodule(f"{anatomy.blocks}.{index}") for stage in own for index in stages.ranges[stage]]
+    copies: dict[str, StageCopies] = {}
+    for tie in stages.ties:  # Tied parameters that this rank and another one have, by their name on this rank.
+        holders = tuple(sorted({stage % ranks for stage in tie.held}))
+        here = [name for stage, name in tie.held.items() if stage in own]
+        if here and len(holders) > 1:
+            copies[here[0]] = StageCopies(name=tie.names[0], aliases=tie.names[1:], ranks=holders)
     cuts = ModelCuts(
         parts=parts,
-        copies=_copies(stages, ranks),
+        copies=copies,
         chunks=options.chunks,
         chunk_of=lambda name: own.index(stages.stage_of(name)),
     )
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
     listed = " + ".join(map(str, cut))
     return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=(*notes, f"pipeline: stages of {listed} blocks"))
-
-
-def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Parallelized:
-    # Importing torch's compiler, which this module excludes from its exchanges, takes two seconds that other runs save.
-    from zeromesh.tensor.parallelize_module import Parallelized
-    from zeromesh.tensor.plan.planner import plan_tensor
-
-    exchange: Exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
-    plan = plan_tensor(model, mesh.tensor.size, options.rules or None)
-    return Parallelized(model, exchange, plan, sequence=options.sequence)
-
-
-def _copies(stages: Stages, ranks: int) -> dict[str, StageCopies]:
-    """Return the tied parameters shared by this rank and another one, by their name on this rank."""
-    found = {}
-    for tie in stages.ties:
-        holders = tuple(sorted({stage % ranks for stage in tie.held}))
-        here = [name for stage, name in tie.held.items() if stage in stages.own]
-        if here and len(holders) > 1:
-            found[here[0]] = StageCopies(name=tie.names[0], aliases=tie.names[1:], ranks=holders)
-    return found

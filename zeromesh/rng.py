@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,11 +29,9 @@ from zeromesh.offload import accelerator
 
 
 def seed_generators(number: int) -> None:
-    """Seed the generators of the CPU and of the accelerators in use, as `torch.manual_seed` does.
-
-    `torch.manual_seed` also queues a call for every other kind of accelerator that PyTorch knows, each with the stack as text: deep
-    in a model that takes a millisecond, before every unit.
-    """
+    """Seed the generators of the CPU and of the accelerators in use, as `torch.manual_seed` does. That one also queues a call
+    for every other kind of accelerator that PyTorch knows, each with the stack as text: deep in a model that takes a millisecond,
+    before every unit."""
     torch.default_generator.manual_seed(number)
     accelerator.seed(number)
 
@@ -45,33 +43,27 @@ def seed_all(number: int) -> None:
     _numpy.seed(number & 0xFFFFFFFF)
 
 
-class _Seeded(NamedTuple):
-    """The state of a generator since its last seed without any draw, and its memory then."""
-
-    number: int
-    memory: bytes
-
-
 class _NumpyGenerator:
     """NumPy's global Mersenne Twister, saved and restored cheaply while nothing draws from it, as in most units: a copy of its
     memory takes 1 us, its state as 624 numbers up to 80 us."""
 
     def __init__(self) -> None:
-        self._seeded: _Seeded | None = None
+        self._number = 0
+        self._seeded: bytes | None = None
+        """The generator's memory after the last seed, `_number`."""
 
     def seed(self, number: int) -> None:
         np.random.seed(number)
-        memory = self._memory()
-        self._seeded = None if memory is None else _Seeded(number, memory)
+        self._number, self._seeded = number, self._memory()
 
     def state(self) -> Any:
         """Return the last seed if nothing was drawn since, else the whole state."""
-        seeded = self._seeded
-        return np.random.get_state() if seeded is None or self._memory() != seeded.memory else seeded
+        drawn = self._seeded is None or self._memory() != self._seeded
+        return np.random.get_state() if drawn else self._number
 
     def restore(self, state: Any) -> None:
-        if isinstance(state, _Seeded):
-            self.seed(state.number)
+        if isinstance(state, int):
+            self.seed(state)
         else:
             self._seeded = None
             np.random.set_state(state)
@@ -88,52 +80,29 @@ _numpy = _NumpyGenerator()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostState:
-    """The states of NumPy's and Python's global generators, which `torch.utils.checkpoint` does not restore."""
+class GeneratorStates:
+    """The states of the global generators that `seed_all` seeds: those of NumPy and Python, and unless they are left out, of
+    PyTorch's CPU and the current accelerator."""
 
     numpy: Any
     python: Any
+    cpu: torch.Tensor | None = None
+    device: torch.Tensor | None = None
 
     @classmethod
-    def now(cls) -> HostState:
-        return cls(numpy=_numpy.state(), python=random.getstate())
+    def now(cls, *, host_only: bool = False) -> GeneratorStates:
+        """Return the present states. `host_only` leaves out PyTorch's, which `torch.utils.checkpoint` restores itself."""
+        numpy, python = _numpy.state(), random.getstate()
+        if host_only:
+            return cls(numpy=numpy, python=python)
+        return cls(numpy=numpy, python=python, cpu=torch.get_rng_state(), device=accelerator.generator_state())
 
     def restore(self) -> None:
+        if self.cpu is not None:
+            torch.set_rng_state(self.cpu)
+        accelerator.set_generator_state(self.device)
         _numpy.restore(self.numpy)
         random.setstate(self.python)
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Continue both generators from this state inside the block; afterwards restore their previous states."""
-        before = HostState.now()
-        self.restore()
-        try:
-            yield
-        finally:
-            before.restore()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AllStates:
-    """The states of all global generators that `seed_all` seeds; of the accelerators, the current one."""
-
-    cpu: torch.Tensor
-    device: torch.Tensor | None
-    host: HostState
-
-    @classmethod
-    def now(cls) -> AllStates:
-        return cls(cpu=torch.get_rng_state(), device=accelerator.generator_state(), host=HostState.now())
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.cpu)
-        accelerator.set_generator_state(self.device)
-        self.host.restore()
-
-    def mark(self, number: int) -> None:
-        """Make `torch.initial_seed()` return `number` in this state, whose CPU part begins with the latest seed; draws stay
-        equal."""
-        self.cpu[:8].view(torch.int64).fill_(number)
 
 
 class Streams:
@@ -145,7 +114,7 @@ class Streams:
         self._calls: Counter[str] = Counter()
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         """The index of a call and the mark of the caller's stream after it, by unit and mark of the caller's stream before it."""
-        self._callers: list[tuple[str, int, AllStates]] = []
+        self._callers: list[tuple[str, int, GeneratorStates]] = []
         self._first_mark = number_of(f"{self._where}//marks")
 
     @contextmanager
@@ -166,7 +135,7 @@ class Streams:
         `torch.utils.checkpoint` restores the caller's stream before it calls a unit again, and the mark on it identifies the call;
         without restored streams (`preserve_rng_state=False`), the last call is assumed.
         """
-        caller, mark = AllStates.now(), torch.initial_seed()
+        caller, mark = GeneratorStates.now(), torch.initial_seed()
         if (unit, mark) not in self._known:
             self._known[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._known)) & _MASK)
             self._calls[unit] += not again
@@ -179,7 +148,9 @@ class Streams:
         while self._callers:
             name, after, caller = self._callers.pop()
             if name == unit:
-                caller.mark(after)
+                if caller.cpu is not None:
+                    # The CPU's state begins with the latest seed, which `torch.initial_seed` returns; draws stay equal.
+                    caller.cpu[:8].view(torch.int64).fill_(after)
                 caller.restore()
                 return
 
@@ -202,9 +173,9 @@ def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
 
 
 @contextmanager
-def own_randomness() -> Iterator[None]:
-    """Restore the generators after the block, so that its draws do not disturb the user's."""
-    states = AllStates.now()
+def own_randomness(*, host_only: bool = False) -> Iterator[None]:
+    """Restore the generators after the block, so that its draws do not disturb the user's; `host_only`: NumPy's and Python's."""
+    states = GeneratorStates.now(host_only=host_only)
     try:
         yield
     finally:

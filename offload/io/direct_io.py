@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from itertools import accumulate, pairwise, product
 from pathlib import Path
 
@@ -46,12 +46,8 @@ def lies_alike(data: torch.Tensor, offset: int) -> bool:
 
 
 class PositionalFile(AbstractContextManager["PositionalFile"]):
-    """A file that is read or written at offsets, from several threads if needed.
-
-    Raises:
-        StorageError: from any method, with the file, the bytes and the reason, when the system refuses or the file ends too
-            early.
-    """
+    """A file that is read or written at offsets, from several threads if needed. Raises `StorageError` from any method, with the
+    file, the bytes and the reason, when the system refuses or the file ends too early."""
 
     def __init__(
         self,
@@ -80,7 +76,9 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         except StorageError:
             self.close()
             raise
-        self._direct = _open_direct(self.path, flags) if direct else -1
+        if direct:
+            with suppress(OSError):  # The file system has no O_DIRECT.
+                self._direct = open_regular(self.path, flags & ~os.O_CREAT | os.O_DIRECT)
         self._identity = _identity(self._buffered) if constant else None
 
     def _require_constant(self) -> None:
@@ -119,7 +117,6 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         self._move("read", "read", os.preadv, data, offset)
 
     def _move(self, name: str, done_to: str, move: Callable[..., int], data: torch.Tensor, offset: int) -> None:
-        """Move all bytes of `data` by `move`; `done_to` names the failed operation in errors."""
         view = data.numpy()
         begin, end = offset, offset + len(view)
         with disk_call(name, self.path), refusals(self.path, f"{done_to} ({len(view):,} bytes at {offset:,})"):
@@ -238,14 +235,6 @@ def _identity(descriptor: int) -> tuple[int, ...]:
     """Return numbers from an open file's status, of which one changes when the file is written to."""
     found = os.fstat(descriptor)
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-def _open_direct(path: str, flags: int) -> int:
-    """Open a second descriptor for whole blocks; -1 if the file system has no O_DIRECT."""
-    try:
-        return open_regular(path, flags & ~os.O_CREAT | os.O_DIRECT)
-    except OSError:
-        return -1
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -64,11 +64,8 @@ def _open_swap_file(directory: Path, label: str) -> PositionalFile:
 
 
 class FileTier:
-    """Swap files in one or several directories, striped over them in turn, and the threads that read and write them.
-
-    Raises:
-        StorageError: for a directory that cannot be used.
-    """
+    """Swap files in one or several directories, striped over them in turn, and the threads that read and write them. Raises
+    `StorageError` for a directory that cannot be used."""
 
     def __init__(
         self,
@@ -129,7 +126,7 @@ class FileTier:
         return self._stored[path]
 
     def close(self) -> None:
-        """Finish running work, cancel queued work, and free the files; closing twice is allowed."""
+        """Finish running work, cancel queued work, and free the files. A tier may be closed twice."""
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._close_files()
 
@@ -191,11 +188,8 @@ class FileSlot:
         self._writing: list[tuple[int, int, Transfer]] = []
 
     def read(self, begin: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D uint8, from byte `begin` on. Tensors outside the CPU go through the threads' buffers.
-
-        Raises:
-            StorageError: at `wait`, naming the tier, what the bytes are, and why they cannot be had.
-        """
+        """Start to fill `out`, 1-D uint8, from byte `begin` on. Tensors outside the CPU go through the threads' buffers. Raises
+        `StorageError` at `wait`, naming the tier, what the bytes are, and why they cannot be had."""
         with self._order:
             return self._move(self._read_piece, begin, out)
 
@@ -229,7 +223,7 @@ class FileSlot:
             self._settle(begin, end)
         except StorageError as error:  # Raised by `wait`: the caller may have other transfers in flight.
             return Transfer.failing(error)
-        copy = _copier(data)
+        copy = copy_streams_of(data.device).copy_later() if on_accelerator(data) else _copy_here
         straight = self._straight(begin, data)
         parts = (*_pieces(begin, data[:straight], _STRAIGHT), *_pieces(begin + straight, data[straight:], PIECE))
         pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in parts]
@@ -248,19 +242,16 @@ class FileSlot:
         whole = (begin, end) == (at, at + data.numel())
         return begin, data if whole and lies_alike(data, at) else self.tier.buffer()[: end - begin]
 
-    def _locked(self, at: int) -> AbstractContextManager[object]:
-        """Lock a piece, since its data and its checksum change together."""
-        return self._locks[at // PIECE] if self._locks else contextlib.nullcontext()
-
     def _read_piece(self, copy: _Copy, at: int, out: torch.Tensor) -> None:
-        with self._locked(at):
+        with self._locks[at // PIECE] if self._locks else contextlib.nullcontext():
             begin, memory = self._around(at, out)
             self._fetch(begin, memory)
         if memory is not out:
             copy(memory[at - begin : at - begin + out.numel()], out)
 
     def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
-        with self._locked(at):
+        # The data of a piece and its checksum change together.
+        with self._locks[at // PIECE] if self._locks else contextlib.nullcontext():
             begin, memory = self._around(at, data)
             if memory is not data:
                 last = at + data.numel()
@@ -314,17 +305,8 @@ class StoredSlot(FileSlot):
             self._file.read(data, begin)
 
 
-def _copier(data: torch.Tensor) -> _Copy:
-    """Return the copy between a thread's buffer and bytes of `data`: on a device, after all work launched there so far."""
-    if on_accelerator(data):
-        streams = copy_streams_of(data.device)
-        return partial(streams.copy_after, streams.now())
-    return lambda source, target: target.copy_(source)
-
-
 @contextlib.contextmanager
 def _named(label: str = "") -> Iterator[None]:
-    """Inside the block, name the file tier and the bytes in errors."""
     try:
         yield
     except StorageError as error:
@@ -338,6 +320,10 @@ def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, to
         length = min(step - (begin + done) % step, data.numel() - done)
         yield begin + done, data[done : done + length]
         done += length
+
+
+def _copy_here(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 def _checksum(data: torch.Tensor) -> int:

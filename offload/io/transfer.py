@@ -58,7 +58,6 @@ class Transfer:
     """True if bytes move between the memory of a device and the host's."""
 
     def __init__(self, pieces: Sequence[Future[None]] = (), waits: WaitTime | None = None, what: str = "bytes") -> None:
-        """`what` names the moved bytes in errors."""
         self._pieces = tuple(pieces)
         self._waits = waits
         self._what = what
@@ -81,7 +80,6 @@ class Transfer:
         return all(piece.done() for piece in self._pieces)
 
     def failed(self) -> bool:
-        """Return True if a piece has failed."""
         return any(piece.done() and (piece.cancelled() or piece.exception() is not None) for piece in self._pieces)
 
     def wait(self) -> None:
@@ -145,26 +143,15 @@ class CopyLane:
         self.thread = ThreadPoolExecutor(
             1, thread_name_prefix="zeromesh-copies", initializer=partial(accelerator.use, device)
         )
-        self._in_flight: deque[tuple[int, int, torch.Event]] = deque()
-        self._lock = threading.Lock()
-
-    def copy(self, source: torch.Tensor, target: torch.Tensor, other: CopyLane) -> torch.Event:
-        """Launch a copy, after those of the `other` lane that touch the same host bytes."""
-        host = source if on_accelerator(target) else target
-        begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
-        for event in other.touching(begin, end):
-            self.stream.wait_event(event)
-        event = _copy(self.stream, source, target)
-        with self._lock:
-            self._in_flight.append((begin, end, event))
-        return event
+        self.in_flight: deque[tuple[int, int, torch.Event]] = deque()
+        self.lock = threading.Lock()
 
     def touching(self, begin: int, end: int) -> list[torch.Event]:
         """Return the events of copies in flight that touch host addresses from `begin` to `end`."""
-        with self._lock:
-            while self._in_flight and self._in_flight[0][2].query():
-                self._in_flight.popleft()
-            return [event for first, last, event in self._in_flight if first < end and last > begin]
+        with self.lock:
+            while self.in_flight and self.in_flight[0][2].query():
+                self.in_flight.popleft()
+            return [event for first, last, event in self.in_flight if first < end and last > begin]
 
 
 class CopyStreams:
@@ -173,18 +160,23 @@ class CopyStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._inward, self._outward = CopyLane(device), CopyLane(device)
-
-    @property
-    def inward(self) -> torch.Stream:
+        self.inward = self._inward.stream
         """The stream of the copies to the device."""
-        return self._inward.stream
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
-        """Start a copy between device and host, converted to the target's dtype; returns an event of its end. The caller keeps
-        both tensors until then. Host memory should be pinned: copies from other memory block the host."""
+        """Start a copy between device and host, after those in the other direction that touch the same host bytes, converted to
+        the target's dtype; returns an event of its end. The caller keeps both tensors until then. Host memory should be pinned:
+        copies from other memory block the host."""
         lane, other = (self._inward, self._outward) if on_accelerator(target) else (self._outward, self._inward)
         lane.stream.wait_stream(accelerator.current_stream(self._device))
-        return lane.copy(source, target, other)
+        host = source if on_accelerator(target) else target
+        begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
+        for earlier in other.touching(begin, end):
+            lane.stream.wait_event(earlier)
+        event = _copy(lane.stream, source, target)
+        with lane.lock:
+            lane.in_flight.append((begin, end, event))
+        return event
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
         """Start to copy as `start` does; keeps both tensors until the copy ends or later device work is ordered after it."""
@@ -196,16 +188,18 @@ class CopyStreams:
             return _TransferToDevice(self._device, lane.stream, event, ended)
         return _TransferToHost(self._device, event, ended, kept)
 
-    def now(self) -> torch.Event:
-        """Record an event on the current stream."""
-        return accelerator.record(accelerator.current_stream(self._device))
+    def copy_later(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """Return a call that copies a source to a target after all work launched on the device so far, and waits for the end of
+        the copy, for a thread that may block and has its own memory."""
+        event = accelerator.record(accelerator.current_stream(self._device))
 
-    def copy_after(self, event: torch.Event, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy after an event and wait for the end of the copy, for a thread that may block and has its own memory."""
-        stream = (self._inward if on_accelerator(target) else self._outward).stream
-        stream.wait_event(event)
-        _copy(stream, source, target)
-        accelerator.end_of(stream)()
+        def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+            stream = (self._inward if on_accelerator(target) else self._outward).stream
+            stream.wait_event(event)
+            _copy(stream, source, target)
+            accelerator.end_of(stream)()
+
+        return copy
 
 
 class _TransferToDevice(Transfer):
@@ -301,7 +295,6 @@ class StagingPool:
     uint8 tensors allocated by `memory`. Threads may share a pool."""
 
     def __init__(self, count: int, nbytes: int, memory: Memory = pages) -> None:
-        """Raise `ValueError` for a count below 0, or buffers that are not whole pages."""
         if count < 0 or nbytes < PAGE or nbytes % PAGE:
             raise ValueError(f"{count} buffers of {nbytes} bytes; give 0 or more, of a multiple of {PAGE} bytes")
         self.nbytes = nbytes
@@ -312,7 +305,7 @@ class StagingPool:
 
     @property
     def free(self) -> int:
-        """The number of buffers that `take` would return at once."""
+        """The number of free buffers."""
         return self._free.qsize()
 
     def take(self) -> torch.Tensor:
@@ -320,5 +313,4 @@ class StagingPool:
         return self._free.get()
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Return a buffer to the pool."""
         self._free.put(buffer)

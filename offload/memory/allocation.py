@@ -14,7 +14,7 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -71,11 +71,8 @@ class SparePages:
             _give_back(memory)
 
     def move_to(self, target: torch.Tensor) -> None:
-        """Move the spare pages to `target`, 1-D uint8 of whole huge pages, as far as they suffice.
-
-        Raises:
-            StorageError: if the system refuses; the memory of `target` must not be used then.
-        """
+        """Move the spare pages to `target`, 1-D uint8 of whole huge pages, as far as they suffice. Raises `StorageError` if the
+        system refuses; the memory of `target` must not be used then."""
         begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
         inside = [begin <= each.data_ptr() < end for each in self._ranges]
         if any(inside):  # The target still has pages of its own.
@@ -205,8 +202,11 @@ class PinnedBudget:
     def pages(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Allocate separate zeroed pages, `[nbytes]` uint8, pinned for `device` if it is an accelerator and allows it."""
         if self.take(nbytes, device):
-            if (found := _pinned_pages(nbytes, device)) is not None:
-                return found
+            found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            kept(found)
+            want_huge_pages(found)
+            if found.pin(device):
+                return torch.frombuffer(found, dtype=torch.uint8)
             self.give(nbytes)
             self.limit = self._most = self.used  # A driver that has refused is not asked again.
         return pages(nbytes)
@@ -228,28 +228,18 @@ class PinnedBudget:
         self.used -= nbytes
 
 
-def _pinned_pages(nbytes: int, device: torch.device) -> torch.Tensor | None:
-    """Allocate pages pinned by the driver, `[nbytes]` uint8; None if it refuses. torch's own pinned memory is rounded up to a
-    power of two, which is too much for states."""
-    found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    kept(found)
-    want_huge_pages(found)
-    return torch.frombuffer(found, dtype=torch.uint8) if found.pin(device) else None
-
-
 class _PinnedPages(mmap.mmap):
-    _pinned: tuple[int, torch.device] | None = None
+    """Pages pinned by the driver. torch's own pinned memory is rounded up to a power of two, which is too much for states."""
+
+    _unpin: Callable[[], object] | None = None
 
     def pin(self, device: torch.device) -> bool:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        if not accelerator.pin(address, len(self), device):
-            return False
-        self._pinned = address, device
-        return True
+        self._unpin = accelerator.pin(ctypes.addressof(ctypes.c_char.from_buffer(self)), len(self), device)
+        return self._unpin is not None
 
     def __del__(self) -> None:
-        if self._pinned is not None and not sys.is_finalizing():
-            accelerator.unpin(*self._pinned)
+        if self._unpin is not None and not sys.is_finalizing():
+            self._unpin()
 
 
 def pinnable_bytes() -> int:
@@ -264,11 +254,8 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def require_memory(label: str, nbytes: int) -> None:
-    """Refuse an allocation that the system could only answer with its out-of-memory killer.
-
-    Raises:
-        StorageError: when fewer than `nbytes` bytes are available.
-    """
+    """Refuse an allocation that the system could only answer with its out-of-memory killer. Raises `StorageError` when fewer than
+    `nbytes` bytes are available."""
     available = available_bytes()
     if nbytes > available > 0:
         raise StorageError(
@@ -285,11 +272,8 @@ def _refused(label: str, nbytes: int, error: OSError) -> StorageError:
 
 
 class SharedSegment:
-    """A mapped shared memory segment of `nbytes` bytes, zero at first.
-
-    Raises:
-        StorageError: when the memory is not there or a peer's segment cannot be opened.
-    """
+    """A mapped shared memory segment of `nbytes` bytes, zero at first. Raises `StorageError` when the memory is not there or a
+    peer's segment cannot be opened."""
 
     def __init__(self, descriptor: int, nbytes: int, label: str) -> None:
         nbytes = _whole_pages(nbytes)

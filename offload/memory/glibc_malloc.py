@@ -75,14 +75,10 @@ def settle_heap() -> bool:
 
 def _cached_sizes() -> list[ctypes.c_size_t]:
     """Find glibc's `tcache_bins`, the number of size classes that it caches per thread, which no call can set in a running
-    process.
-
-    With 0 of them a thread's cache is neither read nor written again. (With 0 blocks of each, `tcache_count`, the blocks that the
-    cache of another thread still holds count as damage when it frees a block whose memory looks like one of them: glibc aborts.)
-
-    The value is located in the library's data by its own value and its neighbours: the largest size, and the thresholds that
-    `reuse_freed_memory` has set. With no match, or several, the result says that it is unknown.
-    """
+    process, by its own value and its neighbours in the library's data: the largest size, and the thresholds that
+    `reuse_freed_memory` has set. No match, or several, mean that it is unknown."""
+    # With 0 of them a thread's cache is neither read nor written again. With 0 blocks of each, `tcache_count`, the blocks that the
+    # cache of another thread still holds count as damage when it frees a block that looks like one of them: glibc aborts.
     thresholds = struct.pack("N", _LARGE_BLOCK), struct.pack("n", _NEVER)
     found = []
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():

@@ -70,12 +70,8 @@ class Ledger:
         self._most_changes = 0
 
     def add(self, tier: Tier, purpose: Purpose, nbytes: int) -> None:
-        """Count an allocation (or, negative, its end).
-
-        Raises:
-            StorageError: when the tier's limit would be exceeded; then nothing is counted.
-            ValueError: when more is taken back than was counted.
-        """
+        """Count an allocation (or, negative, its end). Raises `StorageError` when the tier's limit would be exceeded; then
+        nothing is counted. Raises `ValueError` when more is taken back than was counted."""
         key = (tier, purpose)
         if self._bytes[key] + nbytes < 0:
             raise ValueError(
@@ -200,7 +196,6 @@ def cpu_name() -> str:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Parse the lines that begin with a name and an integer; empty if the file cannot be read."""
     try:
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError:

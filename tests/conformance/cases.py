@@ -135,7 +135,7 @@ class Run:
         for unit in self.engine.units:
             for bucket in unit.buckets:
                 tensors.append(bucket.master.load(torch.device("cpu")))
-                optimizer = self.engine.optimizer_of(bucket)
+                optimizer = self.engine.optimizer_step.optimizer_of(bucket)
                 moments = sorted(optimizer.moments.items() if optimizer else ())
                 tensors += [moment.load(torch.device("cpu")) for _, moment in moments]
         return digest(tensors)

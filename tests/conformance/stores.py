@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -141,7 +140,7 @@ def _load(run: Run, checkpoint: Path) -> None:
     loader, holdings = Loader(run.mesh), run.engine.checkpoint_state
     with run.engine.loading():
         loader.fill(loader.open(checkpoint), holdings.tensors(reading=True), holdings.wanted())
-    run.engine.load_progress(replace(run.engine.progress(), updates=_step_of(checkpoint)))
+    run.engine.load_progress(**run.engine.progress() | {"updates": _step_of(checkpoint)})
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -23,8 +23,8 @@ from typing import Any
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.optim.gradients import GradientReducer
 from zeromesh.optim.optimizer_step import OptimizerStep
-from zeromesh.zero.gradient_reducer import GradientReducer
 from zeromesh.zero.passes import Passes, PassMode
 
 KINDS = ("kill", "hang", "disk-full", "short-write", "bit-flip", "truncate")

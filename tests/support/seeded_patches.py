@@ -14,8 +14,9 @@ from zeromesh.intervals import Interval
 from zeromesh.kernels import chunked_cross_entropy
 from zeromesh.offload import Access, StreamRow
 from zeromesh.offload.activation_store import ActivationStore
+from zeromesh.optim import gradients as gradients_of_buckets
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules
-from zeromesh.optim.gradients import GradientShards, ReplicaGroups, gradient_of
+from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups, gradient_of
 from zeromesh.optim.optimizer_step import OptimizerStep, WeightAverage
 from zeromesh.pipeline.pipeline import ZeroRunner
 from zeromesh.rng import Streams, seed_all
@@ -26,11 +27,8 @@ from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.models import prepare
 from zeromesh.units.unit import Bucket, Unit, all_buckets, set_values
-from zeromesh.zero import gradient_reducer
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import PassProgress
-from zeromesh.zero.gradient_reducer import BucketArrivals, GradientReducer
-from zeromesh.zero.passes import Passes
+from zeromesh.zero.passes import Passes, PassProgress
 
 Swap = Callable[[Any, str, Callable[[Any], Any]], None]
 """`swap(holder, attribute, make)` puts `make(original)` in the place of a holder's attribute."""
@@ -326,14 +324,15 @@ def one_tensor_rank_unsummed(swap: Swap) -> None:
 
 def earlier_microbatches_lost(swap: Swap) -> None:
     def make(launch: Any) -> Any:
-        def planted(self: GradientReducer, arrivals: BucketArrivals) -> None:
-            if arrivals.bucket.partial is not None and _holds(arrivals.bucket, r"layers\.1\."):
-                arrivals.bucket.partial.zero_()
-            launch(self, arrivals)
+        def planted(self: GradientReducer) -> None:
+            bucket = self._queue[0].bucket
+            if bucket.partial is not None and _holds(bucket, r"layers\.1\."):
+                bucket.partial.zero_()
+            launch(self)
 
         return planted
 
-    swap(GradientReducer, "_launch", make)
+    swap(GradientReducer, "_launch_next", make)
 
 
 def padding_summed(swap: Swap) -> None:
@@ -344,7 +343,7 @@ def padding_summed(swap: Swap) -> None:
 
         return planted
 
-    swap(gradient_reducer, "_zero_gaps", make)
+    swap(gradients_of_buckets, "_zero_gaps", make)
 
 
 def lost_bucket(swap: Swap) -> None:
@@ -357,12 +356,12 @@ def lost_bucket(swap: Swap) -> None:
 
         return planted
 
-    swap(gradient_reducer, "_zero_gaps", make)
+    swap(gradients_of_buckets, "_zero_gaps", make)
 
 
 def stale_gradient(swap: Swap) -> None:
     def make(take: Any) -> Any:
-        def planted(self: OptimizerStep, bucket: Bucket) -> None:
+        def planted(self: GradientReducer, bucket: Bucket) -> None:
             if self._last and _holds(bucket, r"layers\.1\."):
                 self.shards.allocate(bucket)
                 gradient = gradient_of(bucket)
@@ -372,7 +371,7 @@ def stale_gradient(swap: Swap) -> None:
 
         return planted
 
-    swap(OptimizerStep, "reduced", make)
+    swap(GradientReducer, "_hand_over", make)
 
 
 def stale_gather(swap: Swap) -> None:
@@ -451,9 +450,9 @@ def rate_one_late(swap: Swap) -> None:
 
 def skipped_on_one_rank(swap: Swap) -> None:
     def make(step: Any) -> Any:
-        def planted(self: BucketOptimizer, start: int, end: int, master: torch.Tensor, *rest: Any) -> None:
-            before = master.clone()
-            step(self, start, end, master, *rest)
+        def planted(self: BucketOptimizer, start: int, tensors: Sequence[torch.Tensor], groups: Any) -> None:
+            master, before = tensors[0], tensors[0].clone()
+            step(self, start, tensors, groups)
             for slot in self._bucket.layout.slots:
                 if os.environ["RANK"] == "1" and slot.spec.fqn.endswith("layers.1.mlp.up_proj.weight"):
                     first = self._bucket.interval.start + start
@@ -579,7 +578,7 @@ def moments_of_neighbour(swap: Swap) -> None:
 def sum_not_read_back(swap: Swap) -> None:
     def make(allocate: Any) -> Any:
         def planted(self: GradientShards, bucket: Bucket) -> None:
-            rests = bucket.grad is None and bucket.grad_rest is not None and not self._first
+            rests = bucket.grad is None and bucket.grad_rest is not None and not self.first
             allocate(self, bucket)
             if rests and bucket.grad is not None and _holds(bucket, r"layers\.1\."):
                 bucket.grad.zero_()

@@ -34,7 +34,7 @@ from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
 from zeromesh.units.unit import Bucket
-from zeromesh.zero.engine import EngineProgress, ZeroEngine
+from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import AVERAGE, WEIGHTS
 
 FOLDER = "checkpoints"
@@ -339,9 +339,7 @@ def content_of(
 def load_engine(loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, state: TrainerState) -> None:
     """Load a whole checkpoint into an engine. All ranks call it; raises as `Loader.fill` does."""
     engine.load_progress(
-        EngineProgress(
-            updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
-        )
+        updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
     )
     absent = _left_out(state.callbacks)
     _fill(loader, reader, engine, state.averages, lambda spec: spec.kind not in WEIGHTS or spec.name not in absent)

@@ -34,7 +34,6 @@ from zeromesh.trainer.models.generation import decoder_positions
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.weight_digests import require_same_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +90,7 @@ class Generator(ModelOnMesh):
             with self.mesh.call("zeromesh.Generator()"), console:
                 self._model: ServedModel | None = place_model(asked, self.mesh, console)
                 if check or (check is None and not self.engine.options.offload.parameters.away):
-                    require_same_weights(self.engine)
+                    self.engine.checkpoint_state.require_same_weights()
         except BaseException as error:
             self.mesh.refuse(error)
             raise

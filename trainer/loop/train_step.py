@@ -253,7 +253,6 @@ class Stepper:
     def _forwards(
         self, batches: Sequence[DeviceBatch], streams: Sequence[Streams], *, outputs: bool
     ) -> list[tuple[Tensor, int | Tensor, Any]]:
-        """Return each batch's loss, targets and, with `outputs`, the model's outputs, on ranks that count them."""
         results: list[tuple[Tensor, int | Tensor, Any]] = []
 
         def loss_of(batch: Any, seed: float) -> Tensor:
@@ -280,7 +279,12 @@ class Stepper:
         """Return the summed loss of a microbatch, on the device; its backward starts with `seed`."""
         loss = self._loss(self._model, batch, seed=seed, targets=batch.targets)
         count, scalars = self._loss.last_count, self._loss.last_scalars
-        self._computed.append((loss.detach(), count, {name: _detached(each) for name, each in scalars.items()}))
+        logged = {
+            # A value that is no number becomes None.
+            name: (each.detach() if each.numel() == 1 else None) if isinstance(each, Tensor) else each
+            for name, each in scalars.items()
+        }
+        self._computed.append((loss.detach(), count, logged))
         if not loss.requires_grad and count:
             raise ConfigError(
                 "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made into a "
@@ -309,20 +313,11 @@ class Stepper:
         return int(targets), shares
 
     def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> list[DeviceBatch]:
-        """Yield batches whose copies to the device begin before the previous batch is computed."""
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
-            told = with_documents(self._model, batch)
-            before = coming[-1] if coming else None
+            told, before = with_documents(self._model, batch), coming[-1] if coming else None
             coming.append(DeviceBatch(told, self._mesh.device, self._dtype, targets, self._copies, before))
         return coming
-
-
-def _detached(value: Any) -> Any:
-    """Detach a logged value; a value that is no number becomes None."""
-    if not isinstance(value, Tensor):
-        return value
-    return value.detach() if value.numel() == 1 else None
 
 
 def _tensors_in(tree: Any) -> list[Tensor]:

@@ -362,7 +362,6 @@ class TrainingLoop:
 
     def _state(self) -> TrainerState:
         run, progress = self.run, self.run.progress
-        engine = run.model.require_engine().progress()
         eval_loss, metric = self._current_evaluation
         return TrainerState(
             step=progress.step,
@@ -370,17 +369,13 @@ class TrainingLoop:
             stream=self.loader.state(progress.position),
             passed_over=progress.passed_over,
             tokens=progress.tokens,
-            updates=engine.updates,
             skipped=progress.skipped,
-            trained=engine.trained,
-            averages=engine.averaged_updates,
+            **run.model.require_engine().progress(),
             loss=progress.last_loss,
             eval_loss=eval_loss,
             metric=metric,
             best=progress.best.to_json(),
             callbacks=run.events.states(),
-            loss_scale=engine.loss_scale,
-            good_steps=engine.good_steps,
             seed=run.config.run.seed,
             max_steps=run.config.run.max_steps,
             learning_rate=run.learning_rate_of(max(0, progress.step - 1)),

@@ -9,7 +9,7 @@ is what an engine that gathers a block's parameters needs.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from zeromesh.offload import Tiers, allocate_lasting
 from zeromesh.offload.accelerator import device_name, is_accelerator, multiplies_float8
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.options import ZeroOptions
-from zeromesh.rng import HostState
+from zeromesh.rng import GeneratorStates, own_randomness
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.models.user_model import Compile
 from zeromesh.units.plan import block_modules
@@ -146,10 +146,13 @@ def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `function` to replay NumPy's and Python's random state in backward; `checkpoint` restores only PyTorch's."""
     if torch.compiler.is_compiling():
         return function
-    state, calls = HostState.now(), itertools.count()
+    state, calls = GeneratorStates.now(host_only=True), itertools.count()
 
     def replaying(*args: Any, **kwargs: Any) -> Any:
-        with state.replayed() if next(calls) else nullcontext():
+        if not next(calls):
+            return function(*args, **kwargs)
+        with own_randomness(host_only=True):
+            state.restore()
             return function(*args, **kwargs)
 
     return replaying

@@ -233,7 +233,7 @@ def _loss_and_feeds(
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
     here = " on this rank" if trained.divided.pipeline is not None else ""
     units = f"{counted(len(engine.units), 'unit')}{here}"
-    reduced = f", gradients reduced {_REDUCED[engine.reduction_name]}" if trained.mesh.shard.size > 1 else ""
+    reduced = f", gradients reduced {_REDUCED[engine.reduction.name]}" if trained.mesh.shard.size > 1 else ""
     shown = f"{human_count(trained.parameters)} parameters"
     if learnt < trained.parameters:
         shown = f"trained {human_count(learnt)} of {shown} ({learnt / trained.parameters:.2%})"
@@ -243,7 +243,7 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
         f"model    {type(trained.module).__name__}, {shown}",
         Detail(f"model: {units}{reduced}"),
         f"memory   states of each rank: {kept}",
-        engine.optimizer_step.place.note,
+        engine.optimizer_step.note,
     ]
 
 

@@ -18,15 +18,9 @@ translated to a list of runs, each contiguous in the local and in the logical te
      12 13  .  . 16 17
      18 19  .  . 22 23
 
-Columns of rows are the part of a rank of a tensor that is divided within its rows; they are moved in whole blocks of rows.
-
-    logical rows of 6         columns [0, 2) and [4, 6)         local rows of 4
-      0  1  .  .  4  5                                            0  1  2  3
-      6  7  .  . 10 11                                            4  5  6  7
-     12 13  .  . 16 17                                            8  9 10 11
-
-Columns are in ascending order, so an interval of the logical tensor is an interval of the local one. For any number of rows, an
-interval consists of a few tiles, each of which is copied in one operation.
+Columns of rows, as in the picture, are the part of a rank of a tensor that is divided within its rows; they are moved in whole
+blocks of rows. Columns are in ascending order, so an interval of the logical tensor is an interval of the local one. For any
+number of rows, an interval consists of a few tiles, each of which is copied in one operation.
 """
 
 from __future__ import annotations
@@ -61,11 +55,8 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StridedRows:
-    """The same `columns` of each of `count` logical rows of `width` elements.
-
-    Raises:
-        LayoutError: at construction, for columns that are empty, not in order or beyond the row.
-    """
+    """The same `columns` of each of `count` logical rows of `width` elements. Raises `LayoutError` at construction, for columns
+    that are empty, not in order or beyond the row."""
 
     count: int
     width: int
@@ -94,11 +85,11 @@ class StridedRows:
 
     def hull(self, interval: Interval) -> Interval:
         """Return the logical interval from the first to the last of the local elements `interval`, which is not empty."""
-        return Interval(start=self._logical(interval.start), end=self._logical(interval.end - 1) + 1)
-
-    def _logical(self, local: int) -> int:
-        row, at = divmod(local, self.taken)
-        return row * self.width + _logical_index(self.columns, at)
+        first, last = (
+            row * self.width + _logical_index(self.columns, at)
+            for row, at in (divmod(local, self.taken) for local in (interval.start, interval.end - 1))
+        )
+        return Interval(start=first, end=last + 1)
 
     def windows(self, interval: Interval, numel: int) -> Iterator[Interval]:
         """Split local elements `interval` into whole rows of at most `numel` logical elements together, or into parts of a row."""
@@ -142,17 +133,13 @@ class StridedRows:
 
 
 def _block(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor:
-    """Return a view of a tile in memory, `[rows, length]`."""
     return flat.as_strided((tile.rows, tile.length), (stride, 1), flat.storage_offset() + at)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Slices of the dims of a logical tensor of `shape`; `dims` has the intervals of each dim in the local tensor's order.
-
-    Raises:
-        LayoutError: at construction, for intervals outside the shape or that overlap.
-    """
+    """Slices of the dims of a logical tensor of `shape`; `dims` has the intervals of each dim in the local tensor's order. Raises
+    `LayoutError` at construction, for intervals outside the shape or that overlap."""
 
     shape: tuple[int, ...]
     dims: tuple[tuple[Interval, ...], ...]
@@ -211,11 +198,8 @@ class Region:
             yield tuple(here for here, _ in box), tuple(there for _, there in box)
 
     def runs(self, interval: Interval) -> Iterator[Tile]:
-        """Yield the maximal runs of elements `interval` of the flattened local tensor, in its order.
-
-        Raises:
-            LayoutError: for an interval beyond the local tensor.
-        """
+        """Yield the maximal runs of elements `interval` of the flattened local tensor, in its order. Raises `LayoutError` for an
+        interval beyond the local tensor."""
         if interval.end > self.numel:
             raise LayoutError(f"elements [{interval.start}, {interval.end}) of a local tensor of {self.numel}")
         found: Tile | None = None
@@ -248,7 +232,6 @@ class Region:
                 at += taken.length * inner
 
     def _last_split(self) -> int:
-        """Return the last dim that is not whole; -1 if all are."""
         split = [dim for dim, size in enumerate(self.shape) if self.dims[dim] != _all(size)]
         return split[-1] if split else -1
 
@@ -397,11 +380,8 @@ class ShardPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """The layout of a bucket, checked when constructed: slots are in order, aligned, disjoint and inside the buffer.
-
-    Raises:
-        LayoutError: at construction, when one of these conditions is violated.
-    """
+    """The layout of a bucket, checked when constructed: slots are in order, aligned, disjoint and inside the buffer. Raises
+    `LayoutError` at construction, when one of these conditions is violated."""
 
     name: str
     slots: tuple[ParameterSlot, ...]

@@ -57,10 +57,7 @@ def redistribute(
     """Return this rank's elements of a tensor in the placement `after`, 1-D; all ranks of `group` call this alike.
 
     `flat`, 1-D, holds this rank's elements in `before`, and may be returned itself. It is empty for a rank without elements.
-
-    Raises:
-        LayoutError: when no rank holds some of the requested elements.
-        CollectiveError: when a rank is gone or late.
+    Raises `LayoutError` when no rank holds some of the requested elements. Raises `CollectiveError` when a rank is gone or late.
     """
     own, here, wanted = group.index, before[group.index], after[group.index]
     if before == after:

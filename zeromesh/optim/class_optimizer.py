@@ -42,6 +42,8 @@ _LARGE = 1 << 13
 _LARGE_STEPS = 3
 _LEAST_RATE = 0.01
 """The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
+_Updated = tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]
+"""A parameter's values, gradient and states."""
 _OWN = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -49,11 +51,8 @@ def make_optimizers(
     buckets: Sequence[Bucket], options: ZeroOptions, tiers: Tiers, group: ProcessSet, loads: list[int]
 ) -> list[BucketOptimizer]:
     """Make optimizers for the buckets that have none yet. `loads` has the elements that each rank of the shard group `group`
-    owns; those of the new optimizers are added, alike on all ranks.
-
-    Raises:
-        ConfigError: for parameters that are not whole on a rank, if the class needs whole ones.
-    """
+    owns; those of the new optimizers are added, alike on all ranks. Raises `ConfigError` for parameters that are not whole on a
+    rank, if the class needs whole ones."""
     own_class = options.optimizer.own_class
     if own_class is None:
         return [BucketOptimizer(bucket, options, tiers) for bucket in buckets]
@@ -80,7 +79,7 @@ class PieceOptimizer(BucketOptimizer):
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
         self._class = own_class
-        self._driver = OptimizerDriver(own_class.optimizer)
+        self._twin = twin_of(own_class.optimizer)
         count, names = len(bucket.layout.slots), {name for each in own_class.plans.values() for name in each.scalars}
         self._scalars = {name: torch.zeros(count, dtype=torch.float64) for name in sorted(names)}
         self._before = self._scalars
@@ -105,20 +104,19 @@ class PieceOptimizer(BucketOptimizer):
         for name, values in self._scalars.items():
             yield name, values.dtype, (), TieredTensor.of(values[number : number + 1])
 
-    def _update_part(
-        self,
-        slot: int,
-        group: Hyperparameters,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-    ) -> None:
+    def _state_names(self, slot: int) -> Iterable[str]:
+        """Name the tensors that follow master weights and gradients in an update of a parameter."""
+        return self.moments
+
+    def _update_part(self, slot: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
+        master, grad, *given = tensors
+        states = dict(zip(self._state_names(slot), given, strict=True))
         plan, state = self._plans[slot], dict[str, Any]()
         kept = {part: states[part] for name, example in plan.tensors.items() for part in _parts(name, example)}
         if self.steps[slot] > 1:  # In the first update the class creates the states.
             state |= {name: _of_parts(name, example, kept) for name, example in plan.tensors.items()}
             state |= {name: _like(each, float(self._before[name][slot])) for name, each in plan.scalars.items()}
-        (state,) = self._driver.step(group, [master], [grad], [state])
+        (state,) = _step(self._twin, group, [(master, grad, state)])
         after = {part: value for name, each in state.items() for part, value in _parts(name, each).items()}
         found = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
@@ -136,6 +134,8 @@ class PieceOptimizer(BucketOptimizer):
 
 class WholeOptimizer(PieceOptimizer):
     """The optimizer of one bucket's parameters for a class that needs whole tensors. All ranks of the shard group call it."""
+
+    whole = True
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class WholeOptimizer(PieceOptimizer):
             value, gradient = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
             try:
                 with torch.compiler.set_stance("force_eager"):
-                    (state,) = self._driver.step(optimizer.param_groups[spec.group], [value], [gradient], [{}])
+                    (state,) = _step(self._twin, optimizer.param_groups[spec.group], [(value, gradient, {})])
             except Exception as error:
                 raise ConfigError(
                     f"optimizer {type(optimizer).__name__} keeps tensor subclasses, and which it keeps of {spec.fqn} is not known: "
@@ -185,10 +185,6 @@ class WholeOptimizer(PieceOptimizer):
             self._class.sized[key] = _plan(type(optimizer).__name__, state, dtype)
         return self._class.sized[key]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(state.nbytes for state in self._states.values())
-
     def kept(self, number: int) -> Iterator[KeptState]:
         mine = self._owners.get(number) == self._group.index
         for name, dtype, shape, values in super().kept(number):
@@ -196,8 +192,11 @@ class WholeOptimizer(PieceOptimizer):
         for name, each in self._examples.get(number, {}).items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
 
-    def update(self, master: torch.Tensor, grad: torch.Tensor, groups: Sequence[Hyperparameters]) -> None:
-        """Update `master`, this rank's weights of the bucket, in place with the gradients `grad`, `[length]` both."""
+    def _state_names(self, slot: int) -> Iterable[str]:
+        return self._examples[slot]
+
+    def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
+        master, grad = tensors
         layout, updated, ranks = self._bucket.layout, self._updated(), self._group.size
         numbers = [n for n in sorted(self._owners) if updated[n]]
         where = {n: layout.slots[n].where for n in numbers}
@@ -212,12 +211,13 @@ class WholeOptimizer(PieceOptimizer):
         for number, value, gradient in parts:
             spec, examples = layout.slots[number].spec, self._examples[number]
             shape = spec.shape or (1,)
-            states = {
-                name: self._states[number, name].load(master.device).view(each.shape) for name, each in examples.items()
-            }
-            self._update_part(number, groups[spec.group], value.view(shape), gradient.view(shape), states)
-            for name, each in states.items():
-                self._states[number, name].write(0, each.view(-1)).wait()
+            at_rest = [self._states[number, name] for name in examples]
+            states = [
+                rest.load(master.device).view(each.shape) for rest, each in zip(at_rest, examples.values(), strict=True)
+            ]
+            self._update_part(number, groups[spec.group], [value.view(shape), gradient.view(shape), *states])
+            for rest, each in zip(at_rest, states, strict=True):
+                rest.write(0, each.view(-1)).wait()
         # The order of owners lets ranks that need all of it gather it in one collective.
         back = tuple(
             tuple(common for each in owned for n in each if (common := where[n].intersect(interval)).length)
@@ -254,33 +254,28 @@ def _of_parts(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor
     return unflatten.__tensor_unflatten__(inner, context, example.shape, example.stride())
 
 
-class OptimizerDriver:
-    """Runs the step of an optimizer class on the values, gradients and states given in each call."""
+def twin_of(optimizer: Optimizer) -> Optimizer:
+    """Make an optimizer with the attributes of another one, but neither its groups and states nor its hooks."""
+    twin = type(optimizer).__new__(type(optimizer))
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in _OWN})
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return twin
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.twin = type(optimizer).__new__(type(optimizer))
-        vars(self.twin).update({name: value for name, value in vars(optimizer).items() if name not in _OWN})
-        self.twin._optimizer_step_pre_hooks, self.twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
 
-    def step(
-        self,
-        group: Mapping[str, Any],
-        values: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        states: Sequence[Mapping[str, Any]],
-    ) -> list[dict[str, Any]]:
-        """Update `values` in place with `gradients` of the same shapes and dtype; returns the states after the update."""
-        parameters = [nn.Parameter(value) for value in values]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        self.twin.param_groups = [{"params": parameters, **plain_group(group)}]
-        self.twin.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
-        self.twin.step()
-        for parameter, value in zip(parameters, values, strict=True):
-            if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
-                value.copy_(parameter.detach())
-        found = [self.twin.state[parameter] for parameter in parameters]
-        return [{name: value for name, value in state.items() if value is not None} for state in found]
+def _step(twin: Optimizer, group: Mapping[str, Any], tensors: Iterable[_Updated]) -> list[dict[str, Any]]:
+    """Update values in place, from their gradients and states; returns the states after the update."""
+    values, gradients, states = zip(*tensors, strict=True)
+    parameters = [nn.Parameter(value) for value in values]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    twin.param_groups = [{"params": parameters, **plain_group(group)}]
+    twin.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
+    twin.step()
+    for parameter, value in zip(parameters, values, strict=True):
+        if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
+            value.copy_(parameter.detach())
+    found = [twin.state[parameter] for parameter in parameters]
+    return [{name: value for name, value in state.items() if value is not None} for state in found]
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,11 +287,8 @@ def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def try_class(optimizer: Optimizer) -> OptimizerClass:
-    """Find out if an optimizer updates element by element or whole tensors.
-
-    Raises:
-        ConfigError: for an optimizer that cannot be run in either way, with the reason.
-    """
+    """Find out if an optimizer updates element by element or whole tensors. Raises `ConfigError` for an optimizer that cannot be
+    run in either way, with the reason."""
     plans, whole = dict[tuple[int, int], StatePlan](), False
     for number, group in enumerate(optimizer.param_groups):
         for dims in sorted({max(1, each.dim()) for each in group["params"]}):
@@ -312,15 +304,6 @@ def try_class(optimizer: Optimizer) -> OptimizerClass:
             plans[number, dims] = replace(trial.plan, scalars=scalars, by_size=by_size)
             whole = whole or by_size or not trial.element_wise
     return OptimizerClass(optimizer=optimizer, whole=whole, plans=plans)
-
-
-def _not_kept(optimizer: str, name: str, state: Any) -> str:
-    kind = state.dtype if type(state) is torch.Tensor else type(state).__name__
-    return (
-        f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, subclasses of them made of "
-        "plain tensors, and numbers. "
-        'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
-    )
 
 
 class _Trial:
@@ -374,16 +357,16 @@ class _Trial:
                 [part for each in chosen for part in each.view(-1).tensor_split([each.numel() // 3])] if cut else chosen
             )
 
-        driver, values = OptimizerDriver(self._optimizer), parts(self._values)
-        before, states = _marks(driver.twin), [dict[str, Any]() for _ in values]
+        twin, values = twin_of(self._optimizer), parts(self._values)
+        before, states = _marks(twin), [dict[str, Any]() for _ in values]
         for step, gradients in enumerate(self._gradients):
             names = [set(state) for state in states]
-            states = driver.step(self._group, values, parts(gradients), states)
+            states = _step(twin, self._group, zip(values, parts(gradients), states, strict=True))
             if step and names != [set(state) for state in states]:
                 raise ValueError("it keeps other states after the first update")
-            if {name: value for name, value in driver.twin.param_groups[0].items() if name != "params"} != self._group:
+            if {name: value for name, value in twin.param_groups[0].items() if name != "params"} != self._group:
                 raise ValueError("it changes values of its groups")
-        changed = [name for name, mark in _marks(driver.twin).items() if before.get(name) != mark]
+        changed = [name for name, mark in _marks(twin).items() if before.get(name) != mark]
         if changed:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
@@ -407,18 +390,22 @@ def _plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> State
         if not str(name).isidentifier() or name in _RESERVED:
             raise ConfigError(f"optimizer {optimizer} has a state {name!r}, which is no name for a checkpoint's files")
         parts = _parts(name, value)
-        if isinstance(value, torch.Tensor) and value.dim() and value.dtype == dtype and _storable(parts.values()):
+        storable = all(
+            isinstance(each, torch.Tensor) and each.dtype in DTYPE_NAMES and each.dim() for each in parts.values()
+        )
+        if isinstance(value, torch.Tensor) and value.dtype == dtype and storable:
             empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
             plan.tensors[name] = _of_parts(name, value, empty)
         elif type(value) in (int, float) or _is_scalar(value):
             plan.scalars[name] = value
         else:
-            raise ConfigError(_not_kept(optimizer, name, value))
+            kind = value.dtype if type(value) is torch.Tensor else type(value).__name__
+            raise ConfigError(
+                f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, subclasses of them "
+                "made of plain tensors, and numbers. "
+                'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
+            )
     return plan
-
-
-def _storable(parts: Iterable[torch.Tensor]) -> bool:
-    return all(each.dtype in DTYPE_NAMES and each.dim() for each in parts)
 
 
 def _marks(optimizer: Optimizer) -> dict[str, Any]:

@@ -6,7 +6,7 @@ when their states are offloaded. Element-wise updates give the same bits however
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -95,6 +95,9 @@ class BucketOptimizer:
     """The optimizer of one bucket's shard. `moments`, by torch's names, are `[shard]` each, and zero before the first step. An
     update is element by element, so any interval may be updated at a time, on any device that holds its tensors."""
 
+    whole: ClassVar[bool] = False
+    """True if `step` takes all elements at once, on all ranks of the shard group."""
+
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
         master, at = bucket.master, options.offload.optimizer
         self._settings = options.optimizer
@@ -106,11 +109,6 @@ class BucketOptimizer:
         self.steps = [0] * len(bucket.layout.slots)
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
         self.follow()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the optimizer states."""
-        return sum(moment.nbytes for moment in self.moments.values())
 
     def kept(self, number: int) -> Iterable[KeptState]:
         """Return the states of a parameter, by its number, that are no moments."""
@@ -135,33 +133,18 @@ class BucketOptimizer:
         if self._bucket.missing != self._missing:
             self.follow()
 
-    def step(
-        self,
-        start: int,
-        end: int,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        moments: Sequence[torch.Tensor],
-        groups: Sequence[Hyperparameters],
-    ) -> None:
-        """Update elements [start, end) of the shard: `master`, `grad` and `moments` are `[end - start]`, changed in place."""
+    def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
+        """Update elements of the shard from `start` on in place: `tensors` are master weights, gradients and the moments, each
+        `[elements]`."""
         for segment_start, segment_end, group, slot in self._segments:
-            first, last = max(start, segment_start), min(end, segment_end)
+            first, last = max(start, segment_start), min(start + len(tensors[0]), segment_end)
             if first < last:
-                part = slice(first - start, last - start)
-                states = {name: moment[part] for name, moment in zip(self.moments, moments, strict=True)}
-                self._update_part(slot, groups[group], master[part], grad[part], states)
+                self._update_part(slot, groups[group], [each[first - start : last - start] for each in tensors])
 
-    def _update_part(
-        self,
-        slot: int,
-        group: Hyperparameters,
-        master: torch.Tensor,
-        grad: torch.Tensor,
-        states: Mapping[str, torch.Tensor],
-    ) -> None:
+    def _update_part(self, slot: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         """Update in place elements of one group and step count, the first of which belongs to parameter number `slot`."""
-        fused_update(self._settings.name, group, master, grad, [*states.values()], self.steps[slot] - 1)
+        master, grad, *moments = tensors
+        fused_update(self._settings.name, group, master, grad, moments, self.steps[slot] - 1)
 
 
 def fused_update(

@@ -1,55 +1,361 @@
-"""Gradient shards between the reduction of a bucket and its update: their tier, sums over replicas, norm and scale.
+"""Gradients on their way from autograd to this rank's summed shard, and to its tier.
 
-    allocate -> the reducer sums into bucket.grad -> offload      for each microbatch
-    norm                                                          at the end of the step, for the norm of all
+    autograd --copy--> slot of the ring --launch--> reduction in flight --finish--> bucket.grad
+             \\--add--> bucket.partial (stages that reduce once per step, before the last microbatch; a group of one rank)
+    bucket.grad --sum over replicas, in a step's last backward--> kept, offloaded, or updated at once (`optimizer_in_backward`)
+
+Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. A bucket that
+completes early waits for its turn; while no slot is free, its gradients stay on `.grad` until backward leaves the unit.
+
+On a device the host runs ahead of the kernels and cannot query when a slot will be free. A bucket is therefore copied into its
+slot as soon as it is complete and next, and the compute stream waits for the slot's previous reduction. The order and the time of
+launches thus follow from the program alone, alike on all ranks.
 
 An offloaded shard has memory only while its bucket is being summed: at most `LEAVING` shards are on their way out at a time.
 """
 
 import hashlib
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
+from zeromesh.comm.transport import Reducer, Reduction
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Positions
 from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
-from zeromesh.options import ScalerSettings, ZeroOptions
+from zeromesh.options import ZeroOptions
+from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.step_recorder import NOTHING
 from zeromesh.units.unit import Bucket
 
 
-def clip_factor(norm: float, limit: float) -> float:
-    """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients; 1 for limit 0, which means no clipping."""
-    return 1.0 if limit <= 0 else min(1.0, limit / (norm + 1e-6))
+@dataclass(slots=True)
+class BucketArrivals:
+    """One bucket's progress in one backward: the gradients that have arrived, and those that wait to be copied into its slot."""
+
+    bucket: Bucket
+    sequence: int
+    missing: int
+    """The number of parameters that have no gradient yet."""
+    filled: torch.Tensor | None = None
+    waiting: list[int] = field(default_factory=list)
+    arrived: set[int] = field(default_factory=set)
+    launched: bool = False
 
 
-class LossScaler:
-    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018. Without settings
-    the scale is 1 and stays so."""
+class GradientReducer:
+    """Takes gradients as autograd produces them, launches reductions in order, and finishes them as peers complete them."""
 
-    def __init__(self, settings: ScalerSettings | None) -> None:
-        self._settings = settings
-        self.scale = settings.initial_scale if settings else 1.0
-        self.good_steps = 0
-        """The number of steps without an overflow since the scale changed."""
+    def __init__(
+        self, reducer: Reducer, shards: "GradientShards", sharing: "ReplicaGroups", mesh: Mesh, options: ZeroOptions
+    ) -> None:
+        self.shards = shards
+        self.sharing = sharing
+        self.on_summed: Callable[[Bucket], None] = lambda bucket: None
+        """Called inside the last backward with `optimizer_in_backward`, once a bucket's sum over its replicas has started."""
+        self.buckets: Sequence[Bucket] = ()
+        """The buckets of the running backward, in the order in which they are reduced."""
+        self.inside = False
+        """True in a backward whose buckets are updated as soon as they are summed."""
+        self._reducer = reducer
+        self._options = options
+        self._direct = mesh.shard.size == 1
+        """True if the shard group is this rank alone, so that its own sums are the result."""
+        self._mesh = mesh
+        self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
+        self._recorder = mesh.recorder
+        self._incomplete: Counter[int] = Counter()
+        """The number of each unit's buckets that lack a gradient in the running backward."""
+        self.keep_zeros = False
+        """True if a parameter without a gradient counts as one with a zero gradient, as after `zero_grad(set_to_none=False)`."""
+        self._next_sequence = 0
+        self._arrivals: dict[int, BucketArrivals] = {}
+        self._queue: deque[BucketArrivals] = deque()
+        self._flying: deque[tuple[Bucket, Reduction]] = deque()
+        self._whole: list[tuple[Bucket, Reduction]] = []
+        self._reduce = self._first = self._last = self._settled = False
+        self.came: dict[int, set[int]] = {}
+        """The numbers of each bucket's parameters that have had a gradient on this rank in the present step."""
+        self._sums: dict[int, Callable[[], None]] = {}
+        """The call that waits for the sum over replicas, by the number of the bucket."""
+        self._ready: deque[Bucket] = deque()
+        """Summed buckets that are still to be offloaded."""
+        self._tied: list[Bucket] = []
+        """Buckets that pipeline stages share, which are summed after all backwards of the step."""
 
-    def load(self, scale: float, good_steps: int) -> None:
-        """Continue from the scale of an earlier run. Without settings the scale stays 1."""
-        if self._settings is not None:
-            self.scale, self.good_steps = scale, good_steps
+    def use(self, reducer: Reducer) -> None:
+        """Reduce through another reducer, which has launched nothing yet, from the next backward on."""
+        self._reducer, self._next_sequence = reducer, 0
 
-    def update(self, *, overflow: bool) -> None:
-        """Adapt the scale to a step with or without overflow. All ranks call it with the same `overflow`."""
-        if (settings := self._settings) is None:
+    def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, settled: bool = False) -> None:
+        """Begin a backward, the step's `first` or `last` one. `reduce`: sum over ranks now, rather than only accumulate this
+        rank's sums. `settled`: its order of buckets is that of an earlier backward."""
+        self.buckets = buckets
+        self.inside = last and self._options.optimizer_in_backward
+        self._reduce = reduce and not self._direct
+        self._first = self.shards.first = first
+        self._last, self._settled = last, settled
+        self._incomplete = Counter(bucket.unit for bucket in buckets)
+        self._queue.clear()
+        self._arrivals = {}
+        for bucket in buckets:
+            arrivals = BucketArrivals(bucket, self._next_sequence, sum(bucket.training))
+            self._arrivals[id(bucket)] = arrivals
+            self._queue.append(arrivals)
+            if first:
+                self.came[id(bucket)] = set()
+            if self._reduce:
+                self._next_sequence += 1
+
+    def take(self, bucket: Bucket, index: int) -> None:
+        """Take the gradient of a bucket's parameter from autograd. Raises `PhaseError` when the bucket was already reduced, as
+        under reentrant activation checkpointing."""
+        if not bucket.training[index]:
+            bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next.
             return
-        self.good_steps = 0 if overflow else self.good_steps + 1
-        if overflow:
-            self.scale = max(settings.smallest, self.scale * settings.backoff_factor)
-        elif self.good_steps == settings.growth_interval:
-            self.scale, self.good_steps = self.scale * settings.growth_factor, 0
+        arrivals = self._arrivals.get(id(bucket))
+        if arrivals is None or arrivals.launched:
+            raise PhaseError(
+                f"parameter {bucket.layout.slots[index].spec.fqn} got a gradient outside its backward, or a second one in it. "
+                "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
+            )
+        self.came[id(bucket)].add(index)
+        again = index in arrivals.arrived
+        arrivals.arrived.add(index)
+        arrivals.missing -= not again
+        if self._reducer.on_stream:
+            if not again:  # Autograd adds a second gradient to the first.
+                arrivals.waiting.append(index)
+        elif not self._reduce:
+            _put(self._own_sum(bucket), bucket, [index], add=again or not self._first)
+        elif again:
+            # Autograd has added the gradient to an earlier one that still waits.
+            if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
+                _put(arrivals.filled, bucket, [index], add=True)
+        elif (slot := self._slot_of(arrivals)) is not None:
+            _put(slot, bucket, [index], add=False)
+        else:
+            arrivals.waiting.append(index)
+        if not arrivals.missing:
+            if not again:
+                self._incomplete[bucket.unit] -= 1
+            if not self._reduce:
+                self._keep(arrivals)
+            elif self._options.overlap:
+                self.pump()
+
+    def pump(self, *, wait: bool = False) -> None:
+        """Launch the complete buckets that are next in order, and finish reductions that peers completed.
+
+        `wait`: wait for peers until slots are free, when backward leaves a unit; otherwise the host never waits. Gradients that
+        wait for a slot stay on `.grad`, so a rank that ran ahead of its peers would hold all of its gradients at once. The wait
+        cannot be circular: all ranks launch in one order, the reductions that a slot waits for were launched before, and this
+        rank has left the units that its peers may be waiting to update.
+        """
+        wait = wait or self._reducer.on_stream
+        while self._queue and not self._queue[0].missing and (wait or self._slot_of(self._queue[0]) is not None):
+            self._launch_next()
+        while not self._reducer.on_stream and self._flying and self._flying[0][1].ready():
+            self._finish_one()
+
+    def flush(self) -> None:
+        """End a backward: launch all remaining buckets, with zeros for missing gradients, and finish every reduction, sum and
+        offload."""
+        for arrivals in () if self._reduce else [*self._queue]:
+            if not arrivals.launched:
+                self._keep(arrivals)
+        while self._queue:
+            self._launch_next()
+        while self._flying:
+            self._finish_one()
+        for bucket, reduction in self._whole:
+            reduction.settle()
+            self._hand_over(bucket)
+        self._whole.clear()
+        self._arrivals = {}
+        self._incomplete.clear()
+        self._end_sums()
+
+    def owes(self, unit: int) -> bool:
+        """Return True if gradients of a unit are still missing in the running backward."""
+        return self._incomplete[unit] > 0
+
+    def lacking(self, bucket: Bucket) -> frozenset[int]:
+        """The numbers of a bucket's trained parameters that have had no gradient on this rank in the present step."""
+        came = self.came.get(id(bucket), ())
+        return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
+
+    def find_missing(self, buckets: Sequence[Bucket]) -> None:
+        """Record the parameters without a gradient on any rank, which torch's optimizers skip. All ranks call it."""
+        came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
+        sums = torch.tensor([each for row in came for each in row])
+        self._mesh.data.all_reduce(sums, "parameters with gradients")
+        for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
+            if bucket.spec.copies is not None:  # Other pipeline stages have a copy too.
+                self.sharing.sharers(bucket).all_reduce(counts, "shared parameters with gradients")
+            missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
+            bucket.missing = frozenset(() if self.keep_zeros else missing)
+
+    def _launch_next(self) -> None:
+        arrivals = self._queue.popleft()
+        while self._slot_of(arrivals) is None and self._flying:
+            self._finish_one()
+        bucket, filled = arrivals.bucket, self._slot_of(arrivals, block=True)
+        self.shards.allocate(bucket)
+        self._announce(bucket)
+        if filled is None or bucket.grad is None:
+            raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
+        _put(filled, bucket, arrivals.waiting, add=False)
+        _zero_missing(filled, arrivals)
+        _zero_gaps(filled, bucket)
+        if bucket.partial is not None and not self._first:
+            filled.add_(bucket.partial)
+        add = bucket.partial is None and not self._first
+        with self._recorder.range("reduce", bucket.name) if self._recorder.profiling else NOTHING:
+            reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
+        arrivals.launched = True
+        self._flying.append((bucket, reduction))
+        if not self._options.overlap:
+            self._finish_one()
+
+    def _keep(self, arrivals: BucketArrivals) -> None:
+        """Add the waiting gradients to this rank's sum; gradients of frozen and of unused parameters are zeros in it. Sums that
+        are next in the order that all ranks share are passed on, since sums over replicas may follow."""
+        if self._first or arrivals.waiting:
+            target = self._own_sum(arrivals.bucket)
+            _put(target, arrivals.bucket, arrivals.waiting, add=not self._first)
+            if self._first:
+                _zero_missing(target, arrivals)
+        arrivals.launched = True
+        while self._queue and self._queue[0].launched:
+            bucket = self._queue.popleft().bucket
+            if self._direct:
+                self._announce(bucket)
+            self._hand_over(bucket)
+
+    def _hand_over(self, bucket: Bucket) -> None:
+        """Start the sum over replicas of a bucket that is summed over its shard group, and offload it."""
+        # As far as this rank knows: `find_missing` asks the others.
+        bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
+        if not self._last:
+            if bucket.grad is not None:
+                self.shards.offload(bucket, last=False)
+            return
+        self.shards.allocate(bucket)
+        if bucket.spec.copies is not None:
+            self._tied.append(bucket)  # The other stage may wait for a message sent after this backward.
+        else:
+            self._share(bucket)
+
+    def _share(self, bucket: Bucket) -> None:
+        wait = self.sharing.all_reduce_async(bucket, gradient_of(bucket))
+        if wait is not None:
+            self._sums[id(bucket)] = wait
+        if self.inside:
+            self.on_summed(bucket)
+        elif bucket.grad_rest is not None:
+            self._ready.append(bucket)
+            self._offload(but=1)  # The sum of the newest bucket over its replicas goes on meanwhile.
+
+    def _offload(self, but: int) -> None:
+        while len(self._ready) > but:
+            bucket = self._ready.popleft()
+            self.complete(bucket)
+            self.shards.offload(bucket, last=True)
+
+    def complete(self, bucket: Bucket) -> None:
+        """Wait for the sum of a bucket over its replicas."""
+        wait = self._sums.pop(id(bucket), None)
+        if wait is not None:
+            wait()
+
+    def _end_sums(self) -> None:
+        """Wait for the sums over replicas, for which updates inside backward wait themselves, and for offloads."""
+        if not self.inside:
+            self._offload(but=0)
+            while self._sums:
+                self._sums.pop(next(iter(self._sums)))()
+        self.shards.order()
+
+    def sum_tied(self) -> None:
+        """Sum the buckets that stages share, after all backwards of the step, when no other rank waits for one of this rank's."""
+        tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.spec.name), []
+        for bucket in tied:
+            self._share(bucket)
+        self._end_sums()
+
+    def abandon(self, buckets: Iterable[Bucket]) -> None:
+        """Drop the gradients of a step that has ended early."""
+        for held in (self._ready, self._tied, self._sums):
+            held.clear()
+        self.shards.abandon(buckets)
+
+    def _announce(self, bucket: Bucket) -> None:
+        """Let the other ranks compare which sum starts now. Replicas compare too, as they sum in the order of reductions."""
+        if self._compared:
+            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._compared, settled=self._settled)
+
+    def _own_sum(self, bucket: Bucket) -> torch.Tensor:
+        fresh = self._direct and bucket.grad is None
+        if fresh:
+            self.shards.allocate(bucket)
+        target = bucket.grad if self._direct else bucket.partial
+        if target is None:
+            raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
+        if fresh:
+            _zero_gaps(target, bucket)
+        return target
+
+    def _slot_of(self, arrivals: BucketArrivals, *, block: bool = False) -> torch.Tensor | None:
+        """Return a bucket's slot, `[padded]` in the dtype of the reduction; None while the ring has no free one."""
+        if arrivals.filled is None and (slot := self._reducer.acquire(arrivals.sequence, block=block)) is not None:
+            bucket = arrivals.bucket
+            dtype = self._options.wire_dtype(bucket.dtype, on_device=self._reducer.on_stream)
+            arrivals.filled = slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
+        return arrivals.filled
+
+    def _finish_one(self) -> None:
+        bucket, reduction = self._flying.popleft()
+        with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
+            reduction.finish()
+        if bucket.is_shard:
+            self._hand_over(bucket)
+        else:
+            self._whole.append((bucket, reduction))
+
+
+def _put(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
+    """Copy or add the gradients on `.grad` of parameters to their places in `flat`: on a device by one kernel, with the cast."""
+    if not indices:
+        return
+    places, gradients = [], []
+    for index in indices:
+        slot, parameter = bucket.layout.slots[index], bucket.parameters[index]
+        if flat is None or parameter.grad is None:
+            raise PhaseError(f"bucket {bucket.name}: no slot or no gradient of {slot.spec.fqn} to put into it")
+        places.append(flat[slot.where.start : slot.where.end].view(slot.spec.shape))
+        gradients.append(parameter.grad)
+        parameter.grad = None
+    if add:
+        torch._foreach_add_(places, gradients)
+    else:
+        torch._foreach_copy_(places, gradients)
+
+
+def _zero_missing(flat: torch.Tensor, arrivals: BucketArrivals) -> None:
+    for index, slot in enumerate(arrivals.bucket.layout.slots):
+        if index not in arrivals.arrived:
+            flat[slot.where.start : slot.where.end].zero_()
+
+
+def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
+    """Zero the elements that belong to no parameter, so that they add nothing to norms and move no master weight."""
+    for gap in bucket.gaps:
+        flat[gap].zero_()
 
 
 LEAVING = 2
@@ -64,7 +370,8 @@ class GradientShards:
         self._tiers = tiers
         self._stay = options.gradients_stay(tiers.device)
         self._pass_through = options.gradients_pass_through
-        self._first = True
+        self.first = True
+        """True in a step's first backward, for which no earlier sum is read."""
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._leaving: deque[tuple[Transfer, int]] = deque()
         self._ordered: list[Transfer] = []
@@ -84,10 +391,6 @@ class GradientShards:
         self._norms.clear()
         self._ordered.clear()
 
-    def begin(self, *, first: bool) -> None:
-        """Begin a backward; `first` is True for the first one of its step."""
-        self._first = first
-
     def prefetch(self, bucket: Bucket) -> None:
         """Prepare for a bucket's gradients: start to read the sum of earlier microbatches if it is offloaded. A shard without
         lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the recomputation
@@ -97,16 +400,13 @@ class GradientShards:
             return
         if not (self._stay or self._pass_through) and bucket.layout.parts > 1:
             bucket.grad = self._memory_for(bucket)
-        elif rest is not None and bucket.partial is None and not self._first and id(bucket) not in self._arriving:
+        elif rest is not None and bucket.partial is None and not self.first and id(bucket) not in self._arriving:
             memory = self._memory_for(bucket)
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def allocate(self, bucket: Bucket) -> None:
-        """Allocate `bucket.grad` before a reduction, filled with the sum of earlier microbatches.
-
-        Raises:
-            StorageError: when the earlier sum cannot be read.
-        """
+        """Allocate `bucket.grad` before a reduction, filled with the sum of earlier microbatches. Raises `StorageError` when the
+        earlier sum cannot be read."""
         self.prefetch(bucket)
         found = self._arriving.pop(id(bucket), None)
         if found is not None:
@@ -128,11 +428,7 @@ class GradientShards:
 
     def offload(self, bucket: Bucket, *, last: bool) -> None:
         """Write a sum to the tier of the gradients, if they are offloaded. With `last`, the step's last sum, its norm is computed
-        first.
-
-        Raises:
-            StorageError: when an earlier offload has failed.
-        """
+        first. Raises `StorageError` when an earlier offload has failed."""
         if bucket.grad_rest is None:
             return
         self.allocate(bucket)
@@ -177,7 +473,6 @@ class GradientShards:
         return torch.zeros((), dtype=self._dtype, device=self._tiers.device) if found is None else found
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
-        """Drop the gradients of a step that has ended early."""
         arriving, self._arriving = self._arriving, {}
         for memory, transfer in arriving.values():
             self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -memory.nbytes)

@@ -3,10 +3,7 @@
 A step calls, in this order:
 
     begin_step        with the hyperparameters of each group
-    begin_backward    for each microbatch, with the order in which its buckets are reduced
-    reduced           for each bucket that is summed over its shard group; in the last backward it is summed over its replicas too,
-                      and then offloaded, kept for `finish`, or updated at once (`optimizer_in_backward`)
-    end_backward      to wait for the sums over replicas
+    leave             for each unit that backward has left; its buckets are then updated at once (`optimizer_in_backward`)
     read              for this rank's part of the global norm: the one time in a step that the host waits for a device
     finish            for clipping, and the update of the remaining buckets
 
@@ -41,18 +38,50 @@ from zeromesh.offload import (
     UpdateStream,
     WaitTime,
     accelerator,
+    run_whole,
 )
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
-from zeromesh.optim.class_optimizer import WholeOptimizer, make_optimizers
+from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
-from zeromesh.optim.gradients import GradientShards, LossScaler, ReplicaGroups, clip_factor, gradient_of
-from zeromesh.options import AverageSettings, Placement, UpdateOn, ZeroOptions
+from zeromesh.optim.gradients import GradientReducer, gradient_of
+from zeromesh.options import AverageSettings, Placement, ScalerSettings, UpdateOn, ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
 _HALF_DONE = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
 _EXCHANGE_ELEMENTS = 1 << 20
+
+
+def clip_factor(norm: float, limit: float) -> float:
+    """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients; 1 for limit 0, which means no clipping."""
+    return 1.0 if limit <= 0 else min(1.0, limit / (norm + 1e-6))
+
+
+class LossScaler:
+    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018. Without settings
+    the scale is 1 and stays so."""
+
+    def __init__(self, settings: ScalerSettings | None) -> None:
+        self._settings = settings
+        self.scale = settings.initial_scale if settings else 1.0
+        self.good_steps = 0
+        """The number of steps without an overflow since the scale changed."""
+
+    def load(self, scale: float, good_steps: int) -> None:
+        """Continue from the scale of an earlier run. Without settings the scale stays 1."""
+        if self._settings is not None:
+            self.scale, self.good_steps = scale, good_steps
+
+    def update(self, *, overflow: bool) -> None:
+        """Adapt the scale to a step with or without overflow. All ranks call it with the same `overflow`."""
+        if (settings := self._settings) is None:
+            return
+        self.good_steps = 0 if overflow else self.good_steps + 1
+        if overflow:
+            self.scale = max(settings.smallest, self.scale * settings.backoff_factor)
+        elif self.good_steps == settings.growth_interval:
+            self.scale, self.good_steps = self.scale * settings.growth_factor, 0
 
 
 class WeightAverage:
@@ -69,18 +98,12 @@ class WeightAverage:
         self._settings = settings
         self._tiers = tiers
         self._at = at
-        self._tensors: dict[int, TieredTensor] = {}
-
-    def of(self, bucket: Bucket) -> TieredTensor | None:
-        """Return the average of a bucket's shard; None if nothing of the bucket was ever trained."""
-        return self._tensors.get(id(bucket))
 
     def begin(self, bucket: Bucket) -> None:
         """Initialize a bucket's average with its weights, which have not been updated yet."""
         master, what = bucket.master, f"averages of {bucket.name}"
-        average = self._tiers.allocate(master.numel, master.dtype, self._at, Purpose.AVERAGES, what)
-        average.copy_from(master)
-        self._tensors[id(bucket)] = average
+        bucket.average = self._tiers.allocate(master.numel, master.dtype, self._at, Purpose.AVERAGES, what)
+        bucket.average.copy_from(master)
 
     def due(self, update: int) -> bool:
         """Return True if update number `update`, counted from 1, enters the average."""
@@ -95,7 +118,9 @@ class WeightAverage:
 
     def exchange(self, bucket: Bucket) -> None:
         """Swap a bucket's master weights with their averages, part by part. Raises `StorageError`."""
-        master, average, device = bucket.master, self._tensors[id(bucket)], self._tiers.device
+        master, average, device = bucket.master, bucket.average, self._tiers.device
+        if average is None:
+            return
         if master.whole(device) is None or average.whole(device) is None:
             device = torch.device("cpu")
         for start in range(0, master.numel, _EXCHANGE_ELEMENTS):
@@ -111,26 +136,18 @@ _TRIED_ELEMENTS = 1 << 25
 _ROUNDS = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateDevice:
-    """The device on which updates are computed when their states are not in accelerator memory: the CPU, or the accelerator. The
-    CPU saves the transfer to the device and back, and the device computes faster: both are tried."""
-
-    device: torch.device
-    note: str | None = None
-    """A line that says where updates are computed and why; None if there was no choice."""
-
-
 def place_updates(
     wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
-) -> UpdateDevice:
-    """Choose the device of the updates, alike on all ranks, which all call this. `in_reach`: all states are in the device's
-    memory. `try_on(device)` gives the seconds of a billion elements there."""
+) -> tuple[torch.device, str | None]:
+    """Choose the device of updates whose states are not in accelerator memory, alike on all ranks, which all call this. The CPU
+    saves the transfer to the device and back, and the device computes faster: both are tried. `in_reach`: all states are in the
+    device's memory. `try_on(device)` gives the seconds of a billion elements there. Returns the device, and if there was a
+    choice, a line that says where updates are computed and why."""
     device = mesh.device
     if not is_accelerator(device) or in_reach or wanted == "device":
-        return UpdateDevice(device=device)
+        return device, None
     if wanted == "host":
-        return UpdateDevice(device=_CPU)
+        return _CPU, None
     rows = mesh.world.gather_integers([int(1e9 * try_on(each)) for each in (_CPU, device)])
     host, there = (sum(row[number] for row in rows) / len(rows) / 1e9 for number in range(2))
     chosen, name = (_CPU, "the CPU") if host <= there else (device, "the device")
@@ -138,7 +155,7 @@ def place_updates(
         f"offload: updates are computed on {name} (tried: {host:.2f} s for a billion elements on the CPU, {there:.2f} s on the "
         "device with the way there and back); offload.update says otherwise"
     )
-    return UpdateDevice(device=chosen, note=note)
+    return chosen, note
 
 
 def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: int = _TRIED_ELEMENTS) -> float:
@@ -195,39 +212,31 @@ class StepOutcome:
 class OptimizerStep:
     """Owns the optimizer states of this rank's shards, and updates the shards."""
 
-    def __init__(self, units: Sequence[Unit], mesh: Mesh, options: ZeroOptions, tiers: Tiers) -> None:
+    def __init__(
+        self, units: Sequence[Unit], mesh: Mesh, options: ZeroOptions, tiers: Tiers, gradients: GradientReducer
+    ) -> None:
         self.scaler = LossScaler(options.precision.loss_scale)
+        self.gradients = gradients
         self._mesh = mesh
         self._options = options
         self._tiers = tiers
-        self.shards = GradientShards(options, tiers)
         self._all = all_buckets(units)
-        self._buckets: list[Bucket] = []
-        """Buckets that are trained in the present step."""
-        self._units = {id(bucket): unit for unit in units for bucket in unit.buckets}
+        self._units = units
         self._optimizers: dict[int, BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size
         """The number of elements of whole tensors that each rank of the shard group owns."""
         self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
-        """The moving averages of the weights, if options ask for them."""
         self._make_optimizers()
-        self.shards.require_room(self._buckets)
-        self._sums: dict[int, Callable[[], None]] = {}
-        """The call that waits for the sum over replicas, by the number of the bucket."""
+        gradients.shards.require_room(self._buckets)
+        gradients.on_summed = self._summed
         self._ready: deque[Bucket] = deque()
-        """Buckets that are ready to be updated, or to be offloaded, inside this backward."""
-        self._tied: list[Bucket] = []
-        """Buckets that pipeline stages share, which are summed after all backwards of the step."""
+        """Summed buckets that wait for an update inside this backward."""
         self._retired: set[int] = set()
-        self._last = True
-        self._order: Sequence[Bucket] = ()
-        self._in_backward = False
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
         """The hyperparameters of each parameter group for the next update."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
         """Buckets that backward has reduced for an update, with the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []
-        self.sharing = ReplicaGroups(mesh, self._all)
         replicated = options.placements.optimizer is Placement.REPLICATED
         self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
         """True if this rank counts the elements that it updates, among all ranks that update the same elements."""
@@ -240,13 +249,13 @@ class OptimizerStep:
         wanted, own_class = options.offload.update, options.optimizer.own_class
         # A user's class has an unknown cost, and inside backward the device would wait for an update on the CPU.
         untried = own_class is not None or options.optimizer_in_backward
-        self.place = place_updates(
+        device, self.note = place_updates(
             "device" if wanted == "auto" and untried else wanted,
             mesh,
             partial(try_update, tiers=tiers, options=options, most=sum(each.length for each in self._buckets)),
             in_reach=not self._missing(tiers.device),
         )
-        self._stream = self._make_stream(self.place.device)
+        self._stream = self._make_stream(device)
 
     def _make_optimizers(self) -> None:
         self._buckets = [bucket for bucket in self._all if any(bucket.training)]
@@ -299,76 +308,22 @@ class OptimizerStep:
             optimizer = self.optimizer_of(bucket)
             if optimizer is not None:
                 specs = [slot.spec for slot in bucket.layout.slots]
-                optimizer.steps = [steps.get(each.name, updates * bucket.learned(each.fqn)) for each in specs]
+                optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.learned)) for each in specs]
                 optimizer.follow()
 
     def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
         """Begin a step, whose updates use these hyperparameters for each group."""
         self.groups = groups
         self._updated = []
-        self.shards.begin_step()
+        self.gradients.shards.begin_step()
         self._retired = set()
         self.last_order = []
 
-    def begin_backward(self, order: Sequence[Bucket], *, first: bool, last: bool) -> None:
-        """Begin a backward that reduces its buckets in this order. `first` and `last` refer to the step's backwards."""
-        self._order = order
-        self.shards.begin(first=first)
-        self._last = last
-        self._in_backward = last and self._options.optimizer_in_backward
-
-    def reduced(self, bucket: Bucket) -> None:
-        """Process a bucket that is summed over its shard group."""
-        if not self._last:
-            if bucket.grad is not None and bucket.grad_rest is not None:
-                self.shards.offload(bucket, last=False)
-            return
-        self.shards.allocate(bucket)
-        if bucket.spec.copies is not None:
-            self._tied.append(bucket)  # The other stage may wait for a message sent after this backward.
-        else:
-            self._share(bucket)
-
-    def _share(self, bucket: Bucket) -> None:
-        """Sum a bucket over its replicas, and update or offload it if that is due."""
-        wait = self.sharing.all_reduce_async(bucket, gradient_of(bucket))
-        if wait is not None:
-            self._sums[id(bucket)] = wait
-        if self._in_backward:
-            self._ready.append(bucket)
-            self._update_ready()
-        elif bucket.grad_rest is not None:
-            self._ready.append(bucket)
-            self._offload(but=1)  # The sum of the newest bucket over its replicas goes on meanwhile.
-
-    def _offload(self, but: int = 0) -> None:
-        while len(self._ready) > but:
-            bucket = self._ready.popleft()
-            self._complete(bucket)
-            self.shards.offload(bucket, last=True)
-
     def leave(self, units: Iterable[Unit]) -> None:
         """Note that this rank has finished backward of these units, so that all ranks may update them."""
-        if self._in_backward:
+        if self.gradients.inside:
             self._retire(units)
             self._update_ready()
-
-    def end_backward(self, units: Iterable[Unit]) -> None:
-        """End a backward: wait for the sums over replicas and for offloads."""
-        self.leave(units)
-        if self._last and not self._in_backward:
-            self._offload()
-        for bucket in self._buckets if self._sums else ():
-            self._complete(bucket)
-        self.shards.order()
-
-    def end_backwards(self) -> None:
-        """Sum the buckets that stages share, after all backwards of the step, when no other rank waits for one of this rank's."""
-        tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.spec.name), []
-        for bucket in tied:
-            self._share(bucket)
-        if tied:
-            self.end_backward(())
 
     def read(self, scalars: Sequence[torch.Tensor]) -> tuple[list[float], float]:
         """Read the norms of gradients and the caller's `scalars` from the device, for which the host waits once. Returns the
@@ -376,25 +331,20 @@ class OptimizerStep:
         ranks add up to the whole; a value that is not finite is in the part of every rank that holds it."""
         measured = self._updated
         if not self._options.optimizer_in_backward:
-            measured = [(bucket, self.shards.norm(bucket)) for bucket in self._buckets]
+            measured = [(bucket, self.gradients.shards.norm(bucket)) for bucket in self._buckets]
         found = accelerator.numbers([*scalars, *(norm for _, norm in measured)])
         values, norms = found[: len(scalars)], found[len(scalars) :]
         self._norms = [(bucket, norm) for (bucket, _), norm in zip(measured, norms, strict=True)]
-        own = [norm**2 for bucket, norm in self._norms if self._owns(bucket) or not math.isfinite(norm)]
+        counts = self.gradients.sharing.counts
+        own = [norm**2 for bucket, norm in self._norms if (self._counts and counts(bucket)) or not math.isfinite(norm)]
         return values, sum(own)
-
-    def _owns(self, bucket: Bucket) -> bool:
-        """Return True if this rank counts a bucket's elements in global norms."""
-        return self._counts and self.sharing.counts(bucket)
 
     def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:
         """Multiply gradients by `factor`, unscale, clip, and update, unless backward has already updated.
 
         `squares` is the sum over the world of the parts that `read` has returned: all ranks see one norm, and so skip, stop and
-        clip together. `loss_finite` is True if this rank's own losses were finite.
-
-        Raises:
-            NonFiniteError: for a norm that is not finite, under `on_nonfinite: stop`.
+        clip together. `loss_finite` is True if this rank's own losses were finite. Raises `NonFiniteError` for a norm that is not
+        finite, under `on_nonfinite: stop`.
         """
         options = self._options
         self._mesh.post(Activity.OPTIMIZER)
@@ -417,7 +367,7 @@ class OptimizerStep:
         due = late if self._options.optimizer_in_backward else self._buckets
         if not skip:
             if not is_accelerator(self._stream.device):
-                self.shards.wait()
+                self.gradients.shards.wait()
             for number, bucket in enumerate(due):
                 self._update(bucket, factor, due[number + 1 :])
         self._stream.settle()  # Includes updates inside backward, so that states can be read between steps.
@@ -429,11 +379,10 @@ class OptimizerStep:
     def drop_gradients(self) -> None:
         """Release the memory of gradients, unless it is kept from step to step."""
         for bucket in self._buckets:
-            self.shards.drop(bucket)
+            self.gradients.shards.drop(bucket)
 
     @property
     def _averaging(self) -> WeightAverage | None:
-        """The averages of the weights if the present update enters them, else None."""
         return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
 
     def _end_averages(self) -> None:
@@ -442,7 +391,7 @@ class OptimizerStep:
         if averages is None:
             return
         for bucket in self._all:
-            average = averages.of(bucket)
+            average = bucket.average
             if average is not None and not any(bucket.training):
                 self.before_change(bucket)
                 modes = ((bucket.master, Access.READ), (average, Access.UPDATE))
@@ -454,7 +403,7 @@ class OptimizerStep:
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
         """Name the units whose gradients, and the ranks whose losses, are not finite. All ranks call it and get the same text."""
-        units = [self._units[id(bucket)] for bucket, norm in self._norms if not math.isfinite(norm)]
+        units = [self._units[bucket.unit] for bucket, norm in self._norms if not math.isfinite(norm)]
         found = sorted({(unit.index, unit.name) for unit in units})
         rows = self._mesh.world.gather_json([not loss_finite, found], "where gradients are not finite")
         names = [name for _, name in sorted({(index, name) for _, units in rows for index, name in units})]
@@ -472,10 +421,9 @@ class OptimizerStep:
 
     def abandon(self) -> None:
         """Abandon a step that has ended before it changed anything."""
-        for held in (self._ready, self._tied, self._sums):
-            held.clear()
+        self._ready.clear()
         self._stream.forget()
-        self.shards.abandon(self._buckets)
+        self.gradients.abandon(self._buckets)
 
     def _retire(self, units: Iterable[Unit]) -> None:
         """Let the other ranks overwrite this rank's gathered copies of these units, once per step: later a unit may hold the next
@@ -486,92 +434,75 @@ class OptimizerStep:
                 for bucket in unit.trainable:
                     bucket.buffer.retire()
 
-    def _complete(self, bucket: Bucket) -> None:
-        wait = self._sums.pop(id(bucket), None)
-        if wait is not None:
-            wait()
+    def _summed(self, bucket: Bucket) -> None:
+        self._ready.append(bucket)
+        self._update_ready()
 
     def _update_ready(self) -> None:
         """Update the buckets that can be updated inside backward; see [Note: Updates inside backward]."""
         ready, self._ready = self._ready, deque()
         for bucket in ready:
-            unit = self._units[id(bucket)]
+            unit = self._units[bucket.unit]
             if unit.index not in self._retired:
                 self._ready.append(bucket)
                 continue
-            self._complete(bucket)
-            norm = self.shards.norm(bucket)
+            self.gradients.complete(bucket)
+            norm = self.gradients.shards.norm(bucket)
             # On a device the norm is read at the end of the step, since the host would wait here for the device.
             if not on_accelerator(norm) and not math.isfinite(norm):
                 raise NonFiniteError(f"gradients of unit {unit.name} are not finite; {_HALF_DONE}")
             self._updated.append((bucket, norm))
             done = {id(bucket), *map(id, self.last_order)}
             if not bucket.missing:
-                self._update(bucket, 1.0, [each for each in self._order if id(each) not in done])
-                self.shards.drop(bucket)
+                self._update(bucket, 1.0, [each for each in self.gradients.buckets if id(each) not in done])
+                self.gradients.shards.drop(bucket)
 
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
         """Update a bucket's shard. `following` are the buckets that are updated next, as far as known."""
         self.before_change(bucket)
         self.last_order.append(bucket)
-        self._mesh.post(Activity.OPTIMIZER, self._units[id(bucket)].index)
-        with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
-            self._change(bucket, factor, following)
-
-    def _change(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
-        bucket.buffer.begin_write()
+        self._mesh.post(Activity.OPTIMIZER, self._units[bucket.unit].index)
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
-        if isinstance(optimizer, WholeOptimizer):
-            self._change_whole(bucket, optimizer, factor)
-            bucket.buffer.end_write()
-            return
-        grad = gradient_of(bucket) if self._in_backward else None
+        grad = gradient_of(bucket) if self.gradients.inside else None
         averages = self._averaging
 
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if bucket.copy is not None else None
-            part = tensors.pop() if grad is None else grad[row.start : row.end].to(self._stream.device)
+            part = tensors.pop() if grad is None else grad[row.start : row.end].to(tensors[0].device)
             if factor != 1.0:
                 part.mul_(factor)
             average = tensors.pop() if averages is not None else None
             master, *moments = tensors
-            optimizer.step(row.start, row.end, master, part, moments, self.groups)
+            optimizer.step(row.start, [master, part, *moments], self.groups)
             if copy is not None:
                 copy.copy_(master)
             if averages is not None and average is not None:
                 averages.blend(average, master)
 
-        # If no tensor is offloaded, nothing is read ahead.
-        ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
-        self._stream.run(list(self._rows(bucket)), compute, ahead)
-        bucket.buffer.end_write()
-
-    def _change_whole(self, bucket: Bucket, optimizer: WholeOptimizer, factor: float) -> None:
-        device, averages = self._mesh.device, self._averaging
-        rest = bucket.grad_rest if bucket.grad is None else None
-        grad = gradient_of(bucket) if rest is None else rest.load(device)
-        master = bucket.master.load(device)
-        optimizer.update(master, grad.mul_(factor), self.groups)
-        if averages is not None and (average := averages.of(bucket)) is not None:
-            blended = average.load(device)
-            averages.blend(blended, master)
-            average.write(0, blended).wait()
-        bucket.master.write(0, master).wait()
-        if bucket.copy is not None:
-            bucket.copy.write(0, master.to(bucket.copy.dtype)).wait()
+        with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
+            bucket.buffer.begin_write()
+            rows = list(self._rows(bucket))
+            if optimizer.whole:
+                run_whole(rows[0].operands, compute, self._mesh.device)
+            else:
+                # If no tensor is offloaded, nothing is read ahead.
+                ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
+                self._stream.run(rows, compute, ahead)
+            bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:
         uses = self._uses(bucket, averaging=self._averaging is not None)
         return self._stream.rows(id(bucket), bucket.length, uses)
 
     def _uses(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
-        """List the operands of a bucket's update in the order in which `_change` takes them: master weights, moments, averages,
+        """List the operands of a bucket's update in the order in which `_update` takes them: master weights, moments, averages,
         the gradients unless backward has just left them in memory, and the copy that is gathered."""
-        average = self.averages.of(bucket) if self.averages is not None and averaging else None
-        states = [bucket.master, *self._optimizers[id(bucket)].moments.values(), *([average] if average else [])]
+        states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
+        if averaging and bucket.average is not None:
+            states.append(bucket.average)
         uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]
-        if not self._in_backward:
+        if not self.gradients.inside:
             rest = bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
             if rest is not None:
                 uses.append(StreamOperand(tensor=rest, mode=Access.READ))

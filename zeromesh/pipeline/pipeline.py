@@ -20,8 +20,7 @@ from zeromesh.pipeline.schedule import Kind, PipelineSchedule, ScheduleName, for
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import PassProgress
-from zeromesh.zero.passes import Passes, Tensors
+from zeromesh.zero.passes import Passes, PassProgress, Tensors
 
 LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
 """Runs the model on `(batch, seed)` and returns the sum of its losses, a scalar, whose backward will start with `seed`."""

@@ -1,5 +1,6 @@
 """Builds the runtime units of a model: layouts, memory, initial values, and parameters as views of flat buffers."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import prod
@@ -17,8 +18,8 @@ from zeromesh.offload import (
     FileSettings,
     Ledger,
     Purpose,
-    StoredRun,
     Tier,
+    TieredPart,
     TieredTensor,
     Tiers,
     allocate_lasting,
@@ -34,10 +35,8 @@ from zeromesh.weight_init.weight_sources import ParameterSource
 def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
     """Compare the buckets and options of all ranks of `group` before anything is allocated; all ranks call this.
 
-    Ranks with different plans would sum gradients of different parameters, or map memory past its end.
-
-    Raises:
-        LayoutError: on every rank, naming the options and parameters that differ.
+    Ranks with different plans would sum gradients of different parameters, or map memory past its end. Raises `LayoutError` on
+    every rank, naming the options and parameters that differ.
     """
     # The paths of swap files may differ between hosts.
     shared = replace(options, offload=replace(options.offload, files=FileSettings()))
@@ -92,11 +91,8 @@ def build_units(
 ) -> Built:
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views.
 
-    A rank holds at most one parameter beyond its own shards at a time. All units are at rest afterwards.
-
-    Raises:
-        LayoutError: when ranks have different plans, or a parameter is wider than its master weight.
-        StorageError: when memory is short.
+    A rank holds at most one parameter beyond its own shards at a time. All units are at rest afterwards. Raises `LayoutError`
+    when ranks have different plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short.
     """
     layouts = plan_layouts(plan, mesh.shard.size)
     flat = [layout for unit in layouts for layout in unit]
@@ -108,7 +104,8 @@ def build_units(
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     pairs = list(zip(flat, keep, strict=True))
     stored = [
-        None if kept else _stored(layout, _interval(layout, mesh, options), options, source) for layout, kept in pairs
+        None if kept else _stored(layout, _interval(layout, mesh, options), options, source, tiers)
+        for layout, kept in pairs
     ]
     trained = [layout for layout in flat if layout.first.requires_grad]
     ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options, mesh.device))
@@ -126,7 +123,7 @@ def build_units(
         reduction = open_transport(kind, mesh.shard, mesh.device, (), ring)
     kept_bytes = sum(layout.nbytes for layout, kept in pairs if kept)
     tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
-    count_ring(tiers.ledger, reduction.name, ring)
+    tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, ring.slots, ring.nbytes))
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
     built = zip(transport.buffers, stored, strict=True)
     units = []
@@ -152,10 +149,6 @@ def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions
                 f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it; "
                 "convert the parameter, or set precision.master and precision.reduce to its dtype"
             )
-
-
-def count_ring(ledger: Ledger, transport: str, ring: RingRequest) -> None:
-    ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(transport, ring.slots, ring.nbytes))
 
 
 def ring_bytes(transport: str, slots: int, nbytes: int) -> int:
@@ -209,7 +202,7 @@ def _bucket(
     model: nn.Module,
     layout: BucketLayout,
     buffer: GatherBuffer,
-    stored: list[StoredRun] | None,
+    stored: list[TieredPart] | None,
     mesh: Mesh,
     options: ZeroOptions,
     source: ParameterSource,
@@ -226,7 +219,9 @@ def _bucket(
             copy.copy_from(master)
     for slot in layout.slots:
         source.release(slot.spec.name)
-    parameters = [_adopt(model, slot.spec.fqn, mesh.device) for slot in layout.slots]
+    parameters = [model.get_parameter(slot.spec.fqn) for slot in layout.slots]
+    for parameter in parameters:
+        _move(parameter, mesh.device)
     bucket = Bucket(layout, parameters, buffer, interval, master, copy)
     buffer.end_write()
     bucket.hide()
@@ -236,8 +231,8 @@ def _bucket(
 
 
 def _stored(
-    layout: BucketLayout, interval: Interval, options: ZeroOptions, source: ParameterSource
-) -> list[StoredRun] | None:
+    layout: BucketLayout, interval: Interval, options: ZeroOptions, source: ParameterSource, tiers: Tiers
+) -> list[TieredPart] | None:
     """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""
     offload, first = options.offload, layout.first
     whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
@@ -252,22 +247,21 @@ def _stored(
             if place is None:
                 return None
             start = piece.in_shard.start + run.local - piece.in_parameter.start
-            runs.append(StoredRun(start=start, length=run.length, path=place[0], begin=place[1]))
+            slot, begin = tiers.file().stored(place[0]), place[1] // first.dtype.itemsize
+            runs.append(TieredPart(start=start, end=start + run.length, tier=Tier.FILE, slot=slot, first=begin))
     return runs
 
 
-def _lead(layout: BucketLayout, stored: list[StoredRun] | None) -> int:
+def _lead(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
     """Return the offset of a bucket's memory from the start of a page that aligns it with its blocks in the files, so that most of
     what the first rank reads needs no copy."""
-    alike: dict[int, int] = {0: 0}
+    alike = Counter({0: 0})
     for run in stored or ():
-        lead = (run.begin - run.start * layout.first.dtype.itemsize) % BLOCK
-        alike[lead] = alike.get(lead, 0) + run.length
-    return max(alike, key=lambda lead: alike[lead])
+        alike[(run.first - run.start) * layout.first.dtype.itemsize % BLOCK] += run.end - run.start
+    return max(alike, key=alike.__getitem__)
 
 
 def _interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:
-    """Return the elements of a bucket whose master weights this rank holds."""
     whole = options.placements.optimizer is Placement.REPLICATED
     return Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
 
@@ -301,7 +295,6 @@ def _scattered(piece: ShardPiece) -> StridedRows | None:
 
 
 def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
-    """Fill a piece of a parameter: in place if it rests in memory, else in chunks of bounded size."""
     for rows, interval, start in _selections(piece):
         memory = master.view(start, start + interval.length, _CPU)
         if memory is not None:
@@ -317,7 +310,6 @@ def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> N
 def _weights(
     layout: BucketLayout, buffer: GatherBuffer, length: int, options: ZeroOptions, tiers: Tiers
 ) -> tuple[TieredTensor, TieredTensor | None]:
-    """Create master weights, and the copy of them to gather, if they cannot be gathered themselves."""
     spec, offload = layout.first, options.offload
     what = f"weights of {layout.name}"
     if _rests_as_gathered(layout, options):  # The master weights themselves are gathered.
@@ -336,12 +328,8 @@ def _weights(
 
 
 def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
-    """Give a frozen bucket master weights, initialized with its weights, and memory for gradients.
-
-    Raises:
-        LayoutError: when a parameter is wider than its master weight would be.
-        StorageError: when memory is short.
-    """
+    """Give a frozen bucket master weights, initialized with its weights, and memory for gradients. Raises `LayoutError` when a
+    parameter is wider than its master weight would be. Raises `StorageError` when memory is short."""
     _require_master_weights([slot.spec for slot in bucket.layout.slots], options)
     dtype = options.precision.master
     if bucket.master.dtype != dtype:
@@ -353,9 +341,8 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     _allocate_gradients(bucket, options, tiers)
 
 
-def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
+def _move(parameter: nn.Parameter, device: torch.device) -> None:
     """Move the model's own parameter object to `device`, so that its hooks stay and lists that hold it stay valid."""
-    parameter = model.get_parameter(fqn)
     placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     if not torch._has_compatible_shallow_copy_type(parameter, placeholder):
         # The data of a meta parameter cannot be replaced, nor on some devices that of a CPU one; tensors can be swapped.
@@ -364,7 +351,6 @@ def _adopt(model: nn.Module, fqn: str, device: torch.device) -> nn.Parameter:
         torch.utils.swap_tensors(parameter, replacement)  # type: ignore[no-untyped-call]
     elif parameter.device.type != device.type:
         parameter.data = placeholder
-    return parameter
 
 
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:

@@ -79,9 +79,7 @@ def plan_model(
 
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
     model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
-
-    Raises:
-        LayoutError: when the model has no parameters, or modules whose parameters cannot be gathered around their use.
+    Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use.
     """
     cuts = cuts or ModelCuts()
     _require_known_modules(model, compute_dtype)
@@ -110,7 +108,10 @@ def plan_model(
                 copies=copies,
             )
         )
-    return ModelPlan(units=_merge_small(members, _SMALL if cuts.chunks == 1 else 0))  # The root is in a single chunk.
+    least = _SMALL if cuts.chunks == 1 else 0  # The root is in a single chunk.
+    for module in [module for module in modules if sum(spec.numel for spec in members[module]) < least]:
+        members[ROOT] += members.pop(module)
+    return ModelPlan(units=tuple(UnitPlan(module=module, specs=tuple(specs)) for module, specs in members.items()))
 
 
 def _require_known_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
@@ -121,20 +122,15 @@ def _require_known_modules(model: nn.Module, compute_dtype: torch.dtype) -> None
                 f"module {name or 'root'} is TorchScript, which reads parameters where nobody can gather them; give the Python "
                 "module, and torch.compile (model.compile) in place of TorchScript"
             )
-        for vector in _vectors_of_spectral_norms(module):
+        hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+        vectors = [module.get_buffer(f"{hook.name}_u") for hook in hooks]
+        for vector in module.buffers(recurse=False) if isinstance(module, _SpectralNorm) else vectors:
             if vector.dtype != compute_dtype:
                 raise LayoutError(
                     f"module {name} has a spectral norm with {vector.dtype} vectors, which PyTorch does not multiply by weights in "
                     f"{compute_dtype}; set precision.compute to {str(vector.dtype).removeprefix('torch.')}, or convert the model "
                     f"before: model.to({compute_dtype})"
                 )
-
-
-def _vectors_of_spectral_norms(module: nn.Module) -> list[torch.Tensor]:
-    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
-    if isinstance(module, _SpectralNorm):
-        return list(module.buffers(recurse=False))
-    return [module.get_buffer(f"{hook.name}_u") for hook in hooks]
 
 
 def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -146,7 +142,6 @@ def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]
 
 
 def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
-    """Return the floating dtype of most elements."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in parameters:
         if parameter.is_floating_point():
@@ -185,7 +180,12 @@ def block_modules(model: nn.Module) -> list[nn.Module]:
 def _block_names(model: nn.Module) -> list[str]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     blocks = [fqn for fqn, module in model.named_modules() if fqn and type(module).__name__ in names]
-    return [called for fqn in blocks or _repeated_children(model) for called in _called(fqn, model.get_submodule(fqn))]
+    for fqn, module in () if blocks else model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            kinds = Counter(type(child) for child in module if any(True for _ in child.parameters()))
+            repeated = [name for name, child in module.named_children() if kinds[type(child)] > 1]
+            blocks += [f"{fqn}.{name}" if fqn else name for name in repeated]
+    return [called for fqn in blocks for called in _called(fqn, model.get_submodule(fqn))]
 
 
 def _called(fqn: str, module: nn.Module) -> Iterator[str]:
@@ -206,28 +206,9 @@ def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _repeated_children(model: nn.Module) -> list[str]:
-    children: list[str] = []
-    for fqn, module in model.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            kinds = Counter(type(child) for child in module if any(True for _ in child.parameters()))
-            names = [name for name, child in module.named_children() if kinds[type(child)] > 1]
-            children += [f"{fqn}.{name}" if fqn else name for name in names]
-    return children
-
-
 def _fqn_of(model: nn.Module, getter: str) -> list[str]:
-    """Return the name of the module that a transformers accessor returns; empty if there is none."""
     try:
         target = getattr(model, getter)()
     except (NotImplementedError, AttributeError):
         return []
     return [fqn for fqn, module in model.named_modules() if fqn and module is target]
-
-
-def _merge_small(members: dict[str, list[ParameterSpec]], least: int) -> tuple[UnitPlan, ...]:
-    root = members.pop(ROOT)
-    small = [module for module, specs in members.items() if sum(spec.numel for spec in specs) < least]
-    for module in small:
-        root += members.pop(module)
-    return tuple(UnitPlan(module=module, specs=tuple(specs)) for module, specs in [(ROOT, root), *members.items()])

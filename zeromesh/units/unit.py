@@ -19,6 +19,7 @@ overrides (TorchScript, collectives of torch.distributed) see NaN.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from operator import attrgetter
@@ -37,26 +38,25 @@ from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
 from zeromesh.offload.accelerator import on_accelerator
 
-
-def _metadata() -> frozenset[Any]:
-    """Return the functions, as `__torch_function__` receives them, that neither read nor write a tensor's values."""
-    attributes = (
-        "shape dtype device layout ndim requires_grad grad _grad grad_fn is_leaf grad_dtype names name output_nr retains_grad "
-        "itemsize nbytes is_cpu is_cuda is_meta is_quantized is_sparse is_sparse_csr is_mkldnn is_mps is_xla is_xpu is_ipu is_mtia "
-        "is_maia is_vulkan is_nested _version _base _cdata _backward_hooks _post_accumulate_grad_hooks"
-    )
-    methods = (
-        "size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex "
-        "is_signed is_inference is_conj is_neg is_same_size get_device register_hook register_post_accumulate_grad_hook "
-        "requires_grad_ retain_grad dim_order __len__ __hash__ _is_view"
-    )
-    descriptors = [getattr(torch.Tensor, name, None) for name in attributes.split()]
-    functions = {getattr(each, name, None) for each in descriptors for name in ("__get__", "__set__", "__delete__")}
-    functions |= {getattr(owner, name, None) for name in methods.split() for owner in (torch.Tensor, torch)}
-    return frozenset(functions - {None})
-
-
-_METADATA = _metadata()
+_ATTRIBUTES = (
+    "shape dtype device layout ndim requires_grad grad _grad grad_fn is_leaf grad_dtype names name output_nr retains_grad "
+    "itemsize nbytes is_cpu is_cuda is_meta is_quantized is_sparse is_sparse_csr is_mkldnn is_mps is_xla is_xpu is_ipu is_mtia "
+    "is_maia is_vulkan is_nested _version _base _cdata _backward_hooks _post_accumulate_grad_hooks"
+)
+_METHODS = (
+    "size dim ndimension numel nelement element_size stride storage_offset is_contiguous is_floating_point is_complex "
+    "is_signed is_inference is_conj is_neg is_same_size get_device register_hook register_post_accumulate_grad_hook "
+    "requires_grad_ retain_grad dim_order __len__ __hash__ _is_view"
+)
+_METADATA = frozenset(
+    [getattr(owner, name, None) for name in _METHODS.split() for owner in (torch.Tensor, torch)]
+    + [
+        getattr(getattr(torch.Tensor, name, None), access, None)
+        for name in _ATTRIBUTES.split()
+        for access in ("__get__", "__set__", "__delete__")
+    ]
+) - {None}
+"""The functions, as `__torch_function__` receives them, that neither read nor write a tensor's values."""
 
 
 class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
@@ -68,18 +68,17 @@ class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives 
         return bool(super().__instancecheck__(instance) if kind is None else isinstance(instance, kind))
 
 
+def subclass_of(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
+    """Make the subclass of `base` for parameters of class `kind`, with these attributes."""
+    return type(name, (base,) if kind is nn.Parameter else (base, kind), {"kind": kind, **attributes})
+
+
 class AtRest(nn.Parameter, metaclass=KindOfParameter):
     """A parameter at rest; its first use calls `on_use` with it. See [Note: Parameters at rest]."""
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
     kind: ClassVar[type[nn.Parameter]]
     """The class of the parameter while it is live."""
-
-    @classmethod
-    def of(cls, kind: type[nn.Parameter], on_use: Callable[[nn.Parameter], None]) -> type[AtRest]:
-        """Create the class at rest of parameters of class `kind`."""
-        bases = (cls,) if kind is nn.Parameter else (cls, kind)
-        return type(f"{kind.__name__}AtRest", bases, {"on_use": staticmethod(on_use), "kind": kind})
 
     @classmethod
     def __torch_function__(
@@ -140,14 +139,11 @@ _NEXT = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE
 _version_of = attrgetter("_version")
 _DIGEST_WORDS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by the size of a parameter's elements in bytes."""
 
 
 class Uses:
-    """Calls `on_use` with the name of a parameter of one bucket that is used at rest.
-
-    Parameter classes refer to this and not to the bucket: a cycle with it would keep a closed engine's memory from being freed.
-    """
+    """Calls `on_use` with the name of a parameter of one bucket that is used at rest. Parameter classes refer to this and not to
+    the bucket: a cycle with it would keep a closed engine's memory from being freed."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
         named = zip(parameters, layout.slots, strict=True)
@@ -192,7 +188,10 @@ class Bucket:
         """The indices of parameters without a gradient on any rank in the current step, which keep their values."""
         self.trainable = any(self.training)
         """True if there are master weights, moments and gradients, since a parameter is or was trained."""
-        self._learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
+        self.learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
+        """The names of the parameters that are or were trained."""
+        self.average: TieredTensor | None = None
+        """The moving average of the master weights; None if nothing of the bucket was ever trained, or none is kept."""
         self.grad: torch.Tensor | None = None
         self.grad_rest: TieredTensor | None = None
         self.partial: torch.Tensor | None = None
@@ -214,13 +213,11 @@ class Bucket:
 
     def set_kinds(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         """Replace the classes that the parameters have while live."""
-        resting = {kind: AtRest.of(kind, self.uses) for kind in set(kinds)}
+        on_use = staticmethod(self.uses)
+        resting = {each: subclass_of(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
         self._resting = [resting[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
-
-    def learned(self, fqn: str) -> bool:
-        return fqn in self._learned
 
     def changed_flags(self) -> list[int]:
         """Return the indices of parameters whose `requires_grad` differs from their training state."""
@@ -232,7 +229,7 @@ class Bucket:
         """Adopt the parameters' present `requires_grad` as their training state."""
         self.training = [parameter.requires_grad for parameter in self.parameters]
         named = zip(self.layout.slots, self.training, strict=True)
-        self._learned.update(slot.spec.fqn for slot, trained in named if trained)
+        self.learned.update(slot.spec.fqn for slot, trained in named if trained)
 
     def show(self) -> None:
         """Make the parameters views of the gathered buffer."""
@@ -294,12 +291,6 @@ class Bucket:
         pairs = enumerate(zip(self.parameters, self._views, strict=True))
         outside = [number for number, (parameter, view) in pairs if parameter.data_ptr() != view.data_ptr()]
         return [number for number in outside if (self.parameters[number].dtype != self._views[number].dtype) is cast]
-
-    def publish(self) -> None:
-        """Publish the master weights, all of which have changed, to the gathers of other ranks."""
-        if self.copy is not None:
-            self.copy.copy_from(self.master)
-        self.buffer.end_write()
 
 
 class Unit:
@@ -385,14 +376,6 @@ class Unit:
         for bucket in self.buckets:
             bucket.show()
 
-    def point(self) -> None:
-        """Point the parameters to their memory in this phase, even if their data was replaced."""
-        for bucket in self.buckets:
-            if self.phase is Phase.LIVE:
-                bucket.show()
-            else:
-                bucket.hide()
-
     def leave(self) -> None:
         """Let the unit rest if it is live, or after its gather in flight if it was never used."""
         if self.phase is Phase.GATHERING:
@@ -408,6 +391,67 @@ class Unit:
             bucket.hide()
             bucket.buffer.release()
         self.enter(Phase.RESTING)
+
+
+_FIRST = 2
+"""The number of first forwards of each unit in which parameter values are compared."""
+
+
+class InplaceWrites:
+    """Detects parameters that were changed in place. Version counters are compared in every pass. Digests of values, which show
+    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit in turn. Parameters that are
+    read between steps are compared too, and from then on those whose counters have risen without a change."""
+
+    def __init__(self, *, alone: bool) -> None:
+        """`alone`: no other rank has copies or shards of the parameters."""
+        self._alone = alone
+        self.forwards = 0
+        """The number of training forwards so far."""
+        self._calls: Counter[int] = Counter()
+
+    def look_at(self, unit: Unit, units: int) -> None:
+        """Record the values of a unit that is about to run forward, if it is the unit's turn among `units` units."""
+        self._calls[unit.index] += 1
+        if self._calls[unit.index] <= _FIRST or self.forwards % units == unit.index:
+            self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
+            unit.note_values()
+
+    def refuse_in_pass(self, units: Iterable[Unit]) -> None:
+        """Raise `PhaseError` if forward has changed a parameter, since ranks would train different weights."""
+        for unit, name in _written(units):
+            self._refuse(unit, name)
+
+    def unread(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
+        """List the comparisons on a device that the host has not read yet, as scalars to be passed to `refuse_changed`."""
+        buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
+        return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
+
+    def refuse_changed(self, unit: Unit, bucket: Bucket, first: int) -> None:
+        """Raise as `refuse_in_pass` when a comparison has shown a changed parameter; `first` is its number in its bucket."""
+        bucket.first_changed = None
+        if first < len(bucket.parameters):
+            self._refuse(unit, bucket.layout.slots[first].spec.fqn)
+
+    def _refuse(self, unit: Unit, name: str) -> None:
+        if not (self._alone and unit.keeps_writes):
+            raise PhaseError(
+                f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
+                "Embedding(max_norm=), averaged codebooks, clamped or rescaled weights; ranks would then have different weights, "
+                "or the change would be lost. Compute a changed copy in forward, or keep these values in a buffer"
+            )
+
+    def refuse_between_passes(self, units: Iterable[Unit]) -> None:
+        """Raise `PhaseError` when a parameter was changed since the last update in a way that the next update would lose."""
+        for unit, name in _written(units):
+            if not unit.keeps_writes:
+                raise PhaseError(
+                    f"parameter {name} was changed in place between steps, and the change would be lost: the optimizer updates "
+                    "master weights, of which the model's parameters are copies. Change it before training"
+                )
+
+
+def _written(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
+    return [(unit, name) for unit in units if unit.phase is Phase.LIVE and (name := unit.written()) is not None]
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:

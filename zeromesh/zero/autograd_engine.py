@@ -26,13 +26,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
-from zeromesh.optim.gradients import clip_factor
+from zeromesh.optim.optimizer_step import clip_factor
 from zeromesh.rng import Streams
-from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of
+from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of, subclass_of
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.gather_order import PassMode, PassProgress
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
-from zeromesh.zero.passes import Passes
+from zeromesh.zero.passes import Passes, PassMode, PassProgress
 
 _will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
@@ -46,12 +45,6 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
 
     passes: ClassVar["AutogradPasses"]
     kind: ClassVar[type[nn.Parameter]]
-
-    @classmethod
-    def of(cls, kind: type[nn.Parameter], passes: "AutogradPasses") -> type["GuardedParameter"]:
-        """Make the subclass for parameters of class `kind`."""
-        bases = (cls,) if kind is nn.Parameter else (cls, kind)
-        return type(kind.__name__, bases, {"passes": passes, "kind": kind, "__module__": kind.__module__})
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -80,20 +73,19 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
         raise PhaseError("share_memory() gives parameters other memory, and theirs is the engine's; leave it out")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return a copy that belongs to no engine."""
         with torch._C.DisableTorchFunctionSubclass():
             copied = type(self).kind(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
 
+@dataclass(eq=False)
 class _Graph:
     """The graph of one forward, which lives as long as a hook of the graph does."""
 
-    def __init__(self, progress: PassProgress, generation: int) -> None:
-        self.progress = progress
-        self.generation = generation
-        """The number of parameter updates before this forward."""
+    progress: PassProgress
+    generation: int
+    """The number of parameter updates before this forward."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -150,14 +142,13 @@ class AutogradPasses(Passes):
             self._inner.append([(module, int(module in hooks.parts)) for module in inner])
 
     def _follow_hooked(self, unit: Unit) -> None:
-        hooked = [each for each in self._inner[unit.index] if len(each[0]._forward_hooks) > each[1]]
-        for each in hooked:
-            self._inner[unit.index].remove(each)
-            self._hook_after(each[0], partial(self._after_inner, unit))
+        def after(output: Any) -> None:
+            if self.mode is PassMode.FORWARD:
+                on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.calls - 1))
 
-    def _after_inner(self, unit: Unit, output: Any) -> None:
-        if self.mode is PassMode.FORWARD:
-            on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.calls - 1))
+        for each in [each for each in self._inner[unit.index] if len(each[0]._forward_hooks) > each[1]]:
+            self._inner[unit.index].remove(each)
+            self._hook_after(each[0], after)
 
     # Forward
 
@@ -218,7 +209,12 @@ class AutogradPasses(Passes):
     def _reached(self, unit: Unit, place: int, graph: _Graph) -> None:
         if self.mode is not PassMode.BACKWARD:
             if not self._accumulates():  # This is `autograd.grad`, whose results may be part of a loss.
-                self._hold_in(graph, unit)
+                self._require_current(graph)
+                if self.mode is PassMode.IDLE:
+                    self._begin(PassMode.FORWARD, "train", graph.progress)
+                    self._graph = weakref.ref(graph)
+                    self.need(self.units[0])
+                self._hold(unit)
                 return
             self._begin_backward(graph)
             self._need_in_backward(
@@ -254,14 +250,6 @@ class AutogradPasses(Passes):
                 "use precision={'compute': 'float16'} and optimizer.scale(loss)"
             )
 
-    def _hold_in(self, graph: _Graph, unit: Unit) -> None:
-        self._require_current(graph)
-        if self.mode is PassMode.IDLE:
-            self._begin(PassMode.FORWARD, "train", graph.progress)
-            self._graph = weakref.ref(graph)
-            self.gathers.need(self.units[0])
-        self._hold(unit)
-
     def _require_current(self, graph: _Graph) -> None:
         if graph.generation != self.generation:
             raise PhaseError(
@@ -289,7 +277,8 @@ class AutogradPasses(Passes):
         last = self.synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
         graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
-        graph.progress.restart_backward()
+        # An earlier backward may have run through another part of the graph, or have retained it.
+        graph.progress.reached, graph.progress.inside = set(), []
         step.closed, step.summed, step.norm = False, False, None
         self._begin_reducing()
         Variable._execution_engine.queue_callback(self._end_backward)
@@ -341,11 +330,10 @@ class AutogradPasses(Passes):
         self.step.closed = True
         buckets = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
         if not self.step.summed:
-            self._updater.begin_backward(buckets, first=False, last=True)
-            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False)
+            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False, last=True)
             self.gradients.flush()
-            self._updater.end_backward(self.units)
-        self.gradients.find_missing(buckets, self._updater.sharing)
+            self._updater.leave(self.units)
+        self.gradients.find_missing(buckets)
 
 
 class AutogradEngine(ZeroEngine):
@@ -362,32 +350,18 @@ class AutogradEngine(ZeroEngine):
         guarded: dict[type[nn.Parameter], type[GuardedParameter]] = {}
         for bucket in self._buckets:
             for kind in map(kind_of, bucket.parameters):
-                guarded[kind] = guarded.get(kind) or GuardedParameter.of(kind, self._passes)
+                fields = {"passes": self._passes, "__module__": kind.__module__}
+                guarded[kind] = guarded.get(kind) or subclass_of(GuardedParameter, kind, kind.__name__, **fields)
             bucket.set_kinds([guarded[kind_of(each)] for each in bucket.parameters])
         self._own = dict(self.model.named_parameters())
-        self._note_modules()
 
     def close(self) -> None:
         super().close()
         for bucket in self._buckets:
             bucket.set_kinds([getattr(kind_of(each), "kind", nn.Parameter) for each in bucket.parameters])
 
-    def _note_modules(self) -> None:
-        self._modules = list(self.model.modules())
-        self._identities = self._found_identities()
-
-    def _found_identities(self) -> list[int]:
-        return [
-            id(each)
-            for module in self._modules
-            for table in (module._modules, module._parameters)
-            for each in table.values()
-        ]
-
     def require_same_parameters(self) -> None:
         """Raise `PhaseError` when the model's parameters are not those that were partitioned."""
-        if self._identities == self._found_identities():
-            return
         found = dict(self.model.named_parameters())
         for one, other in ((found, self._own), (self._own, found)):
             others = set(map(id, other.values()))
@@ -397,7 +371,6 @@ class AutogradEngine(ZeroEngine):
                     f"{changed} was added, removed or replaced after shard(), and would be neither trained nor saved; put back "
                     "what was there, or call zeromesh.unshard(model), change it, and call shard() again"
                 )
-        self._note_modules()
 
     def _before_step(self) -> None:
         self.begin_step(self.optimizer_step.updates)

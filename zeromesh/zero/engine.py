@@ -9,55 +9,43 @@ A step is
 
 Before `finish_step` a caller may read scalars from the device by `read_step`, so that the host waits for it once a step.
 
-A ZeRO stage changes the placement of tensors (`options.placements`), never the code path. `passes.py` runs the passes, and
-`optim/optimizer_step.py` processes gradient shards.
-"""
+A ZeRO stage changes the placement of tensors (`options.placements`), never the code path. `passes.py` runs the passes,
+`optim/gradients.py` sums gradients into shards, and `optim/optimizer_step.py` updates from them.
 
-from __future__ import annotations
+[Note: Changed requires_grad] A bucket is allocated for the parameters that are trained when the model is built. A frozen bucket
+gets master weights, moments and gradients when the first of its parameters is trained. A bucket that is frozen later keeps them,
+as a torch optimizer keeps the state of parameters without a gradient: trained again, it continues with its own moments and count
+of updates.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from itertools import chain
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import nn
 
-from zeromesh.errors import ConfigError, LayoutError, NonFiniteError, PhaseError
+from zeromesh.comm.torch_transport import open_transport
+from zeromesh.comm.transport import RingRequest, Transport
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import TieredTensor, Tiers
-from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules, Hyperparameters
+from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
+from zeromesh.optim.fused_optimizer import GroupRules, Hyperparameters
+from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.units.build import Built, build_units, open_tiers
+from zeromesh.units.build import Built, build_units, make_trainable, open_tiers, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
 from zeromesh.zero.full_state import CheckpointState, FullState
-from zeromesh.zero.gather_order import PassMode
 from zeromesh.zero.hooks import Hooks
-from zeromesh.zero.passes import Passes
-from zeromesh.zero.requires_grad import RequiresGradFlags
+from zeromesh.zero.passes import Passes, PassMode
 
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineProgress:
-    """The engine's progress that a checkpoint stores beside tensors."""
-
-    updates: int
-    """The number of parameter updates: steps that were not skipped."""
-    trained: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Parameters not trained as in the built model, by name: 1 if trained now, else 0, and the number of their updates."""
-    averaged_updates: int = 0
-    """The number of updates that the averaged weights include."""
-    loss_scale: float = 1.0
-    good_steps: int = 0
-    """The number of steps without an overflow since the loss scale changed."""
 
 
 class ZeroEngine:
@@ -83,9 +71,15 @@ class ZeroEngine:
         self.waits = built.tiers.waits
         """The time that this rank has waited for transfers from other tiers."""
         self.transport = built.transport
-        self._reduction = built.reduction
+        self.reduction = built.reduction
+        """The transport that sums gradients."""
+        self._wider: Transport | None = None
+        """A transport with larger gradient slots than those allocated at the start."""
+        self._slot_bytes = self._needed_slot_bytes()
         self._releases = built.releases
-        self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers)
+        shards, sharing = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)
+        gradients = GradientReducer(built.reduction.reducer, shards, sharing, mesh, options)
+        self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
         self._passes = self.passes_class(
             built, mesh, options, self.optimizer_step, _chunks(self.units, cuts or ModelCuts())
         )
@@ -97,7 +91,8 @@ class ZeroEngine:
         stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
         mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank)["pipeline"]] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
-        self._flags = RequiresGradFlags(built, mesh, options, self.optimizer_step, self._passes.gradients, self._hooks)
+        self._followed = 0
+        """The number of changes of the set of trained parameters."""
         self._states: dict[bool, FullState] = {}
         """Cached for `state` and `averaged_state` until the set of trained parameters changes."""
         self._states_followed: list[list[int]] = []
@@ -135,11 +130,6 @@ class ZeroEngine:
             raise
 
     @property
-    def reduction_name(self) -> str:
-        """The transport that sums gradients."""
-        return self._reduction.name
-
-    @property
     def state(self) -> FullState:
         """Whole parameters and gradients by name."""
         return self._access(averaged=False)
@@ -151,14 +141,13 @@ class ZeroEngine:
 
     def _access(self, *, averaged: bool) -> FullState:
         # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
-        followed = self.mesh.pipeline.gather_integers([self._flags.followed])
+        followed = self.mesh.pipeline.gather_integers([self._followed])
         if followed != self._states_followed:
             self._states, self._states_followed = {}, followed
 
         def weights_of(bucket: Bucket) -> TieredTensor:
             averages = self.optimizer_step.averages if averaged != self._exchanged else None
-            average = averages.of(bucket) if averages is not None and averages.count else None
-            return average or bucket.master
+            return (bucket.average if averages is not None and averages.count else None) or bucket.master
 
         if averaged not in self._states:
             self._states[averaged] = FullState(
@@ -171,53 +160,124 @@ class ZeroEngine:
         """The factor that multiplies losses of this step before backward; 1 without float16 gradients."""
         return self.optimizer_step.scaler.scale
 
-    def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
-        """Return the optimizer of a bucket's shard, with its moments; None for a bucket that was never trained."""
-        return self.optimizer_step.optimizer_of(bucket)
+    def progress(self) -> dict[str, Any]:
+        """Return the progress that a checkpoint stores beside tensors, under the names that `load_progress` takes. All ranks call
+        it.
 
-    def progress(self) -> EngineProgress:
-        """Return the progress that a checkpoint stores beside tensors. All ranks call it."""
-        step = self.optimizer_step
-        return EngineProgress(
-            updates=step.updates,
-            trained=self._flags.changes(),
-            averaged_updates=step.averages.count if step.averages is not None else 0,
-            loss_scale=step.scaler.scale,
-            good_steps=step.scaler.good_steps,
-        )
-
-    def load_progress(self, progress: EngineProgress) -> None:
-        """Continue from a `progress` result; the other tensors are loaded afterwards, see `loading`. All ranks call it.
-
-        Raises:
-            CheckpointError: for names of parameters that the model does not have.
+            updates       the number of parameter updates: steps that were not skipped
+            trained       parameters not trained as in the built model, by name: if they are now, and the number of their updates
+            averages      the number of updates that the averaged weights include
+            loss_scale    the present one, and `good_steps`, the number of steps without an overflow since it changed
         """
-        self._flags.restore(progress.trained, progress.updates)
-        self.optimizer_step.scaler.load(progress.loss_scale, progress.good_steps)
+        step = self.optimizer_step
+        changed = {
+            slot.spec.name: (trained, steps)
+            for bucket in self._buckets
+            if (optimizer := step.optimizer_of(bucket)) is not None
+            for slot, trained, steps in zip(bucket.layout.slots, bucket.training, optimizer.steps, strict=True)
+            if slot.spec.fqn in bucket.learned and (trained, steps) != (slot.spec.requires_grad, step.updates)
+        }
+        rows = self.mesh.pipeline.gather_json(changed, "changes of requires_grad")
+        return {
+            "updates": step.updates,
+            "trained": {name: (trained, steps) for row in rows for name, (trained, steps) in row.items()},
+            "averages": step.averages.count if step.averages is not None else 0,
+            "loss_scale": step.scaler.scale,
+            "good_steps": step.scaler.good_steps,
+        }
+
+    def load_progress(
+        self,
+        *,
+        updates: int,
+        trained: Mapping[str, Sequence[Any]],
+        loss_scale: float,
+        good_steps: int,
+        averages: int = 0,
+    ) -> None:
+        """Continue from a `progress` result; tensors are loaded afterwards, and `averages` with them, see `loading`. All ranks
+        call it. Raises `CheckpointError` for names of parameters that the model does not have."""
+        specs = [
+            (slot.spec, parameter)
+            for bucket in self._buckets
+            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
+        ]
+        unknown = trained.keys() - {spec.name for spec, _ in specs}
+        if unknown and self.mesh.pipeline.size == 1:
+            raise CheckpointError(f"the checkpoint has trained {min(unknown)}, and the model has no such parameter")
+        wanted = [bool(trained.get(spec.name, (spec.requires_grad,))[0]) for spec, _ in specs]
+        # Parameters that were ever trained have states to be loaded.
+        for flags in ([on or spec.name in trained for on, (spec, _) in zip(wanted, specs, strict=True)], wanted):
+            for (_, parameter), flag in zip(specs, flags, strict=True):
+                parameter.requires_grad_(flag)
+            self._follow_flags()
+        self.optimizer_step.resume(updates, {name: steps for name, (_, steps) in trained.items()})
+        self.optimizer_step.scaler.load(loss_scale, good_steps)
 
     # A step
 
     def begin_step(self, step: int, groups: Sequence[Hyperparameters] | None = None) -> None:
         """Begin a step, whose update uses these hyperparameters of each group; None: those of the options. The present
         `requires_grad` of parameters applies to the whole step."""
-        if any(bucket.changed_flags() for bucket in self._buckets):
-            self._flags.follow()
+        self._follow_flags()
         self.optimizer_step.begin_step(groups or self.options.optimizer.groups())
         self.mesh.post(Activity.FORWARD, 0, step=step)
+
+    def _follow_flags(self) -> None:
+        """Train from now on exactly the parameters with `requires_grad`, on all ranks alike; see [Note: Changed requires_grad].
+        Raises `LayoutError` where ranks set different flags, for parameters that stages of a pipeline share, and for one that is
+        wider than its master weights would be. Raises `StorageError` when there is no memory for what is trained now."""
+        changed = [(bucket, index) for bucket in self._buckets for index in bucket.changed_flags()]
+        if not changed:
+            return
+        flags: dict[str, bool] = {}
+        for bucket, index in changed:
+            spec = bucket.layout.slots[index].spec
+            if spec.copies is not None:
+                raise LayoutError(
+                    f"requires_grad of {spec.name} was changed, which several stages of the pipeline share; set it before training"
+                )
+            flags[f"requires_grad of {spec.name}, changed"] = bucket.parameters[index].requires_grad
+        for group in (self.mesh.data, self.mesh.tensor):
+            group.require_same(flags, LayoutError, advice="Change requires_grad on all ranks alike")
+        self._followed += 1
+        for bucket, index in changed:
+            unit = self.units[bucket.unit]
+            bucket.parameters[index].grad = None  # Gradients since the change count on no rank.
+            if not bucket.trainable:
+                make_trainable(bucket, self.options, self._tiers)
+                self._hooks.on_gradients(unit, bucket)
+            unit.follow()
+        self._widen_slots()
+        self.optimizer_step.follow()
+
+    def _needed_slot_bytes(self) -> int:
+        trained = [bucket.layout for bucket in self._buckets if bucket.trainable]
+        return slot_bytes(trained, self.options, self.mesh.device)
+
+    def _widen_slots(self) -> None:
+        """Reduce through larger slots if a newly trained bucket does not fit into the present ones."""
+        needed, name = self._needed_slot_bytes(), self.reduction.name
+        if needed <= self._slot_bytes or name == "local":
+            return
+        ring = RingRequest(slots=self.options.gradient_slots, nbytes=needed)
+        wider = open_transport(name, self.mesh.shard, self.mesh.device, (), ring)
+        self._passes.gradients.use(wider.reducer)
+        if self._wider is not None:
+            self._wider.close()
+        self._wider, self._slot_bytes = wider, needed
+        self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, ring.slots, needed))
 
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
         """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order.
 
-        Afterwards the gradients are in this rank's shards, or their reductions are in flight.
-
-        Raises:
-            CollectiveError: when a peer is gone, late or in another unit.
-            PhaseError: during another pass; nothing is begun then.
+        Afterwards the gradients are in this rank's shards, or their reductions are in flight. Raises `CollectiveError` when a
+        peer is gone, late or in another unit. Raises `PhaseError` during another pass; nothing is begun then.
         """
         self._passes.require_idle()
         try:
             result = run(self._passes)
-            self.optimizer_step.end_backwards()
+            self._passes.gradients.sum_tied()
             return result
         except BaseException as error:
             self.mesh.fail(error)
@@ -229,9 +289,7 @@ class ZeroEngine:
         """Read the caller's `scalars` from the device after the last backward, for which the host waits once.
 
         Returns the scalars as numbers, and this rank's part of the squared norm of all gradients, to be summed over the world.
-
-        Raises:
-            PhaseError: when forward has changed a parameter in place, which is known on a device only after this read.
+        Raises `PhaseError` when forward has changed a parameter in place, which is known on a device only after this read.
         """
         writes = self._passes.writes
         unread = writes.unread(self.units)
@@ -269,17 +327,15 @@ class ZeroEngine:
         A parameter without a gradient on any rank keeps its value and its moments, as in torch; `lacking` says if some rank
         `lacks_gradients`. `squares` is the sum over the world of the parts that `read_step` has returned; None: the sum is made
         here. A norm that is not finite skips the update on all ranks, or ends the run under `on_nonfinite: stop`. The outcome, or
-        the error, then names units, and the ranks that pass `loss_finite` False because their own loss was not finite.
-
-        Raises:
-            NonFiniteError: under `on_nonfinite: stop`.
+        the error, then names units, and the ranks that pass `loss_finite` False because their own loss was not finite. Raises
+        `NonFiniteError` under `on_nonfinite: stop`.
         """
         with self._updating():
             if squares is None:
                 squares = self._sum_squares()
             if lacking:
                 trained = [bucket for unit in self.units for bucket in unit.trainable]
-                self._passes.gradients.find_missing(trained, self.optimizer_step.sharing)
+                self._passes.gradients.find_missing(trained)
             return self.optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 
     def end_without_update(self) -> None:
@@ -343,7 +399,9 @@ class ZeroEngine:
             raise
         self._mixed = False
         for bucket in self._buckets:
-            bucket.publish()
+            if bucket.copy is not None:
+                bucket.copy.copy_from(bucket.master)
+            bucket.buffer.end_write()
         self._next_generation()
         averages = self.optimizer_step.averages
         if averages is not None and averaged_updates is not None:
@@ -351,7 +409,7 @@ class ZeroEngine:
 
     def _gather_all(self) -> None:
         for unit in self.units:
-            self._passes.gathers.start(unit, settled=True)
+            self._passes.start(unit, settled=True)
 
     def settle(self) -> None:
         """Wait for the gathers that run in the background, such as those that an update starts."""
@@ -384,7 +442,7 @@ class ZeroEngine:
             return
         with self.loading():
             for bucket in self._buckets:
-                if averages.of(bucket) is not None:
+                if bucket.average is not None:
                     self.optimizer_step.before_change(bucket)
                     averages.exchange(bucket)
         self._exchanged = not self._exchanged
@@ -402,11 +460,10 @@ class ZeroEngine:
         self._hooks.remove()
         self.optimizer_step.before_change = lambda bucket: None  # The callback's owner often references the engine.
         self._states.clear()
-        self._flags.close()
         self._tiers.close()
-        self.transport.close()
-        if self._reduction is not self.transport:
-            self._reduction.close()
+        for transport in dict.fromkeys((self._wider, self.transport, self.reduction)):
+            if transport is not None:
+                transport.close()
 
 
 def _chunks(units: Sequence[Unit], cuts: ModelCuts) -> list[list[Unit]]:

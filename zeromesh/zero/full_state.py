@@ -4,32 +4,34 @@
 whole parameters and gradients, gathering one bucket at a time.
 """
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from math import prod
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.errors import LayoutError, PhaseError
+from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, ranks_text
 from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
 from zeromesh.flat.redistribute import join_regions, of_bucket, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
-from zeromesh.offload import TieredTensor
+from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.optim.class_optimizer import WholeOptimizer
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.unit import Bucket, Unit, all_buckets, digest, set_values
+from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets, digest, set_values
 
 MODEL, MASTER, AVERAGE = "model", "master", "ema"
 WEIGHTS = (MODEL, MASTER, AVERAGE)
 """Kinds of stored tensors from which weights are restored."""
+_SHOWN = 8
 
 
 class CheckpointState:
@@ -69,7 +71,9 @@ class CheckpointState:
 
     def frozen(self) -> set[str]:
         """Names of the parameters of all stages that were never trained."""
-        names = [s.spec.name for bucket in self._buckets for s in bucket.layout.slots if not bucket.learned(s.spec.fqn)]
+        names = [
+            s.spec.name for bucket in self._buckets for s in bucket.layout.slots if s.spec.fqn not in bucket.learned
+        ]
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
 
     def written(self) -> list[TensorShard]:
@@ -80,7 +84,7 @@ class CheckpointState:
             holders, index = self._mesh.data.size, self._mesh.data_index
         found: list[TensorShard] = []
         for bucket in self._buckets:
-            if self._updater.sharing.counts(bucket):
+            if self._updater.gradients.sharing.counts(bucket):
                 found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
         # Forward may change a buffer while it is written.
         buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
@@ -106,6 +110,40 @@ class CheckpointState:
                 local[here] = value[there]
             shard.values.write(0, local.reshape(-1)[shard.interval.start : shard.interval.end]).wait()
 
+    def require_same_weights(self) -> None:
+        """Check, between passes over the model, that ranks that hold the same weights hold the same values; every rank calls it.
+
+        The check compares replicas along data axes, parameters that tensor ranks hold whole, and the copies of a tied parameter
+        on stages of a pipeline, by digests of 64 bits (XXH3) of gathered parameters that a rank keeps for forward, of shards at
+        rest, and of persistent buffers. A rank reads all of its weights once, one tensor at a time. Raises `WeightsDifferError`
+        on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.
+        """
+        for bucket in self._buckets:
+            bucket.buffer.wait()  # For the gathers that an update has started.
+        world = self._mesh.world
+        holders: dict[str, dict[int, str]] = {}
+        for rank, row in zip(world.ranks, world.gather_json(self._digests(), "digests of weights"), strict=True):
+            for what, found in row.items():
+                holders.setdefault(what, {})[rank] = found
+        lines = [_difference(what, digests) for what, digests in holders.items() if len(set(digests.values())) > 1]
+        if lines:
+            rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+            listed = "\n".join([*lines[:_SHOWN], *rest])
+            raise WeightsDifferError(f"ranks hold other values of the same weights:\n{listed}")
+
+    def _digests(self) -> dict[str, str]:
+        found = {}
+        for bucket in self._buckets:
+            for slot in bucket.layout.slots if bucket.buffer.persistent else ():
+                part = _part(slot.spec.region, Interval(start=0, end=slot.spec.region.numel))
+                found[f"{slot.spec.name}{part}"] = _hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
+        for shard in self.wanted():
+            part = _part(shard.region, shard.interval)
+            name = shard.spec.name if shard.spec.kind == MODEL else f"{shard.spec.name} ({shard.spec.kind})"
+            if shard.values.numel:
+                found[f"{name}{part}, at rest"] = _hex_digest(shard.values.load(self._mesh.device))
+        return found
+
     def order(self) -> dict[int, int]:
         """The position of each bucket in the next update, predicted from the last update."""
         return {self.owner_of(bucket): place for place, bucket in enumerate(self._updater.last_order)}
@@ -115,7 +153,6 @@ class CheckpointState:
         return self._numbers[id(bucket)]
 
     def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
-        """Kind, stored dtype and place of each tensor of a bucket's shard."""
         master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
         found = []
         if not (reading and bucket.trainable):
@@ -123,7 +160,7 @@ class CheckpointState:
         if bucket.trainable and (reading or master.dtype != bucket.dtype):
             found.append((MASTER, master.dtype, master))
         moments = dict(optimizer.moments) if optimizer is not None else {}
-        average = self._updater.averages.of(bucket) if self._updater.averages is not None else None
+        average = bucket.average
         moments |= {AVERAGE: average} if average is not None else {}
         return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
 
@@ -142,7 +179,7 @@ class CheckpointState:
         alone = isinstance(optimizer, WholeOptimizer)  # One owner in the shard group, perhaps without a piece.
         for number, slot in enumerate(bucket.layout.slots):
             writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
-            for kind, dtype, shape, values in optimizer.kept(number) if bucket.learned(slot.spec.fqn) else ():
+            for kind, dtype, shape, values in optimizer.kept(number) if slot.spec.fqn in bucket.learned else ():
                 spec = TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=shape)
                 yield spec, values if written is None or writes else None
 
@@ -166,10 +203,31 @@ class CheckpointState:
                     )
 
 
+def _difference(what: str, digests: Mapping[int, str]) -> str:
+    """Name a tensor whose digest differs between its ranks; the most frequent digest is taken as right."""
+    most, count = Counter(digests.values()).most_common(1)[0]
+    others = [rank for rank, digest in digests.items() if digest != most]
+    if 2 * count > len(digests):
+        rest = [rank for rank in digests if rank not in others]
+        return f"{what}: {ranks_text(others)} has other values than {ranks_text(rest, 8)}"
+    return f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}"
+
+
+def _part(region: Region, interval: Interval) -> str:
+    """Describe the elements of a part within its tensor; empty for all."""
+    boxes = " x ".join("+".join(f"{each.start}:{each.end}" for each in dim) for dim in region.dims)
+    cut = "" if region == Region.whole(region.shape) else f"[{boxes}]"
+    return cut if interval.length == region.numel else f"{cut} elements {interval.start}:{interval.end}"
+
+
+def _hex_digest(values: torch.Tensor) -> str:
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(values).numpy().data)
+
+
 def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
     """Return True if a checkpoint stores this kind of tensor for a parameter. A never-trained parameter has weights alone, from
     which its master weights and averages are restored where others of its bucket are trained."""
-    return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or bucket.learned(spec.fqn)
+    return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or spec.fqn in bucket.learned
 
 
 def _spec_of(name: str, buffer: torch.Tensor) -> TensorSpec:
@@ -251,33 +309,30 @@ class FullState:
         self._units = units
         self._mesh = mesh
         self._gradient_dtype = gradient_dtype
-        self._stages: list[list[TensorSpec]] = []
+        slots = [
+            (slot.spec, bucket.master.dtype, trained)
+            for bucket in all_buckets(units)
+            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True)
+        ]
+        specs = [
+            TensorSpec(kind=MODEL, name=spec.name, dtype=dtype, shape=spec.region.shape) for spec, dtype, _ in slots
+        ]
+        self._stages = of_stages(specs, mesh.pipeline, "parameters of all stages")
         """Each stage's parameters in the dtype of their master weights; shared parameters are in the first of their stages."""
         self._names: dict[str, tuple[str, ...]] = {}
         """All names of each parameter, its canonical name first."""
         self._trained: dict[str, bool] = {}
-        self._specs: dict[str, TensorSpec] = {}
-        own, slots = [], []
-        for bucket in all_buckets(units):
-            dtype = str(bucket.master.dtype).removeprefix("torch.")
-            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True):
-                spec = slot.spec
-                slots.append(slot)
-                own.append([spec.name, spec.other_names, trained, dtype, spec.region.shape])
-        for stage in mesh.pipeline.gather_json(own, "parameters of all stages"):
-            new = [row for row in stage if row[0] not in self._names]
-            self._names |= {name: (name, *others) for name, others, *_ in new}
-            self._trained |= {name: trained for name, _, trained, *_ in new}
-            specs = [
-                TensorSpec(kind=MODEL, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-                for name, _, _, dtype, shape in new
-            ]
-            self._stages.append(specs)
-            self._specs = {name: spec for spec in specs for name in self._names[spec.name]} | self._specs
+        own = {spec.name: (spec.other_names, trained) for spec, _, trained in slots}
+        for row in mesh.pipeline.gather_json(own, "names and flags of all stages"):
+            for name, (others, trained) in row.items():
+                self._names.setdefault(name, (name, *others))
+                self._trained.setdefault(name, trained)
+        everything = reversed([*chain.from_iterable(self._stages)])
+        self._specs = {name: spec for spec in everything for name in self._names[spec.name]}
         divided = {
-            slot.spec.name: [[(each.start, each.end) for each in dim] for dim in slot.spec.region.dims]
-            for slot in slots
-            if slot.spec.part is not None and not slot.spec.region.is_whole
+            spec.name: [[(each.start, each.end) for each in dim] for dim in spec.region.dims]
+            for spec, _, _ in slots
+            if spec.part is not None and not spec.region.is_whole
         }
         self._regions: dict[str, list[Region]] = {}
         """The regions that the ranks of the tensor axis have of each divided parameter of this stage."""
@@ -299,17 +354,15 @@ class FullState:
         """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device. With
         `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own weights, which the
         next step changes: copy it to keep it."""
-        return self._of_all_stages(self._specs if names is None else names, self._weights, None)
+        return self._of_all_stages(self._specs if names is None else names, self._whole, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` of every persistent buffer of the whole model; of a shared buffer that of the first stage."""
         buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
         for stage, specs in enumerate(buffers_of_stages(self._model, pipeline)):
             for spec in specs:
-                yield (
-                    spec.name,
-                    self._from(stage, spec, buffers[spec.name].detach() if stage == pipeline.index else None),
-                )
+                own = buffers[spec.name].detach() if stage == pipeline.index else None
+                yield spec.name, self._from(stage, spec, own)
 
     def stored_specs(self) -> list[TensorSpec]:
         """The tensors that `stored` yields: parameters in the dtype of their master weights; frozen ones in that of the model."""
@@ -327,10 +380,8 @@ class FullState:
     def gradient(self, fqn: str) -> torch.Tensor | None:
         """One whole gradient, in the reduction dtype, between backward and update; None for a frozen parameter.
 
-        The gradient is scaled as the last backward left it: with the loss scale, without clipping.
-
-        Raises:
-            PhaseError: when the optimizer has used the gradient inside backward.
+        The gradient is scaled as the last backward left it: with the loss scale, without clipping. Raises `PhaseError` when the
+        optimizer has used the gradient inside backward.
         """
         name = self._find(fqn).name
         if not self._trained[name]:
@@ -350,18 +401,23 @@ class FullState:
         open.
 
         A parameter of whole shape on this rank holds the copy itself; any other one, such as a tensor-parallel one, is replaced
-        in the model by a parameter in `dtype`.
-
-        Raises:
-            LayoutError: for names that no stage has.
-            PhaseError: at the end of the block, for a parameter that was written inside it; the trained weights are unchanged.
+        in the model by a parameter in `dtype`. Raises `LayoutError` for names that no stage has. Raises `PhaseError` at the end
+        of the block, for a parameter that was written inside it; the trained weights are unchanged.
         """
         wanted = {self._find(fqn).name for fqn in fqns}
-        restore: list[Callable[[], object]] = []
         before: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}
-        try:
+        with ExitStack() as restore:
+            restore.callback(self._show_own)
             for name, value in self.parameters(wanted):
-                shown = self._show(name, value, dtype, restore)
+                places, trained = self._places(name), self._trained[name]
+                shown, *others = [table.get(leaf) for table, leaf in places]
+                # Other stages' parameters are on meta here, perhaps under only one of several names.
+                known = shown is not None and all(each is shown for each in others) and not shown.is_meta
+                if known and shown is not None and shown.shape == value.shape:
+                    set_values(shown, value.to(shown.dtype, copy=True))
+                else:
+                    shown = nn.Parameter(value.to(dtype if trained else value.dtype, copy=True), requires_grad=trained)
+                    self._put(name, shown, restore)
                 before[name] = (shown, _fingerprint(shown))
             yield
             written = [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]
@@ -370,32 +426,22 @@ class FullState:
                     f"{', '.join(written)}: written inside gathered(), where parameters are copies to be read. No weight of the "
                     "run has changed; change weights before training, in the model that is given to the trainer"
                 )
-        finally:
-            for put_back in reversed(restore):
-                put_back()
-            for unit in self._units:
-                unit.point()
 
-    def _show(
-        self, name: str, value: torch.Tensor, dtype: torch.dtype, restore: list[Callable[[], object]]
-    ) -> nn.Parameter:
-        """Let the model's parameter, or a stand-in for it, hold a copy of `value`; a call that undoes this goes into
-        `restore`."""
-        places, trained = self._places(name), self._trained[name]
-        here, *others = [table.get(leaf) for table, leaf in places]
-        # Other stages' parameters are on meta here, perhaps under only one of several names.
-        if here is not None and all(each is here for each in others) and not here.is_meta and here.shape == value.shape:
-            set_values(here, value.to(here.dtype, copy=True))
-            return here
-        made = nn.Parameter(value.to(dtype if trained else value.dtype, copy=True), requires_grad=trained)
-        for table, leaf in places:
-            # A new entry of the table stands for a module of another stage.
-            restore.append(partial(table.__setitem__, leaf, table[leaf]) if leaf in table else partial(table.pop, leaf))
+    def _show_own(self) -> None:
+        for unit in self._units:
+            for bucket in unit.buckets:
+                (bucket.show if unit.phase is Phase.LIVE else bucket.hide)()
+
+    def _put(self, name: str, made: nn.Parameter, restore: ExitStack) -> None:
+        """Let `made` stand for a parameter in the model until the end of `restore`."""
+        for table, leaf in self._places(name):
+            if leaf in table:
+                restore.callback(table.__setitem__, leaf, table[leaf])
+            else:  # It stands for a module of another stage.
+                restore.callback(table.pop, leaf, None)
             table[leaf] = made
-        return made
 
     def _places(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
-        """The parameter tables of all modules that hold a parameter, with its key in each table."""
         parts = [each.rpartition(".") for each in self._names[name]]
         return [(self._model.get_submodule(owner)._parameters, leaf) for owner, _, leaf in parts]
 
@@ -404,30 +450,22 @@ class FullState:
         """Inside the block the model holds whole parameters without memory; no pass over the model may be open. What is copied
         into them or put in their place, as `load_state_dict` does, is in the mapping afterwards, by name."""
         given: dict[str, torch.Tensor] = {}
-        before: list[tuple[dict[str, Any], dict[str, Any]]]
-        before = [(module._parameters, dict(module._parameters)) for module in self._model.modules()]
         stood = {n: _StandIn(torch.empty(self._specs[n].shape, device="meta"), self._trained[n]) for n in self.names()}
-        try:
+        with ExitStack() as restore:
             for name, made in stood.items():
-                for table, leaf in self._places(name):
-                    table[leaf] = made
+                self._put(name, made, restore)
             yield given
             for name, made in stood.items():
                 for each in (made.taken, *(table.get(leaf) for table, leaf in self._places(name))):
                     if each is not None and not each.is_meta:
                         given[name] = each.detach()
-        finally:
-            for table, old in before:
-                table.clear()
-                table.update(old)
 
     def make_whole(self, restore: Callable[[], None]) -> None:
         """Give the model ordinary whole parameters in the master dtype; the engine cannot be used afterwards. `restore` gives the
         model back the modules that it had, whatever has replaced them."""
         values = {name: tensor.clone() for name, tensor in self.parameters()}
-        buffers = (
-            {name: tensor.clone() for name, tensor in self.buffers()} if self._mesh.shape.divides("blocks") else {}
-        )
+        foreign = self.buffers() if self._mesh.shape.divides("blocks") else ()
+        buffers = {name: tensor.clone() for name, tensor in foreign}
         restore()
         for name, value in buffers.items():
             self._model.get_buffer(name).copy_(value)
@@ -449,9 +487,10 @@ class FullState:
         pipeline = self._mesh.pipeline
         for stage, specs in enumerate(self._stages):
             chosen = [spec for spec in specs if spec.name in names]
-            own = self._of_this_stage({spec.name for spec in chosen}, whole) if stage == pipeline.index else None
+            here = {spec.name for spec in chosen} if stage == pipeline.index else set()
+            own = self._of_this_stage(here, whole)
             for spec in chosen:
-                found = next(own) if own is not None else None
+                found = next(own, None)
                 if pipeline.gather_integers([int(found is not None)])[stage][0]:
                     yield spec.name, self._from(stage, spec, found, dtype)
 
@@ -482,16 +521,15 @@ class FullState:
             return local.view(slot.spec.shape)
         return join_regions(local, regions, self._mesh.tensor, f"reading of {slot.spec.name}")
 
-    def _weights(self, bucket: Bucket) -> torch.Tensor:
-        return self._whole(bucket, self._weights_of(bucket).load(self._mesh.device))
-
     def _gradients(self, bucket: Bucket) -> torch.Tensor | None:
         shard = bucket.grad
         if shard is None and bucket.grad_rest is not None:
             shard = bucket.grad_rest.load(self._mesh.device)
         return None if shard is None or not bucket.trainable else self._whole(bucket, shard)
 
-    def _whole(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
+    def _whole(self, bucket: Bucket, shard: torch.Tensor | None = None) -> torch.Tensor:
+        """Gather a shard of a bucket, by default that of its weights."""
+        shard = self._weights_of(bucket).load(self._mesh.device) if shard is None else shard
         layout, ranks = bucket.layout, self._mesh.shard
         held = of_bucket(layout, ranks.size, whole=shard.numel() == layout.padded)
         whole = replicated(layout.padded, ranks.size)

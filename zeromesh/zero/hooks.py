@@ -1,21 +1,28 @@
 """The only module that registers hooks on a model and removes them.
 
 A unit's module calls back before and after its forward, the tensors it returns before its backward, and a parameter when its
-gradient is complete and when it is used while released. The engine implements the callbacks.
+gradient is complete and when it is used while released. `Passes` has the methods that are called.
+
+`UnitCalls` finds where backward enters units without such a hook, in autograd's graph. The nodes of a unit's call have sequence
+numbers between those at its begin and its end, and an edge from any other node to one of these is an entry. Outputs of calls are
+hooked. Tensors that a block keeps as attributes, puts into objects of unknown classes, or makes under `vmap` give entries without
+a hook, where backward would read parameters that were not gathered.
 """
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
@@ -23,39 +30,40 @@ from torch.utils.hooks import RemovableHandle
 from zeromesh.units.unit import Bucket, Unit, all_buckets, no_engine
 
 _DEPTH = 4
-"""The depth to which nested objects are searched for tensors."""
 
 
-class Listener(Protocol):
-    """The methods that hooks call. `place` is the number of a call in forward, and `index` that of a parameter in its bucket."""
-
-    def before_forward(self, unit: Unit) -> None: ...
-
-    def after_forward(self, unit: Unit, output: Any) -> None: ...
-
-    def before_part(self, module: nn.Module) -> None: ...
-
-    def after_part(self, module: nn.Module, _output: Any) -> None: ...
-
-    def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None: ...
-
-    def on_use(self, unit: Unit, name: str) -> None: ...
+Edge = tuple[Node, int]
+"""An output of an autograd node: the node and the output's number."""
+_KINDS = 16
+"""The most kinds of calls of a unit that are checked; a block whose graph differs every time is trusted afterwards."""
+sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""Returns the sequence number of the next node of autograd's graph."""
+_VIEWS = frozenset(
+    """
+    AliasBackward0 AsStridedBackward0 DetachBackward0 DiagonalBackward0 ExpandBackward0 PermuteBackward0 ReshapeAliasBackward0
+    SelectBackward0 SliceBackward0 SplitBackward0 SqueezeBackward0 TBackward0 TransposeBackward0 UnbindBackward0 UnfoldBackward0
+    UnsqueezeBackward0 ViewBackward0
+    """.split()  # noqa: SIM905 - a table of words
+)
+_COPIES = frozenset({"CloneBackward0"})
 
 
 class _OfModule:
     """A hook on a module. Copies of the hook do nothing, so that a copied or pickled module belongs to no engine."""
 
-    def __init__(self, call: Callable[..., None]) -> None:
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
 
     def __call__(self, _module: nn.Module, _args: Any, *output: Any) -> None:
+        if self._call is None:
+            return
         if peek_interpreter_stack() is None:
             self._call(*output)
         else:
             _outside_transforms(self._call, *output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OfModule, (_nothing,)
+        return _OfModule, ()
 
 
 # The compiled module calls the hooks, but torch.compile must neither trace nor guard them.
@@ -71,15 +79,10 @@ def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
         call(*arguments)
 
 
-def _nothing(*output: Any) -> None:
-    """Do nothing, as a copied hook."""
-
-
 class Hooks:
     """All hooks of one engine on its model."""
 
-    def __init__(self, units: Sequence[Unit], passes: Listener) -> None:
-        """The hooks call the methods of `passes`."""
+    def __init__(self, units: Sequence[Unit], passes: Any) -> None:
         self._handles: list[RemovableHandle] = []
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []
         """References are held here, because garbage collection does not see what a parameter's gradient hook holds."""
@@ -99,7 +102,6 @@ class Hooks:
             self._around(module, partial(passes.before_part, module), partial(passes.after_part, module))
 
     def remove(self) -> None:
-        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         for bucket in self._buckets:
@@ -128,16 +130,11 @@ class Hooks:
 
 def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:
     """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns a call that ends this."""
-    handles = [
-        module.register_forward_hook(lambda _module, _args, output, name=name: call(name, output))
-        for name, module in modules
-    ]
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
+    handles = ExitStack()
+    for name, module in modules:
+        hook = module.register_forward_hook(lambda _module, _args, output, name=name: call(name, output))
+        handles.callback(hook.remove)
+    return handles.close
 
 
 @contextmanager
@@ -188,7 +185,87 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
                 yield from tensors_in(each, depth - 1)
 
 
-def tensors_on(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a module and its submodules have as plain attributes."""
-    for each in module.modules():
-        yield from (value for value in vars(each).values() if isinstance(value, torch.Tensor))
+class UnitCall(NamedTuple):
+    """A call of a unit in forward: the sequence numbers of its nodes, [first, end), and the edges that have hooks."""
+
+    unit: int
+    first: int
+    end: int
+    hooked: frozenset[Edge]
+
+
+class BackwardEntry(NamedTuple):
+    """An edge without a hook. `parameter` is set where the tensor read there is a view of a parameter, and not a result."""
+
+    unit: int
+    parameter: torch.Tensor | None
+
+
+class UnitCalls:
+    """The calls in a microbatch's forward whose kind was not seen before."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, set[tuple[int, int]]] = {}
+        self._begun: list[tuple[int, int]] = []
+        self._new: list[UnitCall] = []
+
+    def reset(self) -> None:
+        """Forget the calls of a pass."""
+        self._begun, self._new = [], []
+
+    def begin(self, unit: int) -> None:
+        self._begun.append((unit, sequence_number()))
+
+    def end(self, unit: int, hooked: Sequence[torch.Tensor]) -> bool:
+        """End a call of a unit, whose outputs `hooked` have hooks; returns True if the call is of a new kind."""
+        first = end = sequence_number()
+        while self._begun:  # Calls inside it may have ended with an exception.
+            begun, first = self._begun.pop()
+            if begun == unit:
+                break
+        seen = self._seen.setdefault(unit, set())
+        kind = (end - first, len(hooked))
+        if end == first or kind in seen or len(seen) >= _KINDS:
+            return False
+        seen.add(kind)
+        edges = frozenset((each.grad_fn, each.output_nr) for each in hooked if each.grad_fn is not None)
+        self._new.append(UnitCall(unit=unit, first=first, end=end, hooked=edges))
+        return True
+
+    def entrances(self, roots: Iterable[Edge]) -> list[BackwardEntry]:
+        """List the entries into the new calls, in the graph behind `roots`, where backward begins: the edges without a hook that
+        lead from outside into the nodes of a call."""
+        calls, self._new = sorted(self._new, key=lambda call: call.first), []
+        firsts = [call.first for call in calls]
+        entries: dict[Edge, BackwardEntry] = {}
+        stack: list[tuple[int, Edge]] = [(-1, root) for root in roots] if calls else []
+        visited: set[Node] = set()
+        while stack:
+            before, edge = stack.pop()
+            node: Any = edge[0]
+            place = bisect_right(firsts, node._sequence_nr()) - 1
+            inside = place if place >= 0 and node._sequence_nr() < calls[place].end else -1
+            if inside not in (-1, before) and not _hooked(edge, calls[inside]):
+                entries.setdefault(edge, BackwardEntry(unit=calls[inside].unit, parameter=_viewed(node)))
+            if node not in visited:
+                visited.add(node)
+                stack += [(inside, each) for each in node.next_functions if each[0] is not None]
+        return list(entries.values())
+
+
+def _hooked(edge: Edge, call: UnitCall) -> bool:
+    """Return True if a hook runs before backward reads a parameter: on the edge, or on that of a viewed or copied tensor."""
+    while edge not in call.hooked:
+        node = edge[0]
+        if node.name() not in _VIEWS | _COPIES or len(node.next_functions) != 1 or node.next_functions[0][0] is None:
+            return False
+        edge = (node.next_functions[0][0], node.next_functions[0][1])
+    return True
+
+
+def _viewed(node: Any) -> torch.Tensor | None:
+    """The leaf that a node's output is a view of, if all nodes up to the leaf are views."""
+    while node.name() in _VIEWS and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    variable: torch.Tensor | None = getattr(node, "variable", None)
+    return variable

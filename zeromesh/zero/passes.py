@@ -6,18 +6,23 @@
                 on_gradient       hand a gradient to the reducer, which sums a bucket over ranks once it is complete
 
 The backward of a microbatch may follow its forward directly, or after other microbatches; its `PassProgress` is kept until then.
+
+Units are gathered at their use at the latest, and ahead of it in the order recorded by an earlier pass of the same kind. A pass
+that leaves this order gathers each unit on use, and is recorded anew. The watchdog reports ranks whose orders differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
@@ -25,15 +30,71 @@ from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams, own_randomness
 from zeromesh.telemetry.event_ring import Activity
-from zeromesh.telemetry.step_recorder import StepPhase
+from zeromesh.telemetry.step_recorder import NOTHING, StepPhase
 from zeromesh.units.build import Built
-from zeromesh.units.unit import Bucket, Phase, Unit
-from zeromesh.zero.forward_checks import InplaceWrites, UnitCalls
-from zeromesh.zero.gather_order import PassMode, PassProgress, Prefetcher
-from zeromesh.zero.gradient_reducer import GradientReducer
-from zeromesh.zero.hooks import on_gradient_of, tensors_in, tensors_on
+from zeromesh.units.unit import Bucket, InplaceWrites, Phase, Unit
+from zeromesh.zero.hooks import UnitCalls, on_gradient_of, tensors_in
 
 Tensors = Sequence[torch.Tensor]
+
+
+class PassMode(Enum):
+    """The kind of the engine's running pass."""
+
+    IDLE = "idle"
+    EVALUATION = "evaluation"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(eq=False, slots=True)
+class PassProgress:
+    """The progress of one microbatch through a chunk of the model on one rank, from its forward to its backward.
+
+    forward     visits      0  1  2  1  3      call 0, 1, ...; a unit may be called several times
+    backward    reaches the calls in reverse order, and leaves a unit after the first of its calls
+    """
+
+    streams: Streams | None = None
+    """The microbatch's random number streams; None means that it draws from the global generators."""
+    chunk: int = 0
+    first: bool = True
+    last: bool = True
+    """True if this microbatch's backward is the chunk's last in the step; `first` begins the gradient sums."""
+    roots: Sequence[GradientEdge] = ()
+    """The outputs that require a gradient, from which backward starts."""
+    gradients: list[tuple[Bucket, int, torch.Tensor]] = field(default_factory=list)
+    """Gradients of parameters that arrived together with those of inputs, and wait for `backward_weight`."""
+    outputs: list[GradientEdge] = field(default_factory=list)
+    """Those outputs of the latest call of a unit that require a gradient."""
+    held: set[int] = field(default_factory=set)
+    """Units that are needed beyond their calls: they stay live until the pass is over, and during all of backward."""
+    reached: set[int] = field(default_factory=set)
+    """Units whose outputs backward has reached."""
+    inside: list[int] = field(default_factory=list)
+    """Units that backward needs now."""
+    calls: int = 0
+    """The number of calls of units in forward."""
+    first_visits: dict[int, int] = field(default_factory=dict)
+
+    def visit(self, unit: int) -> None:
+        """Record a call of a unit in forward."""
+        self.first_visits.setdefault(unit, self.calls)
+        self.calls += 1
+
+    def leave_passed(self, call: int, owes: Callable[[int], bool]) -> list[int]:
+        """Leave the units whose backward is complete, now that call number `call` is reached, and return them. `owes(unit)` tells
+        if gradients of a unit are yet to come.
+
+        Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be read
+        again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
+        """
+        passed: list[int] = []
+        inside, self.inside = self.inside, []
+        for unit in inside:
+            done = self.first_visits.get(unit, 0) > call and not owes(unit) and unit not in self.held
+            (passed if done else self.inside).append(unit)
+        return passed
 
 
 class Passes:
@@ -64,17 +125,23 @@ class Passes:
         self._releases = built.releases
         self._reduces_each = options.placements.accumulating is Placement.SHARDED
         """True if the gradients of every microbatch are reduced, rather than their sum at the end of a step."""
-        self.gathers = Prefetcher(self.units, mesh, options.prefetch)
+        self._orders: dict[str, list[int]] = {}
+        """The order of gathers of the latest pass of each kind, such as training or evaluation."""
+        self._lasting: dict[str, set[int]] = {}
+        """The units that passes of each kind need beyond their calls."""
+        self._kind, self._recorded, self._gathered = "", list[int](), list[int]()
+        self._on_record = False
+        """True while the running pass gathers in the recorded order."""
         self._entry: nn.Module | None = None
         self._calls = UnitCalls()
-        self.writes = InplaceWrites(mesh)
+        self.writes = InplaceWrites(alone=mesh.data.size == 1)
         self._progress = PassProgress()
         self._holding = False
         """True if gradients of parameters are held back until gradients of inputs were sent."""
         self._weights_alone = False
         """True if the running backward computes weight gradients from saved tensors, and reads no parameter."""
         self._last_reductions: dict[int, list[int]] = {}
-        self.gradients = GradientReducer(built.reduction.reducer, updater.shards, mesh, options, updater.reduced)
+        self.gradients = updater.gradients
 
     # Training
 
@@ -145,7 +212,6 @@ class Passes:
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
-        """Inside the block the gradients of a microbatch are computed, and they are reduced during and after it."""
         with self._recorder.span(StepPhase.BACKWARD):
             self._begin_reducing()
             yield
@@ -153,20 +219,20 @@ class Passes:
 
     def _begin_reducing(self) -> None:
         progress, chunk = self._progress, self._progress.chunk
-        own = {unit.index for unit in self._chunks[chunk]}
-        order = [index for index in progress.reduction_order(range(len(self.units))) if index in own]
+        own, visited = {unit.index for unit in self._chunks[chunk]}, progress.first_visits
+        # The reverse order of first visits, with the units that forward did not touch last.
+        order = [index for index in (*reversed(visited), *sorted(own - visited.keys())) if index in own]
         settled = order == self._last_reductions.get(chunk)
         self._last_reductions[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        self._updater.begin_backward(buckets, first=progress.first, last=progress.last)
         reduce = progress.last or self._reduces_each
-        self.gradients.begin(buckets, reduce=reduce, first=progress.first, settled=settled)
+        self.gradients.begin(buckets, reduce=reduce, first=progress.first, last=progress.last, settled=settled)
         self._need_held()
 
     def _end_reducing(self) -> None:
         self._recorder.next_range(None)
         self.gradients.flush()
-        self._updater.end_backward(self._chunks[self._progress.chunk])
+        self._updater.leave(self._chunks[self._progress.chunk])
 
     # Any pass
 
@@ -208,7 +274,8 @@ class Passes:
         self._progress = progress or PassProgress()
         if mode is not PassMode.BACKWARD:
             self.writes.refuse_between_passes(self.units)
-        self.gathers.begin(kind)
+        self._kind, self._recorded, self._gathered = kind, self._orders.get(kind, []), []
+        self._on_record = bool(self._recorded)
 
     def require_idle(self) -> None:
         """Raise `PhaseError` while a pass is open, other than a user's direct call of the model."""
@@ -220,11 +287,35 @@ class Passes:
         self._recorder.end_ranges()
         for unit in self.units if self._releases else ():
             unit.leave()
-        self.gathers.end()
+        if not self._on_record or len(self._gathered) != len(self._recorded):
+            self._orders[self._kind] = self._gathered
         self._calls.reset()
         self.mode = PassMode.IDLE
         self._entry, self._holding, self._weights_alone = None, False, False
         self._transport.poll()
+
+    def need(self, unit: Unit) -> None:
+        """Make a unit live, and start to gather the units that are next in the recorded order."""
+        place = len(self._gathered)
+        self._gathered.append(unit.index)
+        self._on_record = self._on_record and self._recorded[place : place + 1] == [unit.index]
+        if unit.phase is Phase.RESTING:
+            self.start(unit, settled=self._on_record)
+        # Started before the wait, so that the transfer of the next unit follows without a pause.
+        for index in self._recorded[place + 1 : place + 1 + self._options.prefetch] if self._on_record else ():
+            if self.units[index].phase is Phase.RESTING:
+                self.start(self.units[index], settled=True)
+        if unit.phase is Phase.GATHERING:
+            with self._recorder.range("wait for", unit.name) if self._recorder.profiling else NOTHING:
+                unit.wait()
+
+    def start(self, unit: Unit, *, settled: bool) -> None:
+        """Begin to gather a unit; `settled` is True where the order of gathers is a recorded one."""
+        # All data-parallel ranks compare the order: replicas sum over one another in the order of reductions.
+        if self._mesh.data.size > 1:
+            self._mesh.watch.event(Activity.GATHER, unit.index, self._mesh.data.ranks, settled=settled)
+        with self._recorder.range("gather", unit.name) if self._recorder.profiling else NOTHING:
+            unit.gather()
 
     # Called by hooks. `place` is the number of a call in forward, `index` that of a parameter in its bucket
 
@@ -239,9 +330,10 @@ class Passes:
             self._begin_users_pass(unit.module)
         self._progress.visit(unit.index)
         # Backward enters a pipeline stage at the output of its last block, not at that of the root.
-        if self.gathers.keeps(unit) or (unit.index == 0 and self._mesh.shape.divides("blocks")):
+        kept = unit.index in self._lasting.get(self._kind, ())
+        if kept or (unit.index == 0 and self._mesh.shape.divides("blocks")):
             self._progress.held.add(unit.index)
-        self.gathers.need(unit)
+        self.need(unit)
         self.writes.look_at(unit, len(self.units))
         if self.mode is PassMode.FORWARD and self._releases and unit.index != 0:
             self._calls.begin(unit.index)
@@ -262,11 +354,8 @@ class Passes:
             self.end()
 
     def on_use(self, unit: Unit, name: str) -> None:
-        """Make a unit live for as long as needed, because one of its parameters is read or written while it is released.
-
-        Raises:
-            PhaseError: outside of a pass, when the other ranks have parts of the values and do not take part.
-        """
+        """Make a unit live for as long as needed, because one of its parameters is read or written while it is released. Raises
+        `PhaseError` outside of a pass, when the other ranks have parts of the values and do not take part."""
         if self.mode is not PassMode.IDLE:
             self._hold(unit)
             return
@@ -283,15 +372,14 @@ class Passes:
 
     def _hold(self, unit: Unit) -> None:
         """Keep a unit live until the pass is over and in backward; later passes of this kind keep it from its first call on."""
-        self.gathers.keep(unit)
+        self._lasting.setdefault(self._kind, set()).add(unit.index)
         self._progress.held.add(unit.index)
         if self.mode is PassMode.BACKWARD:
             self._need_in_backward(unit)
         else:
-            self.gathers.need(unit)
+            self.need(unit)
 
     def _need_held(self) -> None:
-        """Gather, at the begin of backward, the units that backward may need at any time."""
         for index in sorted(self._progress.held):
             self._need_in_backward(self.units[index])
 
@@ -322,39 +410,39 @@ class Passes:
             self.writes.refuse_in_pass(self.units if ends else [unit])
         if self._releases or self.mode is PassMode.FORWARD or torch.is_grad_enabled():
             tensors = list(tensors_in(output))
-            if self._releases:
-                self._keep_returned(unit, tensors)
-            self._hook_backward(unit, tensors)
+            for each in (self.units if ends else [unit]) if self._releases else ():
+                if each.phase is Phase.LIVE and any(
+                    map(each.has_memory_of, tensors)
+                ):  # A view of parameters is returned.
+                    if ends:
+                        raise PhaseError(
+                            f"the call returned a view of parameters of unit {each.name}, which are released after it; return a "
+                            "clone"
+                        )
+                    self._hold(each)
+            hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
+            if (
+                hooked and self._progress.streams is not None
+            ):  # Only the engine's own microbatches always have a backward.
+                self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
+            looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
+            new = looked_at and self._calls.end(unit.index, hooked)
+            # A module may keep a view of parameters as a plain attribute.
+            values = (value for each in unit.module.modules() for value in vars(each).values()) if new else ()
+            if any(isinstance(value, torch.Tensor) and unit.has_memory_of(value) for value in values):
+                self._hold(unit)
         if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.rest()
         if ends:
             self.end()
 
-    def _keep_returned(self, unit: Unit, tensors: Tensors) -> None:
-        """Keep a unit live that returned a view of its parameters. Raises `PhaseError` where the pass ends with this call."""
-        ends = self._entry is unit.module
-        for each in self.units if ends else [unit]:
-            if each.phase is Phase.LIVE and any(map(each.has_memory_of, tensors)):
-                if ends:
-                    raise PhaseError(
-                        f"the call returned a view of parameters of unit {each.name}, which are released after it; return a clone"
-                    )
-                self._hold(each)
-
     def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
         return partial(self.before_backward, unit, place)
 
-    def _hook_backward(self, unit: Unit, tensors: Tensors) -> None:
-        hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
-        if hooked and self._progress.streams is not None:  # Only the engine's own microbatches always have a backward.
-            self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
-        looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
-        if looked_at and self._calls.end(unit.index, hooked) and any(map(unit.has_memory_of, tensors_on(unit.module))):
-            self._hold(unit)
-
     def _end_forward(self, outputs: Tensors) -> None:
         """End forward, whose results are `outputs`, and hold the units that backward will enter without a hook."""
-        self.writes.end_forward(self.units)
+        self.writes.forwards += 1
+        self.writes.refuse_in_pass(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for entrance in self._calls.entrances(roots):
             unit = self.units[entrance.unit]
@@ -376,8 +464,12 @@ class Passes:
         if self.mode is not PassMode.BACKWARD:
             self._hold(unit)  # A user's `autograd.grad`, whose graph may be part of the loss.
             return
-        for index in self._progress.leave_passed(place, self.gradients.owes):
-            self._leave_backward(self.units[index])
+        for left in map(self.units.__getitem__, self._progress.leave_passed(place, self.gradients.owes)):
+            if left.phase is Phase.LIVE:
+                if self._releases:
+                    left.rest()
+                if not self._holding:
+                    self._updater.leave([left])
         if unit.index in self._progress.reached:
             return
         self._progress.reached.add(unit.index)
@@ -385,14 +477,15 @@ class Passes:
         if self._recorder.profiling:
             self._recorder.next_range(unit.name)
         if self._options.overlap:
-            self.gradients.keep_up()
+            self.gradients.pump(wait=True)
         self._mesh.post(Activity.BACKWARD, unit.index)
 
     def _need_in_backward(self, unit: Unit) -> None:
-        if self._progress.enter(unit.index):
+        if unit.index not in self._progress.inside:
+            self._progress.inside.append(unit.index)
             for bucket in unit.trainable:
                 self.gradients.shards.prefetch(bucket)
-            self.gathers.need(unit)
+            self.need(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, which autograd has finished accumulating."""
@@ -415,11 +508,3 @@ class Passes:
                 "as its forward returns them, checkpoint activations with use_reentrant=False, or train at stage 2"
             )
         self.gradients.take(bucket, index)
-
-    def _leave_backward(self, unit: Unit) -> None:
-        if unit.phase is not Phase.LIVE:
-            return
-        if self._releases:
-            unit.rest()
-        if not self._holding:
-            self._updater.leave([unit])

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.optim.class_optimizer import OptimizerDriver, try_class
+from zeromesh.optim.class_optimizer import try_class, twin_of
 from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
@@ -52,20 +52,14 @@ class ShardedOptimizer(Optimizer):
         return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to `max_norm`; returns their norm before, a scalar in float64, exact over all ranks.
-
-        Raises:
-            PhaseError: when there are no gradients.
-        """
+        """Scale gradients down to `max_norm`; returns their norm before, a scalar in float64, exact over all ranks. Raises
+        `PhaseError` when there are no gradients."""
         self._require_scaled()
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `closure` if given, update the parameters, and return the closure's result.
-
-        Raises:
-            PhaseError: when there are no gradients, or a step has used them up.
-        """
+        """Call `closure` if given, update the parameters, and return the closure's result. Raises `PhaseError` when there are no
+        gradients, or a step has used them up."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -146,7 +140,7 @@ class ChainedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, each in enumerate(self.optimizers):
-            twin = OptimizerDriver(each).twin
+            twin = twin_of(each)
             twin.param_groups = [group for group in self.param_groups if group[_NUMBER] == number]
             twin.state = self.state
             if twin.param_groups:
@@ -171,11 +165,8 @@ def _refuse_step(*_: Any, **__: Any) -> None:
 
 
 def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> OptimizerSettings:
-    """Return the `OptimizerSettings` of a torch optimizer over parameters of these names.
-
-    Raises:
-        ConfigError: for an optimizer that cannot be run over parts of a model, with the reason.
-    """
+    """Return the `OptimizerSettings` of a torch optimizer over parameters of these names. Raises `ConfigError` for an optimizer
+    that cannot be run over parts of a model, with the reason."""
     groups = optimizer.param_groups
     by_id = {id(parameter): name for name, parameter in names}
     unknown = [p for group in groups for p in group["params"] if id(p) not in by_id]

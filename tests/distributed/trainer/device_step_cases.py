@@ -12,7 +12,7 @@ from tests.simulated import collectives, device
 from tests.support.trainer_cases import gpt2, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.zero.gradient_reducer import GradientReducer
+from zeromesh.optim.gradients import GradientReducer
 
 
 class Watch(Callback):

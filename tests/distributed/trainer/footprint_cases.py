@@ -112,7 +112,7 @@ def _tensors(run: Run) -> dict[str, int]:
             found[purpose] += 0 if inside else bucket.master.nbytes
             found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)
             found[Purpose.PARTIAL_GRADIENTS] += 0 if bucket.partial is None else _bytes(bucket.partial)
-            optimizer = run.engine.optimizer_of(bucket) if bucket.trainable else None
+            optimizer = run.engine.optimizer_step.optimizer_of(bucket) if bucket.trainable else None
             found[Purpose.MOMENTS] += (
                 sum(moment.nbytes for moment in optimizer.moments.values()) if optimizer is not None else 0
             )

@@ -91,7 +91,9 @@ class Look(Callback):
             self.found["logits"] = trainer.model(input_ids=ids).logits.clone()
         buckets = [bucket for unit in trainer.engine.units for bucket in unit.buckets]
         self.found["frozen"] = sum(not bucket.trainable for bucket in buckets)
-        self.found["optimized"] = sum(b.layout.padded for b in buckets if trainer.engine.optimizer_of(b) is not None)
+        self.found["optimized"] = sum(
+            b.layout.padded for b in buckets if trainer.engine.optimizer_step.optimizer_of(b) is not None
+        )
         self.found["shares"] = {bucket.layout.padded // bucket.interval.length for bucket in buckets}
         self.found["trained"] = sum(slot.spec.numel for b in buckets if b.trainable for slot in b.layout.slots)
 

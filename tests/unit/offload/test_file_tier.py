@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from tests.unit.offload.in_time import SECONDS, in_time
 from zeromesh.errors import StorageError
+from zeromesh.files import open_regular
 from zeromesh.offload import DONE, FileSlot, FileTier, Transfer, WaitTime
 from zeromesh.offload.io import direct_io, file_tier
 from zeromesh.offload.io.direct_io import BLOCK
@@ -78,7 +79,7 @@ def small_tier(stripes: int, how: str, *, checksums: bool) -> Iterator[FileTier]
         patch.setattr(file_tier, "_STRAIGHT", 2 * SMALL)
         patch.setattr(file_tier, "STRIPE", 3 * BLOCK)
         if how == "refused at open":
-            patch.setattr(direct_io, "_open_direct", lambda path, flags: -1)
+            patch.setattr(direct_io, "open_regular", _without_direct)
         patch.setattr(os, "preadv", moves(how, os.preadv))
         patch.setattr(os, "pwritev", moves(how, os.pwritev))
         directories = [Path(root, str(number)) for number in range(stripes)]
@@ -93,6 +94,13 @@ def tier(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FileTier]:
     found = FileTier([tmp_path / "swap"], "some", checksums=checksums)
     yield found
     in_time(found.close)
+
+
+def _without_direct(path: str, flags: int) -> int:
+    """Open a file as on a file system without `O_DIRECT`."""
+    if flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return open_regular(path, flags)
 
 
 def flip(tier: FileTier, offset: int) -> None:

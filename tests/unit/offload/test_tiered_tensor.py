@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from zeromesh.offload import (
     Ledger,
     PinnedBudget,
     Purpose,
-    StoredRun,
     Tier,
     TierChoice,
+    TieredPart,
     TieredTensor,
     Tiers,
     pinnable_bytes,
@@ -185,18 +185,19 @@ def test_what_lies_in_files_is_read_from_there(tiers: Tiers, tmp_path: Path, mon
     paths = [tmp_path / "one", tmp_path / "two"]
     for path, header in zip(paths, (2 * BLOCK, 38), strict=True):  # In whole blocks, and beside them.
         path.write_bytes(b"h" * header + stored.view(torch.uint8).numpy().tobytes())
+    one, other = map(tiers.file().stored, paths)
     runs = [
-        StoredRun(start=64, length=4 * GRAIN, path=paths[0], begin=2 * BLOCK),
-        StoredRun(start=64 + 4 * GRAIN, length=5, path=paths[1], begin=38 + 18 * GRAIN),
-        StoredRun(start=5 * GRAIN, length=3 * GRAIN, path=paths[1], begin=38 + 2 * 7),
+        TieredPart(start=64, end=64 + 4 * GRAIN, tier=Tier.FILE, slot=one, first=BLOCK),
+        TieredPart(start=64 + 4 * GRAIN, end=69 + 4 * GRAIN, tier=Tier.FILE, slot=other, first=19 + 9 * GRAIN),
+        TieredPart(start=5 * GRAIN, end=8 * GRAIN, tier=Tier.FILE, slot=other, first=19 + 7),
     ]
     wanted = torch.zeros(8 * GRAIN + 9, dtype=torch.bfloat16)
     for run, first in zip(runs, (0, 9 * GRAIN, 7), strict=True):
-        wanted[run.start : run.start + run.length] = stored[first : first + run.length]
+        wanted[run.start : run.end] = stored[first : first + run.end - run.start]
     found = tiers.stored(wanted.numel(), wanted.dtype, runs, Purpose.PARAMETERS)
     assert torch.equal(found.load(CPU), wanted)
     assert torch.equal(found.slice(70, 6 * GRAIN + 1).load(CPU), wanted[70 : 6 * GRAIN + 1])
-    assert tiers.ledger.total(Tier.FILE) == 2 * sum(run.length for run in runs)
+    assert tiers.ledger.total(Tier.FILE) == 2 * sum(run.end - run.start for run in runs)
     assert tiers.file().nbytes == 0, "something was copied"
     with pytest.raises(ValueError, match="one, which is only read"):
         found.write(100, wanted[:5])
@@ -309,13 +310,13 @@ def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
     pinned: list[int] = []
     refused: list[int] = []
 
-    def noted(nbytes: int, device: torch.device) -> torch.Tensor | None:
-        if nbytes in refused:
-            return None
-        pinned.append(nbytes)
-        return torch.zeros(nbytes, dtype=torch.uint8)
+    def noted(pages: Sized, device: torch.device) -> bool:
+        if len(pages) in refused:
+            return False
+        pinned.append(len(pages))
+        return True
 
-    monkeypatch.setattr(allocation, "_pinned_pages", noted)
+    monkeypatch.setattr(allocation._PinnedPages, "pin", noted)
     budget = PinnedBudget(limit=10_000)
     device = torch.device("cuda")
     for count, expected in ((1000, [4000]), (2000, [4000]), (1500, [4000, 6000]), (1, [4000, 6000])):

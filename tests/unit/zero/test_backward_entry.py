@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeromesh.zero.forward_checks import Edge, UnitCalls
+from zeromesh.zero.hooks import Edge, UnitCalls
 
 
 def entered(aside: Callable[[Tensor, Tensor], Tensor]) -> list[int]:

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from zeromesh.optim.gradients import LossScaler, clip_factor
+from zeromesh.optim.optimizer_step import LossScaler, clip_factor
 from zeromesh.options import ScalerSettings, ZeroOptions
 from zeromesh.trainer.losses.trial import examine
 from zeromesh.units.build import kept_buckets

@@ -12,10 +12,10 @@ from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduct
 from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.offload import SparePages, TieredTensor
+from zeromesh.optim.gradients import GradientReducer
 from zeromesh.options import Precision, ZeroOptions
 from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
 from zeromesh.units.unit import Bucket
-from zeromesh.zero.gradient_reducer import GradientReducer
 
 UNITS, SHAPES, SLOTS = 32, ((4, 3), (5,)), 2
 
@@ -76,6 +76,11 @@ class StreamReducer(Reducer):
 class Shards:
     """Gives gradient shards whose memory holds anything."""
 
+    first = True
+
+    def order(self) -> None:
+        """Have nothing offloaded."""
+
     def allocate(self, bucket: Bucket) -> None:
         if bucket.grad is None:
             bucket.grad = torch.full((bucket.length,), float("nan"))
@@ -88,7 +93,8 @@ def reducer_of(ring: Any, options: ZeroOptions, ranks: int) -> tuple[GradientRed
     )
     shards: Any = Shards()
     reduced: list[str] = []
-    return GradientReducer(ring, shards, mesh, options, lambda bucket: reduced.append(bucket.name)), reduced
+    sharing: Any = SimpleNamespace(all_reduce_async=lambda bucket, gradient: reduced.append(bucket.name))
+    return GradientReducer(ring, shards, sharing, mesh, options), reduced
 
 
 def arrive(reducer: GradientReducer, bucket: Bucket, value: float, places: Sequence[int] = (1, 0)) -> None:
@@ -101,7 +107,7 @@ def arrive(reducer: GradientReducer, bucket: Bucket, value: float, places: Seque
 def started(buckets: Sequence[Bucket]) -> tuple[StreamReducer, list[str], GradientReducer]:
     ring = StreamReducer(4 * buckets[0].layout.padded)
     reducer, reduced = reducer_of(ring, ZeroOptions(stage=2, precision=Precision(compute=torch.bfloat16)), ranks=2)
-    reducer.begin(buckets, reduce=True, first=True)
+    reducer.begin(buckets, reduce=True, first=True, last=True)
     return ring, reduced, reducer
 
 
@@ -168,7 +174,7 @@ class TestAHostThatIsAhead:
         options = ZeroOptions(stage=2, accumulation=2, precision=Precision(compute=torch.bfloat16))
         reducer, reduced = reducer_of(Reducer(on_stream=True), options, ranks=1)
         for number, places in enumerate(([1], [1, 0])):
-            reducer.begin(buckets, reduce=True, first=number == 0)
+            reducer.begin(buckets, reduce=True, first=number == 0, last=True)
             arrive(reducer, bucket, 1.0, places)
             reducer.flush()
         assert bucket.grad is not None

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from zeromesh.rng import AllStates, Streams, own_randomness, seed_all, seed_generators
+from zeromesh.rng import GeneratorStates, Streams, own_randomness, seed_all, seed_generators
 
 
 def test_seeds_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +42,7 @@ def test_generators_of_the_host_go_on_where_they_were(before: int) -> None:
         expected = _drawn(before) + _drawn(2) if before else _drawn(2)
         seed_all(2**40 + 7)
         found = _drawn(before) if before else []
-        state = AllStates.now()
+        state = GeneratorStates.now()
         seed_all(5)
         _drawn(1)
         state.restore()
@@ -72,7 +72,7 @@ def test_the_host_is_put_back_whatever_seeded_it() -> None:
         seed_all(3)
         np.random.seed(4)
         random.seed(4)
-        state = AllStates.now()
+        state = GeneratorStates.now()
         expected = _drawn(2)
         seed_all(3)
         state.restore()
