@@ -16,7 +16,6 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
@@ -69,16 +68,16 @@ def test_the_time_left_has_the_evaluation_after_the_last_step(monkeypatch: pytes
     for step in (1, 4):
         now[0] = step * 10.0
         console.step(
-            StepMetrics(
-                step=step,
-                loss=1.0,
-                grad_norm=None,
-                lr=0.1,
-                tokens=1,
-                tokens_per_second=1.0,
-                step_seconds=10.0,
-                peak_memory_bytes=1,
-            )
+            {
+                "step": step,
+                "loss": 1.0,
+                "grad_norm": None,
+                "lr": 0.1,
+                "tokens": 1,
+                "tokens_per_second": 1.0,
+                "step_seconds": 10.0,
+                "peak_memory_bytes": 1,
+            }
         )
     assert [line.rpartition("  ")[2] for line in out.getvalue().splitlines()] == ["1:00 left", "30 s left"]
 

@@ -69,7 +69,8 @@ class TransformersCallbacks:
         elif event == "on_save":
             self._state.stateful_callbacks = self.state_dict()
         elif event in ("on_log", "on_evaluate"):
-            named["logs" if event == "on_log" else "metrics"] = trainer.run.progress.latest_line()
+            latest = trainer.run.progress.log[-1].items()
+            named["logs" if event == "on_log" else "metrics"] = {name: each for name, each in latest if name != "step"}
         elif event == "on_predict":
             named["metrics"] = dict(arguments[0])
         known = frozenset(named.get("logs", ()))

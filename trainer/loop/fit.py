@@ -1,24 +1,23 @@
 """One `fit`: resume from a checkpoint, train in the run's directory, and end with a report and a whole model."""
 
+import math
 import shlex
+import signal
 
 from zeromesh.errors import ConfigError, DataError, counted
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
-from zeromesh.trainer.checkpoints.trainer_state import Best
 from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, RunContext
 from zeromesh.trainer.loop.evaluation import generation_of, require_metric
-from zeromesh.trainer.loop.stop_signals import StopRequest, leave, stop_requests
-from zeromesh.trainer.loop.training_loop import Samples, TrainingLoop
+from zeromesh.trainer.loop.training_loop import Samples, StopRequest, TrainingLoop, stop_requests
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory, start_facts
-from zeromesh.trainer.monitoring.step_metrics import unstrict
 from zeromesh.trainer.monitoring.step_stats import rank_figures
-from zeromesh.trainer.tracking.tracking import Tracking
+from zeromesh.trainer.monitoring.tracking import Tracking
 
 
 def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None) -> FitReport:
@@ -39,7 +38,11 @@ def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None
     feed = run.model.feeds.train()
     if feed is None:
         raise DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
-    _require_trained_parameters(run)
+    model = run.model.module
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        frozen = any(True for _ in model.parameters())
+        why = "has only frozen parameters (requires_grad is False)" if frozen else "has no parameters"
+        raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
     run.start_times.begin()
     with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as request:
         if run.data.eval is not None:
@@ -64,7 +67,8 @@ def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None
             progress.report = _end(run, eval_loss, checkpoints, shlex.quote(str(directory.path)))
     if progress.report is None:
         run.console.note(f"stopped after step {progress.step}")
-        leave(stopped)
+        # The process ends as it does by the signal's default action, but through `finally` blocks.
+        raise KeyboardInterrupt if stopped == signal.SIGINT else SystemExit(128 + stopped)
     progress.require_trained()
     return progress.report
 
@@ -85,8 +89,10 @@ def _train(
         checkpoints,
         directory.open(config, progress.step, facts, mesh) as writer,
         run.console,
-        run.loader(feed, last=config.run.max_steps, state=progress.stream or None) as loader,
-        Tracking.open(config, mesh, directory.path, step=progress.step, known=progress.tracker, note=note) as tracking,
+        run.loader(feed, last=config.run.max_steps, state=progress.resumed.stream or None) as loader,
+        Tracking.open(
+            config, mesh, directory.path, step=progress.step, known=progress.resumed.tracker, note=note
+        ) as tracking,
         Profile(config.profile, directory.path, run.model.require_engine(), note) as profile,
     ):
         run.start_times.end("files and trackers")
@@ -103,38 +109,19 @@ def _train(
         return loop.go(), loop.eval_loss
 
 
-def _next_command(run: RunContext, directory: str) -> str:
-    model, tokenizer = pretrained_of(run.model.module), run.model.processing_class
-    if is_adapted(run.model.module):
-        return f"zeromesh checkpoint export {directory} OUT --merge"
-    chats = model is not None and model.can_generate() and getattr(tokenizer, "chat_template", None)
-    return f"zeromesh generate {directory} --chat" if chats else f"zeromesh report {directory}"
-
-
-def _require_trained_parameters(run: RunContext) -> None:
-    model = run.model.module
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        frozen = any(True for _ in model.parameters())
-        why = "has only frozen parameters (requires_grad is False)" if frozen else "has no parameters"
-        raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
-
-
 def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:
     """Resume from the newest checkpoint, if any; returns its evaluation loss."""
     run.console.status("looking for checkpoints")
     state = checkpoints.resume(run.settings)
     if state is None:
         return None
-    run.model.take_written(state.settings, state.written)
+    # The run's first process decides for the settings that the model has written to its configuration since.
+    kept = {name: value for name, value in run.model.described.items() if f"model.{name}" not in state.written}
+    first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
+    run.model.described = kept | first
     section, progress = run.config.run, run.progress
-    progress.step, progress.passed_over, progress.tracker = state.step, state.passed_over, state.tracker
-    progress.reached = state.step + state.passed_over
-    progress.best = Best.from_json(state.best, "the checkpoint")
+    progress.resume(state)
     run.events.restore(state.callbacks)
-    progress.log[:] = [unstrict(dict(line)) for line in state.log_history]
-    progress.stream = state.stream
-    progress.tokens = progress.tokens_before = state.tokens
-    progress.skipped, progress.loss_before = state.skipped, state.loss
     if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
         change = f"{state.max_steps} then, {section.max_steps} now"
         run.console.note(f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on")
@@ -158,7 +145,20 @@ def _end(run: RunContext, eval_loss: float | None, checkpoints: RunCheckpoints, 
     if config.load_best and best.value is not None and best.step != progress.step:
         load_weights(checkpoints.store.path(best.step), run.model.require_engine(), run.mesh)
         run.console.note(f"weights of step {best.step}: {config.metric} {best.value:.4g} is the best")
-    report = progress.report_of(eval_loss, rank_figures(run.mesh)[0], progress.summary or run.summary_values())
+    steady = progress.seconds[1:] or progress.seconds
+    per_step = (progress.tokens - progress.resumed.tokens) / max(1, len(progress.seconds))
+    report = FitReport(
+        final_step=progress.step,
+        final_loss=math.nan if progress.last_loss is None else progress.last_loss,
+        losses=tuple(progress.losses),
+        eval_loss=eval_loss,
+        tokens=progress.tokens,
+        tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
+        peak_memory_bytes=rank_figures(run.mesh)[0],
+        skipped_steps=progress.skipped,
+        passed_over=progress.without_targets,
+        metrics=dict(progress.summary or run.summary_values()),
+    )
     if report.losses:
         run.console.note(
             f"done: {counted(report.final_step, 'step')}, loss {report.final_loss:.4f}, "
@@ -171,5 +171,12 @@ def _end(run: RunContext, eval_loss: float | None, checkpoints: RunCheckpoints, 
     run.model.make_whole()
     if checkpoints.latest is not None:
         run.console.note(f"model    {checkpoints.store.path(checkpoints.latest)!s}")
-        run.console.note(f"next     {_next_command(run, shown)}")
+        module, tokenizer = run.model.module, run.model.processing_class
+        pretrained = pretrained_of(module)
+        command = f"zeromesh report {shown}"
+        if is_adapted(module):
+            command = f"zeromesh checkpoint export {shown} OUT --merge"
+        elif pretrained is not None and pretrained.can_generate() and getattr(tokenizer, "chat_template", None):
+            command = f"zeromesh generate {shown} --chat"
+        run.console.note(f"next     {command}")
     return report

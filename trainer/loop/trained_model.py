@@ -1,7 +1,6 @@
 """`TrainedModel`: the model of a run, partitioned while it is trained, and whole after the last step."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -41,13 +40,8 @@ class TrainedModel(PlacedModel):
     stepper: Stepper
     generations: int = 0
     """The number of calls of `generate` so far."""
-    _gradients_ready: bool = False
-
-    def take_written(self, settings: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-        """Take over the `settings` of the run's first process, in which the model has `written` to its configuration since."""
-        kept = {name: value for name, value in self.described.items() if f"model.{name}" not in written}
-        first = {name.removeprefix("model."): settings[name] for name in written if name in settings}
-        self.described = kept | first
+    gradients_ready: bool = False
+    """True between the last backward of a step and its update, when `gradient` may be called."""
 
     def over(self) -> str:
         steps = counted(self.steps_made(), "whole step")
@@ -71,18 +65,9 @@ class TrainedModel(PlacedModel):
 
         vars(self.module)["save_pretrained"] = save_pretrained
 
-    @contextmanager
-    def gradients_to_read(self) -> Iterator[None]:
-        """Inside the block, between the last backward of a step and its update, `gradient` may be called."""
-        self._gradients_ready = True
-        try:
-            yield
-        finally:
-            self._gradients_ready = False
-
     def gradient(self, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter; see `Trainer.gradient`."""
-        if self.engine is None or not self._gradients_ready:
+        if self.engine is None or not self.gradients_ready:
             raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
         # Unknown names are refused before any collective.
         self.engine.state.nbytes_of([name])
