@@ -18,13 +18,14 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers.trainer_utils import PredictionOutput
 
+from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
+from zeromesh.trainer.checkpoints.manager import FOLDER, load_weights, require_settings
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config, suggestion
@@ -396,7 +397,22 @@ class Trainer(ModelOnMesh):
     @property
     def state(self) -> RunState:
         """The present state of the run."""
-        return self.run.state(self.run_directory)
+        run, section, progress = self.run, self.run.config.run, self.run.progress
+        best = progress.best
+        checkpoint = CheckpointStore(self.run_directory / FOLDER).path(best.step) if best.value is not None else None
+        return RunState(
+            step=progress.step,
+            max_steps=section.max_steps,
+            epoch=run.epoch,
+            epochs=run.plan.epoch_after(section.max_steps) if section.epochs is None else section.epochs,
+            tokens=progress.tokens,
+            best_metric=best.value,
+            best_step=best.step,
+            best_checkpoint=str(checkpoint) if checkpoint is not None and checkpoint.exists() else None,
+            is_world_process_zero=run.mesh.rank == 0,
+            total_flos=run.total_flos,
+            log_history=progress.log,
+        )
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Log the user's scalars, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.

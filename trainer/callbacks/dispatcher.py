@@ -76,7 +76,15 @@ class TransformersCallbacks:
         known = frozenset(named.get("logs", ()))
         if event != "on_optimizer_step":  # The step counts only when it has ended.
             self._bring_up_to_date()
-        self._notify(event, {**self._views(), **named})
+        steps = self._state.global_step
+        rate = trainer.run.learning_rate_of(steps)
+        views = {
+            "model": trainer.model,
+            "processing_class": trainer.processing_class,
+            "optimizer": SimpleNamespace(param_groups=(MappingProxyType({"lr": rate}),)),
+            "lr_scheduler": SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=steps),
+        }
+        self._notify(event, {**views, **named})
         added = {name: value for name, value in named.get("logs", {}).items() if name not in known}
         trainer.run.model.stepper.scalars.add(added)
 
@@ -101,16 +109,6 @@ class TransformersCallbacks:
             if answer is not None:
                 events.control = answer
 
-    def _views(self) -> dict[str, Any]:
-        trainer, steps = self._trainer, self._state.global_step
-        rate = trainer.run.learning_rate_of(steps)
-        return {
-            "model": trainer.model,
-            "processing_class": trainer.processing_class,
-            "optimizer": SimpleNamespace(param_groups=(MappingProxyType({"lr": rate}),)),
-            "lr_scheduler": SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=steps),
-        }
-
     def _bring_up_to_date(self) -> None:
         """Update transformers' state from the run, whose list of logged values is shared."""
         state, now, trainer = self._state, self._trainer.state, self._trainer
@@ -123,9 +121,8 @@ class TransformersCallbacks:
         state.compute_steps(self._arguments, now.max_steps)
         if now.best_metric is not None:
             state.best_metric, state.best_global_step = now.best_metric, now.best_step
-            state.best_model_checkpoint = (
-                None if now.best_checkpoint is None else str(link_of(Path(now.best_checkpoint)))
-            )
+            best = now.best_checkpoint
+            state.best_model_checkpoint = None if best is None else str(link_of(Path(best)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the callbacks' exported states by class name; the first of a class counts."""

@@ -3,19 +3,15 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import NonFiniteError, counted
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import Figures, added
-from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState, settings_of
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -115,8 +111,6 @@ class RunProgress:
     """The number of global batches without targets, in this process."""
     reached: int = 0
     """The data position after the last step made, counting skipped data steps."""
-    learning_rate: float = 0.0
-    """The learning rate of the latest step."""
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -285,24 +279,6 @@ class RunContext:
     def learning_rate_of(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 0."""
         return self.config.optimizer.lr * self.schedule.factor(step)
-
-    def state(self, directory: Path) -> RunState:
-        """Return the state of the run for callbacks; `directory` is the run's."""
-        run, progress, best = self.config.run, self.progress, self.progress.best
-        checkpoint = CheckpointStore(directory / FOLDER).path(best.step) if best.value is not None else None
-        return RunState(
-            step=progress.step,
-            max_steps=run.max_steps,
-            epoch=self.epoch,
-            epochs=self.plan.epoch_after(run.max_steps) if run.epochs is None else run.epochs,
-            tokens=progress.tokens,
-            best_metric=best.value,
-            best_step=best.step,
-            best_checkpoint=str(checkpoint) if checkpoint is not None and checkpoint.exists() else None,
-            is_world_process_zero=self.mesh.rank == 0,
-            total_flos=self.total_flos,
-            log_history=progress.log,
-        )
 
     def summary_values(self) -> Values:
         """Return the summary of the run so far, under transformers' names; times and speeds are those of this process."""

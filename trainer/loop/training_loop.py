@@ -145,7 +145,6 @@ class TrainingLoop:
         events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
-        progress.learning_rate = run.config.optimizer.lr * factor
         with self._recorders(number):
             result = run.model.stepper.train_step(
                 self.loader,
@@ -200,7 +199,8 @@ class TrainingLoop:
 
         due = self._due_after_step(position)
         peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due["log"] else (0, ())
-        line = run.stats.line(result, step=number, lr=progress.learning_rate, tokens=progress.tokens, peak=peak)
+        lr = run.learning_rate_of(number - 1)
+        line = run.stats.line(result, step=number, lr=lr, tokens=progress.tokens, peak=peak)
         if run.planned is not None:
             run.planned.add(result.seconds, result.phases)
             if due["stop"]:
