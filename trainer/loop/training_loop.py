@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -25,7 +25,7 @@ from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of
-from zeromesh.trainer.monitoring.profiler import STEP_MEMORY, Profile, recorded_memory
+from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.rank_waits import Stragglers
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, sentence, strict
 from zeromesh.trainer.monitoring.step_stats import StepResult, rank_figures
@@ -145,7 +145,7 @@ class TrainingLoop:
         events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
-        with self._recorders(number):
+        with self.profile.step(number):
             result = run.model.stepper.train_step(
                 self.loader,
                 position,
@@ -165,16 +165,6 @@ class TrainingLoop:
             self._finish_step(result, position)
         if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._over and not self._stopped):
             self._end_epoch(position)
-
-    def _recorders(self, number: int) -> ExitStack:
-        run, stack = self.run, ExitStack()
-        if number in self.profile.steps:
-            stack.enter_context(self.profile.step(number))
-        # The first step of a process allocates what stays, so the second one has the memory timeline.
-        if self.writer is not None and run.config.profile.step_figures and len(run.progress.losses) == 1:
-            path = self.writer.path.with_name(STEP_MEMORY)
-            stack.enter_context(recorded_memory(path, number, run.model.require_engine().ledger))
-        return stack
 
     def _before_update(self) -> None:
         model = self.run.model

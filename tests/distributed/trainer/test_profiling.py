@@ -275,7 +275,7 @@ def test_collectives_end_before_the_profiler_does(tmp_path: Path) -> None:
     mesh: Any = SimpleNamespace(
         rank=0, world_size=1, device=torch.device("cpu"), recorder=StepRecorder(), meet=lambda what: None
     )
-    section = load_config({"profile": {"steps": [1, 2]}}).profile
+    section = load_config({"profile": {"steps": [1, 2], "step_figures": False}}).profile
     engine: Any = SimpleNamespace(mesh=mesh, settle=settle)
     with Profile(section, tmp_path, engine, print) as profile:
         for number in (1, 2):
