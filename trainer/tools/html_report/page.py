@@ -49,8 +49,8 @@ def _escaped(content: object) -> str:
     return html.escape("".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text))
 
 
-def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
-    """Return the page of one run, or of several side by side. `now` is the page's date, in seconds since 1970."""
+def page_of(runs: Sequence[RunRecord]) -> str:
+    """Return the page of one run, or of several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     charts = charts_of(runs)
     sections = {
@@ -58,19 +58,17 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
         "What differs": _differences(runs),
         "Notes": _each(runs, _notes),
         "Over the steps": charts,
-        "Plan": _each(runs, _planned),
+        "Plan": _each(runs, lambda run: run.planned and table_of(*run.planned, numbers=(1, 2, 3))),
         "Mesh": _each(runs, _mesh),
         "Communication of a step": _each(runs, _communication),
         "Checkpoints": _each(runs, _checkpoints),
         "Configuration": _each(runs, _configuration),
     }
-    return document(title, sections, charts, ", ".join(str(run.path) for run in runs), now=now)
+    return document(title, sections, charts, ", ".join(str(run.path) for run in runs))
 
 
-def document(
-    title: str, sections: Mapping[str, object], charts: Sequence[Chart], footer: str, *, now: float | None = None
-) -> str:
-    """Return a page of sections by heading, each an element or the page's `charts`; `now` as for `page_of`."""
+def document(title: str, sections: Mapping[str, object], charts: Sequence[Chart], footer: str) -> str:
+    """Return a page of sections by heading, each an element or the page's `charts`."""
     cards, figures = [], []
     for chart in charts:
         button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
@@ -89,7 +87,7 @@ def document(
         f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     head = [
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=policy),
@@ -212,13 +210,6 @@ def _mesh(run: RunRecord) -> Html | None:
 
     drawn = boxes(axes, {}) if shape.world_size <= _RANKS_DRAWN else None
     return element("div", element("p", text), failed, drawn, class_="mesh")
-
-
-def _planned(run: RunRecord) -> Html | None:
-    if run.planned is None:
-        return None
-    layout, rows = run.planned
-    return table_of([layout, "predicted", "measured", "off"], rows, numbers=(1, 2, 3))
 
 
 def _communication(run: RunRecord) -> Html | None:
