@@ -34,7 +34,7 @@ from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
 from zeromesh.trainer.inference.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
-from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
+from zeromesh.trainer.loop.evaluation import evaluate, generation_of, run_dataset
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -277,9 +277,12 @@ class Trainer(ModelOnMesh):
         run = self.run
         with run.model.guarded("trainer.predict()"):
             how = generation_of(run, predict_with_generate, generation, metrics=False)
-            output = predict(run, test_dataset, metric_key_prefix, ignore_keys, how)
-        run.events.call("on_predict", output.metrics or {})
-        return output
+            found = run_dataset(run, test_dataset, metric_key_prefix, ignore_keys, generation=how, predicts=True)
+        _, metrics, outputs = found or (0, {}, None)
+        if outputs is None:
+            raise PhaseError("a prediction has ended early that nothing was to end")
+        run.events.call("on_predict", metrics)
+        return PredictionOutput(predictions=outputs.predictions, label_ids=outputs.label_ids, metrics=metrics)
 
     def verify(self, *, checks: Collection[str] = (), out: str | PathLike[str] | None = None) -> Certificate:
         """Train a small copy of the model for a few steps in this layout and in one plain PyTorch process, and compare every

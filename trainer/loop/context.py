@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from zeromesh.errors import NonFiniteError, counted
+from zeromesh.errors import counted
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import Figures, added
@@ -177,26 +177,6 @@ class RunProgress:
         if line["grad_norm"] is not None:
             logged["grad_norm"] = line["grad_norm"]
         self.log.append({**logged, "learning_rate": line["lr"], "epoch": epoch, "step": line["step"]})
-
-    def check(self) -> None:
-        """Raise `NonFiniteError` after too many consecutive skipped steps."""
-        if self.max_nonfinite and self.skipped_in_a_row >= self.max_nonfinite:
-            raise NonFiniteError(
-                f"gradients were not finite in {counted(self.skipped_in_a_row, 'step')} in a row, up to step {self.step} "
-                f"(run.max_nonfinite; in the last, {self.cause}); no update of these steps was made. Lower optimizer.lr, look at "
-                "the data, or use precision.compute: bfloat16"
-            )
-
-    def require_trained(self) -> None:
-        """Raise `NonFiniteError` where more than half of all steps made no update."""
-        if self.max_nonfinite and 2 * self.skipped > self.step:
-            raise NonFiniteError(
-                f"{self.skipped} of {counted(self.step, 'step')} made no update, because their gradients were "
-                f"not finite (in the last such "
-                f"step, {self.cause or 'of an earlier process'}). The run is complete and what it has is saved, but the model "
-                "is hardly trained; look at the first line of metrics.jsonl that has `cause`. run.max_nonfinite: 0 lets such a run "
-                "pass"
-            )
 
     def notes(self) -> list[str]:
         """Return notes about the average step: skipped updates, communication, and the pipeline bubble."""

@@ -51,7 +51,12 @@ class DeviceBatch(dict[str, Any]):
         """Start the copies of the tensors to the device, once."""
         if self._copies is None or self._copied is not None:
             return
-        self._look()
+        for name, value in self.items():
+            if isinstance(value, Tensor) and name.endswith("attention_mask") and value.dim() == 2:
+                self._masks[value.shape] = self._masks.get(value.shape, True) and bool(value.all())
+        positions = self.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            self._packed = masking_utils.find_packed_sequence_indices(positions) is not None
         with launching_on(self._copies):
             for name, value in self.items():
                 if isinstance(value, Tensor) and not on_accelerator(value):
@@ -80,14 +85,6 @@ class DeviceBatch(dict[str, Any]):
                 value.record_stream(stream)
             dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
             self[name] = value.to(self._device, dtype, non_blocking=True)
-
-    def _look(self) -> None:
-        for name, value in self.items():
-            if isinstance(value, Tensor) and name.endswith("attention_mask") and value.dim() == 2:
-                self._masks[value.shape] = self._masks.get(value.shape, True) and bool(value.all())
-        positions = self.get("position_ids")
-        if isinstance(positions, Tensor) and positions.dim() == 2:
-            self._packed = masking_utils.find_packed_sequence_indices(positions) is not None
 
     @contextmanager
     def answering(self) -> Iterator[None]:

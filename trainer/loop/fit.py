@@ -4,7 +4,7 @@ import math
 import shlex
 import signal
 
-from zeromesh.errors import ConfigError, DataError, counted
+from zeromesh.errors import ConfigError, DataError, NonFiniteError, counted
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.feed import Feed
@@ -69,7 +69,13 @@ def fit(run: RunContext, directory: RunDirectory, samples: Samples | None = None
         run.console.note(f"stopped after step {progress.step}")
         # The process ends as it does by the signal's default action, but through `finally` blocks.
         raise KeyboardInterrupt if stopped == signal.SIGINT else SystemExit(128 + stopped)
-    progress.require_trained()
+    if progress.max_nonfinite and 2 * progress.skipped > progress.step:
+        raise NonFiniteError(
+            f"{progress.skipped} of {counted(progress.step, 'step')} made no update, because their gradients were not finite (in "
+            f"the last such step, {progress.cause or 'of an earlier process'}). The run is complete and what it has is saved, but "
+            "the model is hardly trained; look at the first line of metrics.jsonl that has `cause`. run.max_nonfinite: 0 lets such "
+            "a run pass"
+        )
     return progress.report
 
 
@@ -96,7 +102,7 @@ def _train(
         Profile(config.profile, directory.path, run.model.require_engine(), note) as profile,
     ):
         run.start_times.end("files and trackers")
-        loop = TrainingLoop(
+        return TrainingLoop(
             run=run,
             loader=loader,
             writer=writer,
@@ -105,8 +111,7 @@ def _train(
             checkpoints=checkpoints,
             request=request,
             samples=samples,
-        )
-        return loop.go(), loop.eval_loss
+        ).go()
 
 
 def _resume(run: RunContext, checkpoints: RunCheckpoints) -> float | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import some
+from zeromesh.errors import NonFiniteError, counted, some
 from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, description_of, goal_of, value_of
@@ -98,16 +98,12 @@ class TrainingLoop:
         return self._evaluated[1:] if self._evaluated and self._evaluated[0] == self.run.progress.step else (None, None)
 
     @property
-    def eval_loss(self) -> float | None:
-        """The loss of the evaluation after the current step; None without one."""
-        return self._current_evaluation[0]
-
-    @property
     def _over(self) -> bool:
         return self.run.finished or bool(self._stopped or self._ended)
 
-    def go(self) -> int:
-        """Train; returns 0 after the last step, or the signal by which some rank was asked to stop."""
+    def go(self) -> tuple[int, float | None]:
+        """Train; returns 0 after the last step, or the signal by which some rank was asked to stop, and the loss of the last step's
+        evaluation."""
         run, progress, section = self.run, self.run.progress, self.run.config.run
         progress.began = (time.perf_counter(), run.samples)
         run.events.call("on_train_begin")
@@ -123,7 +119,7 @@ class TrainingLoop:
         self._begin_epoch(resumed=progress.step > 0)
         while not self._over:
             self._train_one()
-        wanted = (section.eval_at_end or progress.owes_evaluation) and self.eval_loss is None
+        wanted = (section.eval_at_end or progress.owes_evaluation) and self._current_evaluation[0] is None
         if wanted and run.data.eval is not None and not self._stopped:
             self._save_last()
             self._evaluate()
@@ -136,7 +132,7 @@ class TrainingLoop:
             progress.summary = run.summary_values()
             run.log_values(progress.summary)
             run.events.call("on_train_end")
-        return self._stopped
+        return self._stopped, self._current_evaluation[0]
 
     def _train_one(self) -> None:
         run, progress, events = self.run, self.run.progress, self.run.events
@@ -213,7 +209,12 @@ class TrainingLoop:
             run.console.advance(number)
         if due["log"]:
             run.console.note(self._stragglers.look(number, busy))
-        progress.check()
+        if progress.max_nonfinite and progress.skipped_in_a_row >= progress.max_nonfinite:
+            raise NonFiniteError(
+                f"gradients were not finite in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {number} "
+                f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made. Lower optimizer.lr, look "
+                "at the data, or use precision.compute: bfloat16"
+            )
         self._act_on_requests()
         every = run.config.run.prompts_every
         if every and number % every == 0 and not self._stopped:

@@ -78,7 +78,7 @@ def comparison_table(record: Mapping[str, Any]) -> PlanTable:
     for tier, purposes in dict(record["memory"]).items():
         for name, pair in dict(purposes).items():
             terms.append((f"{tier}: {_WORDS.get(name, name.replace('_', ' '))}", human_bytes, pair))
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, shown, (predicted, measured) in terms:
         off = f"{predicted / measured - 1:+.0%}" if measured else ""
         rows.append((name, shown(predicted), shown(measured), off))

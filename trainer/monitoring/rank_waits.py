@@ -26,6 +26,8 @@ _WORDS = {
     "offload": "waiting for bytes of another tier",
     "between": "what is between steps (callbacks, evaluation, saving)",
 }
+_CAUSES = {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}
+"""The causes of waits for a rank by its activity; others are computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,11 @@ def blames(rows: Sequence[Row]) -> list[Blame]:
             cause, doing, seconds = end, longest["for"], longest["seconds"]
         elif end in by_rank:
             row = by_rank[end]
-            cause, doing, seconds = _cause(row), row["failure"] or row["doing"], row.get("seconds", 0.0)
+            states = {"failed": row["failure"], "stopped": row.get("stopped"), "disk": row.get("disk")}
+            cause = next(
+                (name for name, is_so in states.items() if is_so), _CAUSES.get(row.get("activity", ""), "compute")
+            )
+            doing, seconds = row["failure"] or row["doing"], row.get("seconds", 0.0)
         else:
             continue
         late = None if isinstance(end, str) else end
@@ -81,16 +87,6 @@ def _ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
                 ends.add(each)
     # With a late rank at the end of a chain, transfers between others do not matter.
     return {each for each in ends if each != "link"} or ends or {"each other"}
-
-
-def _cause(row: Row) -> str:
-    if row["failure"]:
-        return "failed"
-    if row.get("stopped"):
-        return "stopped"
-    if row.get("disk"):
-        return "disk"
-    return {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}.get(row["activity"], "compute")
 
 
 def sentences(found: Sequence[Blame]) -> list[str]:

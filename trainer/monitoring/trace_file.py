@@ -93,7 +93,7 @@ def trace_of(
     rings: Sequence[RankRing], metrics: Sequence[Mapping[str, Any]] = (), steps: range | None = None
 ) -> dict[str, Any]:
     """Return the trace of rings, optionally of some `steps` alone. `metrics` are lines of `metrics.jsonl`, for rank 0's memory."""
-    sliced = {ring.rank: _slices(ring, _offset(ring, rings[0])) for ring in rings}
+    sliced = {ring.rank: _slices(ring, rings[0]) for ring in rings}
     arrows = list(_arrows({ring.rank: ring.axes for ring in rings}, sliced))
     kept = {
         rank: [each for each in slices if steps is None or each.facts.get("step") in steps]
@@ -133,19 +133,17 @@ def trace_of(
     return {"traceEvents": [*titles, *events], "displayTimeUnit": "ms"}
 
 
-def _offset(ring: RankRing, base: RankRing) -> int:
-    if ring.host == base.host:
-        return 0
-    own, others = (
-        {code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base)
-    )
-    differences = [others[step] - own[step] for step in own.keys() & others.keys()]
-    # Without a shared moment, the wall clocks have to do.
-    return int(statistics.median(differences)) if differences else (base.clock - base.wall) - (ring.clock - ring.wall)
-
-
-def _slices(ring: RankRing, offset: int) -> list[Slice]:
-    """Return all activities of a rank as slices; unfinished ones end at the time of writing."""
+def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
+    """Return all activities of a rank as slices by the clock of `base`; unfinished ones end at the time of writing."""
+    offset = 0
+    if ring.host != base.host:
+        own, others = (
+            {code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base)
+        )
+        differences = [others[step] - own[step] for step in own.keys() & others.keys()]
+        # Without a shared moment, the wall clocks have to do.
+        walls = (base.clock - base.wall) - (ring.clock - ring.wall)
+        offset = int(statistics.median(differences)) if differences else walls
     facts: dict[str, Any] = {}
     made: list[Slice] = []
     nested: list[Slice] = []

@@ -79,16 +79,15 @@ class Tracker:
     the tracker's library.
     """
 
-    def __init__(self, name: str, run: TrackedRun, *, sent: Place = UNKNOWN, tracker: Any = None) -> None:
-        self.name, self.run, self.tracker = name, run, tracker
-        self.sent = sent
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        self.name, self.run = name, run
+        self.tracker: Any = None
+        self.sent = UNKNOWN
         """The position of the last row sent."""
 
     def start(self) -> None:
         """Begin, or resume a run with this id."""
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        run, kind = self.run, LOGGER_TYPE_TO_CLASS[self.name]
+        run, kind = self.run, self._kind
         folder = [run.folder(self.name)] if kind.requires_logging_directory else []
         self._make(run.project, *folder, **kind_of(self.name).arguments(run))
         self.tracker.store_init_configuration(dict(run.settings))
@@ -110,10 +109,14 @@ class Tracker:
     def abandon(self) -> None:
         """Handle a call that hangs, so that neither the run nor the exit of the process waits for it."""
 
-    def _make(self, *arguments: Any, **keywords: Any) -> None:
+    @property
+    def _kind(self) -> Any:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        self.tracker = LOGGER_TYPE_TO_CLASS[self.name](*arguments, **keywords)
+        return LOGGER_TYPE_TO_CLASS[self.name]
+
+    def _make(self, *arguments: Any, **keywords: Any) -> None:
+        self.tracker = self._kind(*arguments, **keywords)
         self.tracker.start()
 
     def _noted(self) -> tuple[Place, int]:

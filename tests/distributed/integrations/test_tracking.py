@@ -349,7 +349,8 @@ class Fake(Tracker):
 
     def __init__(self, name: str = "fake", log: Callable[[TrackedRow], None] = lambda row: None, **calls: Any) -> None:
         run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=Path(), step=0, config={})
-        super().__init__(name, run, sent=calls.get("sent", UNKNOWN))
+        super().__init__(name, run)
+        self.sent = calls.get("sent", UNKNOWN)
         self._log, self._calls = log, calls
         self.rows: list[TrackedRow] = []
 
