@@ -35,9 +35,9 @@ from zeromesh.trainer.hub.upload import open_repository, push
 from zeromesh.trainer.inference.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, run_dataset
-from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
+from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
 from zeromesh.trainer.models.adapters import is_adapted
@@ -200,7 +200,8 @@ class Trainer(ModelOnMesh):
             self.start_times.end("directory")
             run = self.run
             samples = PromptSamples.of(run)
-            report = fit(run, directory, None if samples is None else samples.generate)
+            loop = TrainingLoop(run=run, directory=directory, samples=None if samples is None else samples.generate)
+            report = loop.fit()
         if self.config.hub.push:
             try:
                 self.push_to_hub()

@@ -1,10 +1,12 @@
-"""The loop over steps: train, log, evaluate, save, and stop gracefully.
+"""One `fit`: resume from a checkpoint, train, log, evaluate, save, stop gracefully, and end with a report and a whole model.
 
 The first signal ends the run after the current step, the second one at once. SIGHUP, of a lost terminal, and SIGUSR1, which
 schedulers send on request, are treated as SIGTERM.
 """
 
+import math
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,17 +18,22 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import NonFiniteError, counted, some
+from zeromesh.errors import ConfigError, DataError, NonFiniteError, counted, some
 from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
-from zeromesh.trainer.checkpoints.manager import RunCheckpoints
+from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, description_of, goal_of, value_of
+from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.collate import IGNORED_LABEL
+from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.loader import BatchLoader
-from zeromesh.trainer.formatting import Detail
-from zeromesh.trainer.loop.context import Line, RunContext
-from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of
+from zeromesh.trainer.formatting import Detail, human_bytes, human_count
+from zeromesh.trainer.loop.context import FitReport, Line, RunContext
+from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
+from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
+from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.rank_waits import Stragglers
+from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, sentence, strict
 from zeromesh.trainer.monitoring.step_stats import StepResult, rank_figures
 from zeromesh.trainer.monitoring.tracking import Tracking
@@ -66,16 +73,18 @@ def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """Trains a run from its current step to the last one, or to one after which it is asked to stop."""
+    """Trains a run in its locked directory, from its current step to the last one, or to one after which it is asked to stop.
+    `samples` generates the completions of `run.prompts`."""
 
     run: RunContext
-    loader: BatchLoader
-    writer: MetricsWriter | None
-    tracking: Tracking
-    profile: Profile
-    checkpoints: RunCheckpoints
-    request: StopRequest
+    directory: RunDirectory
     samples: Samples | None = None
+    _checkpoints: RunCheckpoints = field(init=False)
+    _request: StopRequest = field(init=False)
+    _loader: BatchLoader = field(init=False)
+    _writer: MetricsWriter | None = field(init=False)
+    _tracking: Tracking = field(init=False)
+    _profile: Profile = field(init=False)
     _stragglers: Stragglers = field(default_factory=Stragglers)
     _stopped: int = 0
     """The signal by which some rank was asked to stop; 0: none."""
@@ -101,14 +110,118 @@ class TrainingLoop:
     def _over(self) -> bool:
         return self.run.finished or bool(self._stopped or self._ended)
 
-    def go(self) -> tuple[int, float | None]:
-        """Train; returns 0 after the last step, or the signal by which some rank was asked to stop, and the loss of the last step's
-        evaluation."""
+    def fit(self) -> FitReport:
+        """Train up to the last step. An interrupted run is resumed; for a finished one only a note is shown.
+
+        Raises:
+            DataError: where there is no training data.
+            ConfigError: for a model without trainable parameters.
+            KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was asked to stop.
+            NonFiniteError: at the end, where more than half of all steps made no update.
+        """
+        run, progress = self.run, self.run.progress
+        if progress.report is not None:
+            run.console.note(f"already finished at step {progress.step}; a new Trainer trains this model further")
+            return progress.report
+        feed = run.model.feeds.train()
+        if feed is None:
+            raise DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
+        model = run.model.module
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            frozen = any(True for _ in model.parameters())
+            why = "has only frozen parameters (requires_grad is False)" if frozen else "has no parameters"
+            raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
+        run.start_times.begin()
+        with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as self._request:
+            if run.data.eval is not None:
+                # Invalid metrics are refused before training, not at the first evaluation.
+                require_metric(run)
+                generation_of(run, None, {}, metrics=True)
+            self._checkpoints = RunCheckpoints(
+                run.config,
+                self.directory.path,
+                run.model.require_engine(),
+                run.model.processing_class,
+                run.console.note,
+                linked=run.events.of_transformers is not None,
+            )
+            stopped, eval_loss = 0, self._resume() if progress.step == 0 else None
+            run.start_times.end("checkpoints")
+            if not run.finished:
+                self._checkpoints.require_room()
+            if not run.finished or progress.owes_evaluation:
+                stopped, eval_loss = self._train(feed)
+            if not stopped:
+                progress.report = self._end(eval_loss)
+        if progress.report is None:
+            run.console.note(f"stopped after step {progress.step}")
+            # The process ends as it does by the signal's default action, but through `finally` blocks.
+            raise KeyboardInterrupt if stopped == signal.SIGINT else SystemExit(128 + stopped)
+        if progress.max_nonfinite and 2 * progress.skipped > progress.step:
+            raise NonFiniteError(
+                f"{progress.skipped} of {counted(progress.step, 'step')} made no update, because their gradients were not finite "
+                f"(in the last such step, {progress.cause or 'of an earlier process'}). The run is complete and what it has is "
+                "saved, but the model is hardly trained; look at the first line of metrics.jsonl that has `cause`. "
+                "run.max_nonfinite: 0 lets such a run pass"
+            )
+        return progress.report
+
+    def _resume(self) -> float | None:
+        """Resume from the newest checkpoint, if any; returns its evaluation loss."""
+        run = self.run
+        run.console.status("looking for checkpoints")
+        state = self._checkpoints.resume(run.settings)
+        if state is None:
+            return None
+        # The run's first process decides for the settings that the model has written to its configuration since.
+        kept = {name: value for name, value in run.model.described.items() if f"model.{name}" not in state.written}
+        first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
+        run.model.described = kept | first
+        section, progress = run.config.run, run.progress
+        progress.resume(state)
+        run.events.restore(state.callbacks)
+        if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
+            change = f"{state.max_steps} then, {section.max_steps} now"
+            run.console.note(
+                f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on"
+            )
+        if run.finished:
+            evaluates = run.data.eval is not None and (section.eval_at_end or section.evaluates_after(state.step))
+            progress.owes_evaluation = evaluates and state.eval_loss is None
+            owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
+            length = "run.max_steps" if section.epochs is None else "run.epochs"
+            run.console.note(
+                f"nothing was trained: run {section.name!r} is complete at step {progress.reached} of {section.max_steps}{owed}; "
+                f"raise {length}, or choose another run.name"
+            )
+        else:
+            run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
+        return state.eval_loss
+
+    def _train(self, feed: Feed) -> tuple[int, float | None]:
+        """Return the signal that stopped the run, or 0, and the loss of the last step's evaluation."""
+        run, progress, note = self.run, self.run.progress, self.run.console.note
+        config, mesh, path, resumed = run.config, run.mesh, self.directory.path, progress.resumed
+        given = [name for name, how in run.inputs.names().items() if how == "given"]
+        facts = {"parameters": run.model.parameters, "given": given}
+        with (
+            self._checkpoints,
+            self.directory.open(config, progress.step, facts, mesh) as self._writer,
+            run.console,
+            run.loader(feed, last=config.run.max_steps, state=resumed.stream or None) as self._loader,
+            Tracking.open(config, mesh, path, step=progress.step, known=resumed.tracker, note=note) as self._tracking,
+            Profile(config.profile, path, run.model.require_engine(), note) as self._profile,
+        ):
+            run.start_times.end("files and trackers")
+            self._take_steps()
+        return self._stopped, self._current_evaluation[0]
+
+    def _take_steps(self) -> None:
         run, progress, section = self.run, self.run.progress, self.run.config.run
         progress.began = (time.perf_counter(), run.samples)
         run.events.call("on_train_begin")
         if not self._over:
-            self.checkpoints.rehearse(self._state)
+            self._checkpoints.rehearse(self._state)
         # The last evaluation costs as much as so many steps: forward is a third of a step's work.
         samples = sum(map(len, run.data.evaluated().values())) if section.eval_at_end else 0
         after = samples / run.config.batch.global_size / 3
@@ -127,12 +240,11 @@ class TrainingLoop:
             run.console.note(f"ended after step {progress.step}: {self._ended}")
         self._save_last()
         self._announce_save()
-        self.checkpoints.close()
+        self._checkpoints.close()
         if not self._stopped:
             progress.summary = run.summary_values()
             run.log_values(progress.summary)
             run.events.call("on_train_end")
-        return self._stopped, self._current_evaluation[0]
 
     def _train_one(self) -> None:
         run, progress, events = self.run, self.run.progress, self.run.events
@@ -141,15 +253,15 @@ class TrainingLoop:
         events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
-        with self.profile.step(number):
+        with self._profile.step(number):
             result = run.model.stepper.train_step(
-                self.loader,
+                self._loader,
                 position,
                 number - 1,
                 run.model.optimizer.groups(factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
                 before_update=self._before_update if events.listens("on_pre_optimizer_step") else None,
-                stop_signal=self.request.signal,
+                stop_signal=self._request.signal,
             )
         if result is None:
             progress.passed_over += 1
@@ -252,10 +364,10 @@ class TrainingLoop:
         """
         run = self.run
         line |= run.model.stepper.scalars.take(run.mesh)
-        if self.writer is not None:
-            self.writer.write({**line, **self._start})
+        if self._writer is not None:
+            self._writer.write({**line, **self._start})
             self._start = {}
-        self.tracking.log(line)
+        self._tracking.log(line)
         run.console.step(line)
         self._written = line["step"]
 
@@ -280,8 +392,8 @@ class TrainingLoop:
                 self._save_last()
             self._evaluate()
             run.events.agree(run.mesh)
-        if self.checkpoints.in_flight is not None:
-            self.checkpoints.poll()
+        if self._checkpoints.in_flight is not None:
+            self._checkpoints.poll()
         if run.events.control.should_save and not self._stopped:
             self._save()
         if run.events.control.should_training_stop and not self._over:
@@ -316,7 +428,7 @@ class TrainingLoop:
 
         def stop() -> bool:
             # Evaluations may be long, so ranks ask each other between microbatches.
-            asked = torch.tensor([int(self.request.signal)])
+            asked = torch.tensor([int(self._request.signal)])
             self._stopped = self._stopped or int(run.mesh.world.all_reduce_max(asked, "requests to stop")[0])
             return bool(self._stopped)
 
@@ -330,7 +442,7 @@ class TrainingLoop:
         self._append(EVALUATIONS, line)
         # Callbacks compare with the previous best value, as with transformers.
         run.log_evaluation(values)
-        self.tracking.evaluated(line)
+        self._tracking.evaluated(line)
         if section.prompts_every is None:
             self._sample()
         goal = goal_of(section.metric, section.metric_goal)
@@ -339,7 +451,7 @@ class TrainingLoop:
             run.events.control.should_save = True
         if section.patience and best.waited >= section.patience:
             self._ended = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
-        self.checkpoints.record(self._state())
+        self._checkpoints.record(self._state())
 
     def _sample(self) -> None:
         if self.samples is None:
@@ -347,17 +459,17 @@ class TrainingLoop:
         with self.run.model.averaged() if self.run.config.ema.evaluate else nullcontext():
             lines = self.samples(self.run)
         self._append(SAMPLES, *lines)
-        self.tracking.sampled(self.run.progress.step, lines)
+        self._tracking.sampled(self.run.progress.step, lines)
 
     def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
         """Append lines to another file beside that of the metrics."""
-        if self.writer is not None:
-            with MetricsWriter(self.writer.path.with_name(name)) as file:
+        if self._writer is not None:
+            with MetricsWriter(self._writer.path.with_name(name)) as file:
                 for line in lines:
                     file.write(line)
 
     def _save(self) -> None:
-        run, checkpoints = self.run, self.checkpoints
+        run, checkpoints = self.run, self._checkpoints
         run.events.control.should_save = False
         if self._over:
             self._save_last()
@@ -369,7 +481,7 @@ class TrainingLoop:
 
     def _save_last(self) -> None:
         """Save the state after the last step, before an evaluation during which the process may be killed."""
-        run, checkpoints = self.run, self.checkpoints
+        run, checkpoints = self.run, self._checkpoints
         if run.config.checkpoint.every_steps:
             self._on_save_due |= run.progress.step not in (checkpoints.latest, checkpoints.in_flight)
             checkpoints.save_last(self._state())
@@ -389,7 +501,7 @@ class TrainingLoop:
         return TrainerState(
             step=progress.step,
             samples=run.samples,
-            stream=self.loader.state(progress.position),
+            stream=self._loader.state(progress.position),
             passed_over=progress.passed_over,
             tokens=progress.tokens,
             updates=engine.updates,
@@ -406,8 +518,52 @@ class TrainingLoop:
             seed=run.config.run.seed,
             max_steps=run.config.run.max_steps,
             learning_rate=run.learning_rate_of(max(0, progress.step - 1)),
-            tracker=self.tracking.identity(run.config.run.name),
+            tracker=self._tracking.identity(run.config.run.name),
             log_history=[strict(line) for line in progress.log] if run.events.of_transformers is not None else [],
             settings=run.settings,
             written={f"model.{name}": now[name] for name in now if name not in before or before[name] != now[name]},
         )
+
+    def _end(self, eval_loss: float | None) -> FitReport:
+        """Make the model whole, with its best weights if configured; returns the report, and shows it."""
+        run, checkpoints = self.run, self._checkpoints
+        progress, best, config = run.progress, run.progress.best, run.config.run
+        if config.load_best and best.value is not None and best.step != progress.step:
+            load_weights(checkpoints.store.path(best.step), run.model.require_engine(), run.mesh)
+            run.console.note(f"weights of step {best.step}: {config.metric} {best.value:.4g} is the best")
+        steady = progress.seconds[1:] or progress.seconds
+        per_step = (progress.tokens - progress.resumed.tokens) / max(1, len(progress.seconds))
+        report = FitReport(
+            final_step=progress.step,
+            final_loss=math.nan if progress.last_loss is None else progress.last_loss,
+            losses=tuple(progress.losses),
+            eval_loss=eval_loss,
+            tokens=progress.tokens,
+            tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
+            peak_memory_bytes=rank_figures(run.mesh)[0],
+            skipped_steps=progress.skipped,
+            passed_over=progress.without_targets,
+            metrics=dict(progress.summary or run.summary_values()),
+        )
+        if report.losses:
+            run.console.note(
+                f"done: {counted(report.final_step, 'step')}, loss {report.final_loss:.4f}, "
+                f"{human_count(report.tokens_per_second)} {progress.unit}/s, "
+                f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
+            )
+        run.console.note(*progress.notes())
+        if run.planned is not None and run.planned.result:
+            run.console.note("\n  ".join(comparison_lines(run.planned.result)))
+        run.model.make_whole()
+        if checkpoints.latest is not None:
+            run.console.note(f"model    {checkpoints.store.path(checkpoints.latest)!s}")
+            shown = shlex.quote(str(self.directory.path))
+            module, tokenizer = run.model.module, run.model.processing_class
+            pretrained = pretrained_of(module)
+            command = f"zeromesh report {shown}"
+            if is_adapted(module):
+                command = f"zeromesh checkpoint export {shown} OUT --merge"
+            elif pretrained is not None and pretrained.can_generate() and getattr(tokenizer, "chat_template", None):
+                command = f"zeromesh generate {shown} --chat"
+            run.console.note(f"next     {command}")
+        return report

@@ -98,8 +98,8 @@ class RunDirectory:
     ) -> Iterator[MetricsWriter | None]:
         """Write the resolved configuration, without secrets, and yield the writer of metrics, which continues after `step`.
 
-        `facts` about the model and the machine go into the line of this start. Inside the block a file has the activity of every
-        rank, and each rank writes its latest events on request, and at any end of it.
+        `facts` about the model go into the line of this start, beside the hardware and versions. Inside the block a file
+        has the activity of every rank, and each rank writes its latest events on request, and at any end of it.
         """
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
         header = {"rank": mesh.rank, "host": mesh.places[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
@@ -120,8 +120,14 @@ class RunDirectory:
                     write_whole(self.path / "config.resolved.yaml", config.to_yaml(redaction.values).encode())
                 except OSError as error:
                     raise self._unwritable(error) from error
+                device = mesh.device
+                name = device_name(device) if is_accelerator(device) else cpu_name()
+                hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
+                versions = {"zeromesh": __version__, "python": platform.python_version()}
+                versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
                 with MetricsWriter(self.path / STARTS) as starts:
-                    starts.write({"step": step, "host": socket.gethostname(), **facts})
+                    start = {"step": step, "host": socket.gethostname(), **facts}
+                    starts.write({**start, "hardware": hardware, "versions": versions})
                 for name in (EVALUATIONS, SAMPLES):
                     if os.path.lexists(self.path / name):
                         MetricsWriter(self.path / name, keep_through=step).close()
@@ -132,16 +138,6 @@ class RunDirectory:
         finally:
             mesh.watch.on_request = lambda: None
             write_ring()
-
-
-def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
-    """Return the facts of a start: the number of parameters, the hardware, and versions of packages."""
-    device, size = mesh.device, mesh.shape.world_size
-    name = device_name(device) if is_accelerator(device) else cpu_name()
-    versions = {"zeromesh": __version__, "python": platform.python_version()}
-    versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
-    hardware = f"{counted(size, 'rank')} on {name}"
-    return {"parameters": parameters, "hardware": hardware, "versions": versions}
 
 
 def _note(file: io.FileIO, text: str) -> None:
