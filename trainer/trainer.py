@@ -182,9 +182,10 @@ class Trainer(ModelOnMesh):
         """
         if resume is not None:
             named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
-            self.config = with_resume(self.config, named)
+            section = {"checkpoint": self.config.checkpoint.model_copy(update={"resume": named})}
+            self.config = self.config.model_copy(update=section)
             if self._run is not None:
-                self._run = replace(self._run, config=with_resume(self._run.config, named))
+                self._run = replace(self._run, config=self._run.config.model_copy(update=section))
         mesh = self.mesh
         self.start_times.begin()
         with ExitStack() as stack:
@@ -195,7 +196,7 @@ class Trainer(ModelOnMesh):
                 if self._run is None:
                     with mesh.call("trainer.fit()"):
                         require_settings(self.config, directory.path, mesh)
-                if self.config.hub.push and self.hub_model_id is None:
+                if self.config.hub.push:
                     self._open_repository()
             self.start_times.end("directory")
             run = self.run
@@ -330,8 +331,7 @@ class Trainer(ModelOnMesh):
             StorageError: where the model cannot be saved or uploaded; saved files stay in `hub-upload` of the run's directory.
         """
         self.events.call("on_push_begin")
-        if self.hub_model_id is None:
-            self._open_repository(token, private)
+        self._open_repository(token, private)
         with self.mesh.call("trainer.push_to_hub()"):
             return push(self, commit_message, token=token, revision=revision, card=card)
 
@@ -481,8 +481,9 @@ class Trainer(ModelOnMesh):
 
     def _open_repository(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository on the Hub if there is none. Raises `ConfigError` where it cannot be reached."""
-        with self.mesh.call("trainer.push_to_hub()"):
-            self.hub_model_id = open_repository(self, token, private)
+        if self.hub_model_id is None:
+            with self.mesh.call("trainer.push_to_hub()"):
+                self.hub_model_id = open_repository(self, token, private)
 
     @property
     def run(self) -> RunContext:
@@ -517,8 +518,3 @@ def _meant(name: str) -> str:
         return f"it is {BY_NAME[name]} here"
     near = suggestion(name) or ""
     return f"config has the key {near}" if near.endswith(f".{name}") else "docs/api/trainer.md has what there is"
-
-
-def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:
-    """Return the configuration with another `checkpoint.resume`."""
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})

@@ -11,7 +11,7 @@ stand-in for data loaders: access to a missing attribute raises an error.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -221,8 +221,10 @@ class CallbackDispatcher:
 
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Request actions after the present step, in addition to earlier requests."""
-        asked = {"should_log": log, "should_evaluate": evaluate, "should_save": save, "should_training_stop": stop}
-        self.control = replace(self.control, **{name: True for name, wanted in asked.items() if wanted})
+        self.control.should_log |= log
+        self.control.should_evaluate |= evaluate
+        self.control.should_save |= save
+        self.control.should_training_stop |= stop
 
     def forget_requests(self, *, stop_epoch: bool = False) -> None:
         """Clear the requests for the next step, except one to stop the run."""

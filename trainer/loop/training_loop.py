@@ -98,7 +98,7 @@ class TrainingLoop:
     """The latest step whose line is in the file."""
     _on_save_due: bool = False
     """True if the current step is saved and `on_save` is still to be called."""
-    _evaluated: tuple[int, float, float] | None = None
+    _evaluated: tuple[int, float | None, float | None] | None = None
     """The step, the loss and the value of `run.metric` of the latest evaluation."""
 
     @property
@@ -145,18 +145,19 @@ class TrainingLoop:
                 run.console.note,
                 linked=run.events.of_transformers is not None,
             )
-            stopped, eval_loss = 0, self._resume() if progress.step == 0 else None
+            if progress.step == 0:
+                self._resume()
             run.start_times.end("checkpoints")
             if not run.finished:
                 self._checkpoints.require_room()
             if not run.finished or progress.owes_evaluation:
-                stopped, eval_loss = self._train(feed)
-            if not stopped:
-                progress.report = self._end(eval_loss)
+                self._train(feed)
+            if not self._stopped:
+                progress.report = self._end()
         if progress.report is None:
             run.console.note(f"stopped after step {progress.step}")
             # The process ends as it does by the signal's default action, but through `finally` blocks.
-            raise KeyboardInterrupt if stopped == signal.SIGINT else SystemExit(128 + stopped)
+            raise KeyboardInterrupt if self._stopped == signal.SIGINT else SystemExit(128 + self._stopped)
         if progress.max_nonfinite and 2 * progress.skipped > progress.step:
             raise NonFiniteError(
                 f"{progress.skipped} of {counted(progress.step, 'step')} made no update, because their gradients were not finite "
@@ -166,19 +167,20 @@ class TrainingLoop:
             )
         return progress.report
 
-    def _resume(self) -> float | None:
-        """Resume from the newest checkpoint, if any; returns its evaluation loss."""
+    def _resume(self) -> None:
+        """Resume from the newest checkpoint, if any."""
         run = self.run
         run.console.status("looking for checkpoints")
         state = self._checkpoints.resume(run.settings)
         if state is None:
-            return None
+            return
         # The run's first process decides for the settings that the model has written to its configuration since.
         kept = {name: value for name, value in run.model.described.items() if f"model.{name}" not in state.written}
         first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
         run.model.described = kept | first
         section, progress = run.config.run, run.progress
         progress.resume(state)
+        self._evaluated = (state.step, state.eval_loss, state.metric)
         run.events.restore(state.callbacks)
         if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
             change = f"{state.max_steps} then, {section.max_steps} now"
@@ -196,10 +198,8 @@ class TrainingLoop:
             )
         else:
             run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
-        return state.eval_loss
 
-    def _train(self, feed: Feed) -> tuple[int, float | None]:
-        """Return the signal that stopped the run, or 0, and the loss of the last step's evaluation."""
+    def _train(self, feed: Feed) -> None:
         run, progress, note = self.run, self.run.progress, self.run.console.note
         config, mesh, path, resumed = run.config, run.mesh, self.directory.path, progress.resumed
         given = [name for name, how in run.inputs.names().items() if how == "given"]
@@ -214,7 +214,6 @@ class TrainingLoop:
         ):
             run.start_times.end("files and trackers")
             self._take_steps()
-        return self._stopped, self._current_evaluation[0]
 
     def _take_steps(self) -> None:
         run, progress, section = self.run, self.run.progress, self.run.config.run
@@ -524,7 +523,7 @@ class TrainingLoop:
             written={f"model.{name}": now[name] for name in now if name not in before or before[name] != now[name]},
         )
 
-    def _end(self, eval_loss: float | None) -> FitReport:
+    def _end(self) -> FitReport:
         """Make the model whole, with its best weights if configured; returns the report, and shows it."""
         run, checkpoints = self.run, self._checkpoints
         progress, best, config = run.progress, run.progress.best, run.config.run
@@ -537,7 +536,7 @@ class TrainingLoop:
             final_step=progress.step,
             final_loss=math.nan if progress.last_loss is None else progress.last_loss,
             losses=tuple(progress.losses),
-            eval_loss=eval_loss,
+            eval_loss=self._current_evaluation[0],
             tokens=progress.tokens,
             tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
             peak_memory_bytes=rank_figures(run.mesh)[0],

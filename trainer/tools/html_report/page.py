@@ -217,9 +217,7 @@ def _communication(run: RunRecord) -> Html | None:
     steps = len({step for values in columns.values() for step in values})
     means = {keys: sum(values.values()) / max(1, steps) for keys, values in columns.items()}
     pairs = sorted({keys[:2] for keys in means}, key=lambda pair: -means.get((*pair, "seconds"), 0.0))
-    if not pairs:
-        return None
-    most = means.get((*pairs[0], "seconds")) or 1.0
+    most = max((means.get((*pair, "seconds"), 0.0) for pair in pairs), default=0.0) or 1.0
     rows = []
     for pair in pairs:
         calls, nbytes, seconds = (means.get((*pair, name), 0.0) for name in ("calls", "bytes", "seconds"))
