@@ -104,7 +104,6 @@ class RunProgress:
     logged: int = 0
     """The number of `losses` that logged lines have averaged."""
     step: int = 0
-    """The number of optimizer steps made."""
     passed_over: int = 0
     """The number of data steps skipped, because a callback ended an epoch early or a global batch had no targets."""
     without_targets: int = 0
@@ -121,7 +120,6 @@ class RunProgress:
     cause: str = ""
     """The reason why the latest skipped step was skipped."""
     unit: str = "tokens"
-    """The unit of the latest step's throughput."""
     communication: Figures = field(default_factory=dict)
     bubbles: list[Mapping[str, float]] = field(default_factory=list)
     best: Best = field(default_factory=Best)
@@ -132,7 +130,6 @@ class RunProgress:
     began: tuple[float, int] = field(default_factory=lambda: (time.perf_counter(), 0))
     """The start of training in this process, by `time.perf_counter`, and the number of samples before."""
     summary: Values = field(default_factory=dict)
-    """The summary of the whole run, after training."""
     report: FitReport | None = None
 
     @property

@@ -23,7 +23,6 @@ class TrainedModel(PlacedModel):
 
     owner: ClassVar[str] = "trainer"
     steps_made: Callable[[], int]
-    """Returns the number of steps that the run has made."""
     described: Mapping[str, Any]
     """The model's class and configuration before its first forward, by `description_of`: a forward may write into its
     configuration."""
@@ -39,7 +38,6 @@ class TrainedModel(PlacedModel):
     optimizer: OptimizerSettings
     stepper: Stepper
     generations: int = 0
-    """The number of calls of `generate` so far."""
     gradients_ready: bool = False
     """True between the last backward of a step and its update, when `gradient` may be called."""
 

@@ -26,13 +26,11 @@ class PlanCheck:
 
     layout: str
     phases: Mapping[str, float]
-    """Predicted seconds by phase."""
     memory: Mapping[str, Mapping[str, int]]
     """Predicted bytes of states and buffers at the end of a step, by tier and purpose."""
     peak: int
     """The predicted peak bytes of the process, or of its accelerator."""
     result: dict[str, Any] = field(default_factory=dict)
-    """The latest comparison."""
     _steps: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
 
     def add(self, seconds: float, phases: Mapping[str, float]) -> None:

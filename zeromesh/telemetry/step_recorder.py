@@ -60,7 +60,6 @@ class StepPhase(StrEnum):
 BACKWARD_RANGE = "backward of "
 """The prefix of the ranges of `next_range`, which end inside an operator of autograd."""
 NOTHING: AbstractContextManager[object] = nullcontext()
-"""A block that records nothing."""
 
 
 class StepRecorder:

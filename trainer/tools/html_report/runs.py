@@ -41,7 +41,6 @@ class RunRecord:
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     """Summaries as in `zeromesh checkpoint list --json`, oldest first."""
     ranks: list[dict[str, Any]] = field(default_factory=list)
-    """The last known activity of each rank."""
     step_memory: StepMemory | None = None
     planned: PlanTable | None = None
     """The predicted and the measured figures of a finished run whose layout a plan has chosen."""
