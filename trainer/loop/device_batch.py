@@ -93,7 +93,7 @@ class DeviceBatch(dict[str, Any]):
         if not self._on_device:
             yield
             return
-        answers = {
+        answers: dict[str, _Function] = {
             "find_packed_sequence_indices": self._sequences,
             "_ignore_causal_mask_sdpa": self._ignored,
             "_ignore_bidirectional_mask_sdpa": self._ignored,
