@@ -1,5 +1,4 @@
-"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, a memory timeline of one step, and a
-memory snapshot after an out-of-memory error.
+"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, and a memory timeline of one step.
 
 Beside operators, traces have the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each unit,
 collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
@@ -12,23 +11,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch.profiler import profile
 
-from zeromesh.environment import secret_values
-from zeromesh.errors import StorageError, ZeromeshError, counted, summary
 from zeromesh.files import write_whole
-from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
-from zeromesh.offload.accelerator import device_memory, is_accelerator, profiled, write_allocations
+from zeromesh.offload.accelerator import profiled
 from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
-from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.sections.outputs import ProfileSection
-from zeromesh.trainer.formatting import human_bytes
 from zeromesh.zero.engine import ZeroEngine
 
 FOLDER = "profile"
@@ -145,61 +135,3 @@ def _write(profiler: profile, path: Path) -> None:
                     line, own = _ROW.sub('"units in backward"', line), False
                 out.write(line)
         packed.replace(path)
-
-
-_OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
-"""Messages of out-of-memory errors, which have no common class."""
-
-
-def ran_out(error: BaseException) -> bool:
-    """Return True for an out-of-memory error."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    of_zeromesh = isinstance(error, ZeromeshError) and not isinstance(error, StorageError)
-    return isinstance(error, RuntimeError) and not of_zeromesh and bool(_OUT_OF_MEMORY.search(str(error)))
-
-
-_CURES = (
-    "lower batch.micro_size or data.sequence_length, set model.activation_checkpointing: block, raise zero.stage, or offload "
-    "more (docs/offload.md)"
-)
-
-
-def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, directory: Path, step: int) -> BaseException:
-    """Write the bytes of this rank after an out-of-memory error, of the process and by tier and purpose, and return an error that
-    refers to the file; return any other error as it is. `step` is the number of finished steps.
-
-    `uncounted` are bytes outside the ledger: activations, libraries, and other code's private memory.
-    """
-    if not ran_out(error):
-        return error
-    path, what, purposes = directory / f"memory-rank-{mesh.rank}.json", summary(error), {}
-    process = {"resident": resident_bytes(), "resident_peak": peak_bytes(), "available": available_bytes()}
-    on_device = is_accelerator(mesh.device)
-    if on_device:
-        process |= {f"device_{what}": nbytes for what, nbytes in asdict(device_memory(mesh.device)).items()}
-    found: dict[str, Any] = {"rank": mesh.rank, "process": process}
-    if engine is not None:
-        ledger = engine.ledger
-        held = {tier.value: ledger.by_purpose(tier) for tier in Tier}
-        purposes = {
-            tier: {purpose.value: nbytes for purpose, nbytes in each.items()} for tier, each in held.items() if each
-        }
-        covered = ledger.total(Tier.DEVICE) if on_device else ledger.total()
-        beside = max(0, (process.get("device_allocated") or process["resident"]) - covered)
-        found |= {"counted": covered, "counted_peak": ledger.peak(), "uncounted": beside}
-    found["purposes"] = purposes
-    text = f"rank {mesh.rank} ran out of memory after {counted(step, 'whole step')} ({what})"
-    largest = sorted(purposes.get("device", {}).items(), key=lambda item: -item[1])[:3]
-    if largest:
-        text += f"; it holds {', '.join(f'{human_bytes(nbytes)} {purpose}' for purpose, nbytes in largest)}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        error_text = Redaction(secret_values()).text(what)
-        write_whole(path, json.dumps({"error": error_text, "step": step, **found}, indent=1).encode())
-        if write_allocations(mesh.device, blocks := path.with_suffix(".pickle")):
-            text += f". {blocks} has every block of the device, for https://pytorch.org/memory_viz"
-            text += "; profile.allocations: true adds where each was allocated"
-    except OSError as why:
-        return StorageError(f"{text}. What holds the rest could not be written to {path}: {why.strerror}; {_CURES}")
-    return StorageError(f"{text}. {path} says what holds the rest; {_CURES}")

@@ -20,8 +20,9 @@ from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.offload import WaitTime
 from zeromesh.telemetry.step_recorder import Collective, StepPhase, StepRecorder
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.loop.trained_model import ran_out
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
-from zeromesh.trainer.monitoring.profiler import Profile, ran_out
+from zeromesh.trainer.monitoring.profiler import Profile
 
 CASES = "profiling_cases"
 
