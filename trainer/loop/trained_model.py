@@ -71,8 +71,8 @@ class TrainedModel(PlacedModel):
         return f"this run ended after {steps} with {self.failure}. It cannot go on; make a new Trainer"
 
     def explain(self, error: BaseException) -> BaseException:
-        """Write this rank's bytes after an out-of-memory error, of the process and by tier and purpose, and return an error that refers
-        to the file; return any other error as it is.
+        """Write this rank's bytes after an out-of-memory error, of the process and by tier and purpose, and return an error that
+        names the file; return any other error as it is.
 
         `uncounted` are bytes outside the ledger: activations, libraries, and other code's private memory.
         """
