@@ -18,7 +18,7 @@ import torch
 import yaml
 
 from tests.support import wandb_log
-from tests.support.step_lines import check_phases
+from tests.support.step_lines import check_phases, metrics
 from tests.support.workers import PoolOptions, Workers
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config import load as loading
@@ -365,20 +365,6 @@ class Fake(Tracker):
         self._calls.get("finish", lambda: None)()
 
 
-def metrics(step: int, **extras: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "loss": 1.0 / step,
-        "grad_norm": None,
-        "lr": 0.1,
-        "tokens": 10 * step,
-        "tokens_per_second": 5.0,
-        "step_seconds": 0.1,
-        "peak_memory_bytes": 7,
-        **extras,
-    }
-
-
 def raises(error: Exception) -> Callable[..., None]:
     def call(*_: Any) -> None:
         raise error
@@ -507,14 +493,14 @@ def test_names_of_figures() -> None:
         "communication": {"shard": {"point to point": {"bytes": 3}}},
     }
     with Tracking([fake], ident="x") as tracking:
-        tracking.log(metrics(2, **extras))
+        tracking.log(metrics(2, grad_norm=None, **extras))
     assert fake.rows[0].values == {
-        "train/loss": 0.5,
-        "train/learning_rate": 0.1,
-        "train/tokens": 20,
-        "perf/tokens_per_second": 5.0,
-        "perf/step_seconds": 0.1,
-        "memory/peak_bytes": 7,
+        "train/loss": 3.25,
+        "train/learning_rate": 3e-4,
+        "train/tokens": 4096,
+        "perf/tokens_per_second": 12_345.0,
+        "perf/step_seconds": 0.25,
+        "memory/peak_bytes": 3 << 29,
         "perf/mfu": 0.4,
         "train/skipped": True,
         "time/forward": 0.1,

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
 from tests.support.damage_cases import STATE, Json, replace, resign
+from tests.support.step_lines import metrics
 from tests.support.terminal import on_terminal, seen
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, printable_lines
 from zeromesh.trainer.cli.main import main
@@ -247,10 +248,7 @@ def test_a_notebook_has_one_line_that_changes(
     console.note("a note", Detail("a detail"))
     console.start(total_steps=2)
     for number in (1, 2):
-        console.step(
-            {"step": number, "loss": 2.0, "grad_norm": None, "lr": 1.0, "tokens": 1, "tokens_per_second": 1.0,
-             "step_seconds": 1.0, "peak_memory_bytes": 1, "mfu": 0.68712}
-        )  # fmt: skip
+        console.step(metrics(number, loss=2.0, grad_norm=None, mfu=0.68712))
         console.status("evaluating")
     console.close()
     assert capsys.readouterr().out == "a note\n"

@@ -7,7 +7,6 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,26 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.step_lines import metrics
 from zeromesh.errors import StorageError
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.console import Console, step_line
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
 from zeromesh.trainer.monitoring.tracking import evaluation_row, missed_rows
 from zeromesh.trainer.trackers.backends import Place
-
-
-def metrics(step: int = 1, **changes: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "step": step,
-        "loss": 3.25,
-        "grad_norm": 1.5,
-        "lr": 3e-4,
-        "tokens": 4096,
-        "tokens_per_second": 12_345.0,
-        "step_seconds": 0.25,
-        "peak_memory_bytes": 3 << 29,
-    }
-    return values | changes
 
 
 def refuse_constant(name: str) -> None:
