@@ -19,11 +19,10 @@ from zeromesh.trainer.monitoring.step_metrics import STEP_FIELDS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The result of a step over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause` is the reason of a
+    """The result of a step over all ranks. `loss` is the mean over targets; `tokens` counts inputs; `cause` is the reason of a
     skip."""
 
     loss: float
-    targets: int
     tokens: int
     unit: str = "tokens"
     """The unit that `tokens` counts: samples, if the model has no `input_ids`."""
