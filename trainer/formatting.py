@@ -59,13 +59,10 @@ def table_lines(
     cells = [list(columns), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     indents = ["" if name in right else _INDENT for name in columns]
-    least = [
-        max(
-            [*map(len, name.split()), *([len(row[at]) for row in cells[1:]] if name in right else [_LEAST_WIDTH])],
-            default=0,
-        )
-        for at, name in enumerate(columns)
-    ]
+    least = []
+    for name, *column in zip(*cells, strict=True):
+        whole = map(len, column) if name in right else [_LEAST_WIDTH]
+        least.append(max([*map(len, name.split()), *whole], default=0))
 
     def room(at: int) -> tuple[bool, int]:
         # Names of columns of numbers are narrowed first.

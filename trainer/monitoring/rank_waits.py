@@ -60,9 +60,8 @@ def blames(rows: Sequence[Row]) -> list[Blame]:
         elif end in by_rank:
             row = by_rank[end]
             states = {"failed": row["failure"], "stopped": row.get("stopped"), "disk": row.get("disk")}
-            cause = next(
-                (name for name, is_so in states.items() if is_so), _CAUSES.get(row.get("activity", ""), "compute")
-            )
+            usual = _CAUSES.get(row.get("activity", ""), "compute")
+            cause = next((name for name, holds in states.items() if holds), usual)
             doing, seconds = row["failure"] or row["doing"], row.get("seconds", 0.0)
         else:
             continue

@@ -111,29 +111,28 @@ class RunDirectory:
 
         mesh.watch.on_request = write_ring
         try:
-            with ExitStack() as stack:
-                if not self._writes:
-                    yield None
-                    return
-                redaction = Redaction(secret_values())
-                try:
-                    write_whole(self.path / "config.resolved.yaml", config.to_yaml(redaction.values).encode())
-                except OSError as error:
-                    raise self._unwritable(error) from error
-                device = mesh.device
-                name = device_name(device) if is_accelerator(device) else cpu_name()
-                hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
-                versions = {"zeromesh": __version__, "python": platform.python_version()}
-                versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
-                with MetricsWriter(self.path / STARTS) as starts:
-                    start = {"step": step, "host": socket.gethostname(), **facts}
-                    starts.write({**start, "hardware": hardware, "versions": versions})
-                for name in (EVALUATIONS, SAMPLES):
-                    if os.path.lexists(self.path / name):
-                        MetricsWriter(self.path / name, keep_through=step).close()
-                writer = stack.enter_context(MetricsWriter(self.path / METRICS, keep_through=step))
-                ranks = mesh.world.ranks
-                stack.enter_context(StateMonitor(mesh.watch, ranks, self.path / RANKS, clean=redaction.text))
+            if not self._writes:
+                yield None
+                return
+            redaction = Redaction(secret_values())
+            try:
+                write_whole(self.path / "config.resolved.yaml", config.to_yaml(redaction.values).encode())
+            except OSError as error:
+                raise self._unwritable(error) from error
+            name = device_name(mesh.device) if is_accelerator(mesh.device) else cpu_name()
+            hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
+            versions = {"zeromesh": __version__, "python": platform.python_version()}
+            versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
+            with MetricsWriter(self.path / STARTS) as starts:
+                start = {"step": step, "host": socket.gethostname(), **facts}
+                starts.write({**start, "hardware": hardware, "versions": versions})
+            for name in (EVALUATIONS, SAMPLES):
+                if os.path.lexists(self.path / name):
+                    MetricsWriter(self.path / name, keep_through=step).close()
+            with (
+                MetricsWriter(self.path / METRICS, keep_through=step) as writer,
+                StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text),
+            ):
                 yield writer
         finally:
             mesh.watch.on_request = lambda: None
