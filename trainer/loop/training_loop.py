@@ -143,7 +143,7 @@ class TrainingLoop:
                 run.model.require_engine(),
                 run.model.processing_class,
                 run.console.note,
-                linked=run.events.of_transformers is not None,
+                linked=bool(run.events.of_transformers),
             )
             if progress.step == 0:
                 self._resume()
@@ -473,9 +473,7 @@ class TrainingLoop:
         if self._over:
             self._save_last()
         if run.progress.step not in (checkpoints.latest, checkpoints.in_flight):
-            adapted = run.events.of_transformers
-            wait = adapted is not None and adapted.read_checkpoints
-            self._on_save_due = checkpoints.save(self._state(), wait=wait)
+            self._on_save_due = checkpoints.save(self._state(), wait=run.events.read_checkpoints)
         self._announce_save()
 
     def _save_last(self) -> None:
@@ -518,7 +516,7 @@ class TrainingLoop:
             max_steps=run.config.run.max_steps,
             learning_rate=run.learning_rate_of(max(0, progress.step - 1)),
             tracker=self._tracking.identity(run.config.run.name),
-            log_history=[strict(line) for line in progress.log] if run.events.of_transformers is not None else [],
+            log_history=[strict(line) for line in progress.log] if run.events.of_transformers else [],
             settings=run.settings,
             written={f"model.{name}": now[name] for name in now if name not in before or before[name] != now[name]},
         )
