@@ -98,23 +98,15 @@ def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
 class Sender(threading.Thread):
     """Sends the rows of one tracker in a separate thread, so that it delays neither training nor other trackers."""
 
-    def __init__(self, tracker: Tracker, redaction: Redaction, capacity: int) -> None:
-        """`capacity` limits the queued rows; further ones are counted and dropped."""
+    def __init__(self, tracker: Tracker, redaction: Redaction) -> None:
         super().__init__(name=f"tracking by {tracker.name}", daemon=True)
         self.tracker = tracker
         self.rows: SimpleQueue[TrackedRow | None] = SimpleQueue()
         """The queued rows; None ends the tracker."""
         self.warnings: SimpleQueue[str] = SimpleQueue()
         self.lost = 0
+        """The number of rows that the tracker was too slow for."""
         self._redaction = redaction
-        self._capacity = capacity
-
-    def put(self, row: TrackedRow) -> None:
-        """Queue a row, unless the tracker has failed."""
-        if self.is_alive() and self.rows.qsize() < self._capacity:
-            self.rows.put(row)
-        elif self.is_alive():
-            self.lost += 1
 
     def run(self) -> None:
         """Run the tracker: first the rows that an earlier process did not send. No exception reaches training."""
@@ -155,7 +147,8 @@ class Tracking:
         patience: float = math.inf,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """`note` shows a line, from the training thread alone. `leave` is called when all trackers have ended.
+        """`note` shows a line, from the training thread alone. `capacity` limits the queued rows of a tracker; further ones are
+        counted and dropped. `leave` is called when all trackers have ended.
 
         The end waits at most `patience` seconds, and never more than half a minute.
         """
@@ -164,7 +157,8 @@ class Tracking:
         self._note = note
         self._leave = leave
         self._patience = patience
-        self._senders = [Sender(each, redaction or Redaction(), capacity) for each in trackers]
+        self._capacity = capacity
+        self._senders = [Sender(each, redaction or Redaction()) for each in trackers]
 
     @classmethod
     def open(
@@ -232,8 +226,12 @@ class Tracking:
         self._put(TrackedRow(Place(step, evaluation=True), {}, samples))
 
     def _put(self, row: TrackedRow) -> None:
-        for sender in self._senders:
-            sender.put(row)
+        """Queue a row for all trackers that have not failed."""
+        for sender in filter(Sender.is_alive, self._senders):
+            if sender.rows.qsize() < self._capacity:
+                sender.rows.put(row)
+            else:
+                sender.lost += 1
         self._show_warnings()
 
     def _show_warnings(self) -> None:
