@@ -37,7 +37,7 @@ KINDS = {
     "board": ("telemetry/status_board.py", "telemetry/board.py"),
     "watch": ("telemetry/watchdog.py", "telemetry/watch.py"),
     "ledger": ("memory/ledger.py", "offload/ledger.py"),
-    "metrics": ("trainer/monitoring/", "trainer/tracking/", "trainer/trackers/"),
+    "metrics": ("trainer/monitoring/", "trainer/trackers/"),
 }
 """Which files are bookkeeping, by the end of their names or the folder that they are in."""
 

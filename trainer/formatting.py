@@ -59,8 +59,21 @@ def table_lines(
     cells = [list(columns), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     indents = ["" if name in right else _INDENT for name in columns]
-    if width is not None:
-        _narrow(widths, columns, cells[1:], right, width)
+    least = []
+    for name, *column in zip(*cells, strict=True):
+        whole = map(len, column) if name in right else [_LEAST_WIDTH]
+        least.append(max([*map(len, name.split()), *whole], default=0))
+
+    def room(at: int) -> tuple[bool, int]:
+        # Names of columns of numbers are narrowed first.
+        spare = widths[at] - least[at]
+        return columns[at] in right and spare > 0, spare
+
+    while width is not None and sum(widths) + 2 * len(widths) - 2 > width:
+        at = max(range(len(widths)), key=room)
+        if room(at)[1] <= 0:
+            break
+        widths[at] -= 1
     lines = []
     for row in cells:
         parts = [[cell] for cell in row]
@@ -72,26 +85,6 @@ def table_lines(
             justified = (cell.rjust(most) if name in right else cell.ljust(most) for name, cell, most in named)
             lines.append("  ".join(justified).rstrip())
     return lines
-
-
-def _narrow(
-    widths: list[int], columns: Sequence[str], cells: Sequence[Sequence[str]], right: Collection[str], width: int
-) -> None:
-    """Names are narrowed before cells."""
-    least = [
-        max([len(word) for word in name.split()] + [len(row[at]) for row in cells if name in right])
-        for at, name in enumerate(columns)
-    ]
-    least = [each if name in right else max(each, _LEAST_WIDTH) for name, each in zip(columns, least, strict=True)]
-
-    def room(at: int) -> int:
-        return widths[at] - least[at]
-
-    while sum(widths) + 2 * len(widths) - 2 > width:
-        at = max(range(len(widths)), key=lambda at: (columns[at] in right and room(at) > 0, room(at)))
-        if room(at) <= 0:
-            return
-        widths[at] -= 1
 
 
 def wrapped(lines: Iterable[str], width: int | None) -> Iterator[str]:

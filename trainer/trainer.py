@@ -18,13 +18,14 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers.trainer_utils import PredictionOutput
 
+from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
+from zeromesh.trainer.checkpoints.manager import FOLDER, load_weights, require_settings
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config, suggestion
@@ -33,10 +34,10 @@ from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.hub.upload import open_repository, push
 from zeromesh.trainer.inference.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
-from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
-from zeromesh.trainer.loop.fit import fit
+from zeromesh.trainer.loop.evaluation import evaluate, generation_of, run_dataset
 from zeromesh.trainer.loop.prediction import PreprocessLogits
 from zeromesh.trainer.loop.trained_model import TrainedModel
+from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
 from zeromesh.trainer.models.adapters import is_adapted
@@ -181,9 +182,10 @@ class Trainer(ModelOnMesh):
         """
         if resume is not None:
             named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
-            self.config = with_resume(self.config, named)
+            section = {"checkpoint": self.config.checkpoint.model_copy(update={"resume": named})}
+            self.config = self.config.model_copy(update=section)
             if self._run is not None:
-                self._run = replace(self._run, config=with_resume(self._run.config, named))
+                self._run = replace(self._run, config=self._run.config.model_copy(update=section))
         mesh = self.mesh
         self.start_times.begin()
         with ExitStack() as stack:
@@ -194,12 +196,13 @@ class Trainer(ModelOnMesh):
                 if self._run is None:
                     with mesh.call("trainer.fit()"):
                         require_settings(self.config, directory.path, mesh)
-                if self.config.hub.push and self.hub_model_id is None:
+                if self.config.hub.push:
                     self._open_repository()
             self.start_times.end("directory")
             run = self.run
             samples = PromptSamples.of(run)
-            report = fit(run, directory, None if samples is None else samples.generate)
+            loop = TrainingLoop(run=run, directory=directory, samples=None if samples is None else samples.generate)
+            report = loop.fit()
         if self.config.hub.push:
             try:
                 self.push_to_hub()
@@ -276,9 +279,12 @@ class Trainer(ModelOnMesh):
         run = self.run
         with run.model.guarded("trainer.predict()"):
             how = generation_of(run, predict_with_generate, generation, metrics=False)
-            output = predict(run, test_dataset, metric_key_prefix, ignore_keys, how)
-        run.events.call("on_predict", output.metrics or {})
-        return output
+            found = run_dataset(run, test_dataset, metric_key_prefix, ignore_keys, generation=how, predicts=True)
+        _, metrics, outputs = found or (0, {}, None)
+        if outputs is None:
+            raise PhaseError("a prediction has ended early that nothing was to end")
+        run.events.call("on_predict", metrics)
+        return PredictionOutput(predictions=outputs.predictions, label_ids=outputs.label_ids, metrics=metrics)
 
     def verify(self, *, checks: Collection[str] = (), out: str | PathLike[str] | None = None) -> Certificate:
         """Train a small copy of the model for a few steps in this layout and in one plain PyTorch process, and compare every
@@ -325,8 +331,7 @@ class Trainer(ModelOnMesh):
             StorageError: where the model cannot be saved or uploaded; saved files stay in `hub-upload` of the run's directory.
         """
         self.events.call("on_push_begin")
-        if self.hub_model_id is None:
-            self._open_repository(token, private)
+        self._open_repository(token, private)
         with self.mesh.call("trainer.push_to_hub()"):
             return push(self, commit_message, token=token, revision=revision, card=card)
 
@@ -396,7 +401,22 @@ class Trainer(ModelOnMesh):
     @property
     def state(self) -> RunState:
         """The present state of the run."""
-        return self.run.state(self.run_directory)
+        run, section, progress = self.run, self.run.config.run, self.run.progress
+        best = progress.best
+        checkpoint = CheckpointStore(self.run_directory / FOLDER).path(best.step) if best.value is not None else None
+        return RunState(
+            step=progress.step,
+            max_steps=section.max_steps,
+            epoch=run.epoch,
+            epochs=run.plan.epoch_after(section.max_steps) if section.epochs is None else section.epochs,
+            tokens=progress.tokens,
+            best_metric=best.value,
+            best_step=best.step,
+            best_checkpoint=str(checkpoint) if checkpoint is not None and checkpoint.exists() else None,
+            is_world_process_zero=run.mesh.rank == 0,
+            total_flos=run.total_flos,
+            log_history=progress.log,
+        )
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
         """Log the user's scalars, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.
@@ -461,8 +481,9 @@ class Trainer(ModelOnMesh):
 
     def _open_repository(self, token: str | None = None, private: bool | None = None) -> None:
         """Create the repository on the Hub if there is none. Raises `ConfigError` where it cannot be reached."""
-        with self.mesh.call("trainer.push_to_hub()"):
-            self.hub_model_id = open_repository(self, token, private)
+        if self.hub_model_id is None:
+            with self.mesh.call("trainer.push_to_hub()"):
+                self.hub_model_id = open_repository(self, token, private)
 
     @property
     def run(self) -> RunContext:
@@ -497,8 +518,3 @@ def _meant(name: str) -> str:
         return f"it is {BY_NAME[name]} here"
     near = suggestion(name) or ""
     return f"config has the key {near}" if near.endswith(f".{name}") else "docs/api/trainer.md has what there is"
-
-
-def with_resume(config: TrainerConfig, resume: str) -> TrainerConfig:
-    """Return the configuration with another `checkpoint.resume`."""
-    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"resume": resume})})

@@ -19,7 +19,7 @@ COLOURS = "abcd"
 FLOORS_OF = {
     "trainer": (
         ("cli", "tools", "setup", "loop"),
-        ("callbacks", "checkpoints", "hub", "tracking", "monitoring"),
+        ("callbacks", "checkpoints", "hub", "monitoring"),
         ("models", "losses", "weights", "data", "config"),
     ),
     "zeromesh": (

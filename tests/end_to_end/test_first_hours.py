@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.step_lines import metrics
 from tests.support.trainer_cases import LLAMA, sentences
 from tests.support.workers import Workers
 from zeromesh import Trainer
@@ -16,7 +17,6 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
@@ -68,18 +68,7 @@ def test_the_time_left_has_the_evaluation_after_the_last_step(monkeypatch: pytes
     console.start(total_steps=4, after=3.0)
     for step in (1, 4):
         now[0] = step * 10.0
-        console.step(
-            StepMetrics(
-                step=step,
-                loss=1.0,
-                grad_norm=None,
-                lr=0.1,
-                tokens=1,
-                tokens_per_second=1.0,
-                step_seconds=10.0,
-                peak_memory_bytes=1,
-            )
-        )
+        console.step(metrics(step))
     assert [line.rpartition("  ")[2] for line in out.getvalue().splitlines()] == ["1:00 left", "30 s left"]
 
 

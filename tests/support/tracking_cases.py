@@ -157,7 +157,7 @@ def tracked(
     said = io.StringIO()
     with (
         patch.dict("accelerate.tracking.LOGGER_TYPE_TO_CLASS"),
-        patch("zeromesh.trainer.tracking.tracking._FINISH_SECONDS", 2.0 if stops else 30.0),
+        patch("zeromesh.trainer.monitoring.tracking._FINISH_SECONDS", 2.0 if stops else 30.0),
         contextlib.redirect_stdout(said),
     ):
         register_tracker_class(Noted)

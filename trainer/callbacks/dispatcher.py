@@ -11,7 +11,7 @@ stand-in for data loaders: access to a missing attribute raises an error.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -31,6 +31,9 @@ from zeromesh.trainer.config.foreign_names import training_arguments
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import ending_children
 
+_EXPORTED = "TransformersCallbacks"
+"""The key of the states of transformers' callbacks in a checkpoint."""
+
 
 @contextmanager
 def naming(callback: Any, event: str) -> Iterator[None]:
@@ -42,72 +45,100 @@ def naming(callback: Any, event: str) -> Iterator[None]:
         raise
 
 
-class TransformersCallbacks:
-    """All transformers callbacks of a trainer, which share arguments, state and control."""
+class CallbackDispatcher:
+    """Caller of a trainer's callbacks; those of transformers share arguments, state and control. Raises `ConfigError` at
+    construction for an object that is no callback."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.callbacks: list[TrainerCallback] = []
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
+        self._callbacks: list[Callback | TrainerCallback] = []
+        self.control = TrainerControl()
+        """The requests of this rank after the present step, which apply to all ranks. `should_training_stop` persists, and ends the
+        run with a checkpoint, as after the last step."""
         self._state = TrainerState()
         self._arguments: TrainingArguments | None = None
+        for callback in callbacks:
+            self.add(callback)
+
+    def add(self, callback: Any) -> None:
+        """Add a callback: an object, or a class of transformers, which is instantiated without arguments."""
+        if isinstance(callback, Callback):
+            self._callbacks.append(callback)
+            return
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            shown = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+            raise ConfigError(
+                f"callbacks holds {shown}; give objects of subclasses of zeromesh.trainer.callbacks.callback.Callback or "
+                "transformers.TrainerCallback"
+            )
+        self._callbacks.append(callback() if isinstance(callback, type) else callback)
+
+    @property
+    def of_transformers(self) -> list[TrainerCallback]:
+        """The callbacks of transformers."""
+        return [each for each in self._callbacks if not isinstance(each, Callback)]
 
     @property
     def read_checkpoints(self) -> bool:
-        """True if a callback overrides `on_save`, which may read the checkpoint, so it has to be complete by then."""
-        return any(type(each).on_save is not TrainerCallback.on_save for each in self.callbacks)
+        """True if a callback of transformers overrides `on_save`, which may read the checkpoint, which then has to be complete."""
+        return any(type(each).on_save is not TrainerCallback.on_save for each in self.of_transformers)
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Run an event of all callbacks, and apply the flags that they change."""
-        trainer = self._trainer
-        if event == "on_init_end":
-            self._begin()
-            return
+        """Call the method `event` of all callbacks, and apply the flags that those of transformers change; errors get a note that
+        names the callback."""
         named: dict[str, Any] = {}
+        known: frozenset[str] = frozenset()
+        for callback in self._callbacks:
+            if isinstance(callback, Callback):
+                if self._overrides(callback, event):
+                    with naming(callback, event), ending_children():
+                        getattr(callback, event)(self._trainer, *arguments)
+                continue
+            if not named:
+                named = self._named(event, *arguments)
+                known = frozenset(named.get("logs", ()))
+            with naming(callback, event), ending_children():
+                answer = getattr(callback, event)(self._arguments, self._state, self.control, **named)
+            if answer is not None:
+                self.control = answer
+        if added := {name: value for name, value in named.get("logs", {}).items() if name not in known}:
+            self._trainer.run.model.stepper.scalars.add(added)
+
+    def _named(self, event: str, *arguments: Any) -> dict[str, Any]:
+        """Update transformers' objects, and return the named arguments of an event."""
+        trainer, named = self._trainer, {}
+        if event == "on_init_end":
+            inputs = trainer.inputs
+            self._arguments = made = arguments_of(trainer.config)
+            first = read_environment().rank == 0
+            self._state.is_world_process_zero = self._state.is_local_process_zero = first
+            if first:
+                # transformers' Trainer has made the folder by now; `fit` reports errors.
+                with suppress(OSError):
+                    Path(made.output_dir).mkdir(parents=True, exist_ok=True)
+            given = {"model": inputs.model, "processing_class": inputs.processing_class}
+            return {**given, "optimizer": None, "lr_scheduler": None}
         if event == "on_train_begin":
             # The steps of an epoch are known now.
             self._arguments = arguments_of(trainer.run.config)
         elif event == "on_save":
-            self._state.stateful_callbacks = self.state_dict()
+            self._state.stateful_callbacks = self._exported()
         elif event in ("on_log", "on_evaluate"):
-            named["logs" if event == "on_log" else "metrics"] = trainer.run.progress.latest_line()
+            latest = trainer.run.progress.log[-1].items()
+            named["logs" if event == "on_log" else "metrics"] = {name: each for name, each in latest if name != "step"}
         elif event == "on_predict":
             named["metrics"] = dict(arguments[0])
-        known = frozenset(named.get("logs", ()))
         if event != "on_optimizer_step":  # The step counts only when it has ended.
             self._bring_up_to_date()
-        self._notify(event, {**self._views(), **named})
-        added = {name: value for name, value in named.get("logs", {}).items() if name not in known}
-        trainer.run.model.stepper.scalars.add(added)
-
-    def _begin(self) -> None:
-        trainer = self._trainer
-        self._arguments = arguments = arguments_of(trainer.config)
-        first = read_environment().rank == 0
-        self._state.is_world_process_zero = self._state.is_local_process_zero = first
-        if first and self.callbacks:
-            # transformers' Trainer has made the folder by now; `fit` reports errors.
-            with suppress(OSError):
-                Path(arguments.output_dir).mkdir(parents=True, exist_ok=True)
-        inputs = trainer.inputs
-        later = {"optimizer": None, "lr_scheduler": None}
-        self._notify("on_init_end", {"model": inputs.model, "processing_class": inputs.processing_class, **later})
-
-    def _notify(self, event: str, named: Mapping[str, Any]) -> None:
-        events = self._trainer.events
-        for callback in self.callbacks:
-            with naming(callback, event):
-                answer = getattr(callback, event)(self._arguments, self._state, events.control, **named)
-            if answer is not None:
-                events.control = answer
-
-    def _views(self) -> dict[str, Any]:
-        trainer, steps = self._trainer, self._state.global_step
+        steps = self._state.global_step
         rate = trainer.run.learning_rate_of(steps)
         return {
             "model": trainer.model,
             "processing_class": trainer.processing_class,
             "optimizer": SimpleNamespace(param_groups=(MappingProxyType({"lr": rate}),)),
             "lr_scheduler": SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=steps),
+            **named,
         }
 
     def _bring_up_to_date(self) -> None:
@@ -122,21 +153,61 @@ class TransformersCallbacks:
         state.compute_steps(self._arguments, now.max_steps)
         if now.best_metric is not None:
             state.best_metric, state.best_global_step = now.best_metric, now.best_step
-            state.best_model_checkpoint = (
-                None if now.best_checkpoint is None else str(link_of(Path(now.best_checkpoint)))
-            )
+            best = now.best_checkpoint
+            state.best_model_checkpoint = None if best is None else str(link_of(Path(best)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the callbacks' exported states by class name; the first of a class counts."""
-        exporting = [each for each in reversed(self.callbacks) if isinstance(each, ExportableState)]
+    def listens(self, event: str) -> bool:
+        """Return True if a callback handles an event."""
+        return any(not isinstance(each, Callback) or self._overrides(each, event) for each in self._callbacks)
+
+    @staticmethod
+    def _overrides(callback: Callback, event: str) -> bool:
+        return getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)
+
+    def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
+        """Request actions after the present step, in addition to earlier requests."""
+        self.control.should_log |= log
+        self.control.should_evaluate |= evaluate
+        self.control.should_save |= save
+        self.control.should_training_stop |= stop
+
+    def forget_requests(self, *, stop_epoch: bool = False) -> None:
+        """Clear the requests for the next step, except one to stop the run."""
+        stop = self.control.should_training_stop
+        self.control = TrainerControl(should_training_stop=stop, should_epoch_stop=stop_epoch)
+
+    def agree(self, mesh: Mesh) -> None:
+        """Combine the callbacks' requests of all ranks; a run without callbacks skips it."""
+        if self._callbacks and mesh.world_size > 1:
+            own = torch.tensor([int(bool(flag)) for flag in astuple(self.control)])
+            self.control = TrainerControl(*map(bool, mesh.world.all_reduce_max(own, "requests of callbacks").tolist()))
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def _exported(self) -> dict[str, Any]:
+        exporting = [each for each in reversed(self.of_transformers) if isinstance(each, ExportableState)]
         return {type(each).__name__: each.state() for each in exporting}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Recreate callbacks from the states that `state_dict` returned."""
-        for number, callback in enumerate(self.callbacks):
-            kept = state.get(type(callback).__name__)
-            if kept is not None and isinstance(callback, ExportableState):
-                self.callbacks[number] = type(callback).from_state(kept)
+    def states(self) -> dict[str, Any]:
+        """Return the callbacks' states for a checkpoint by class name; the first of a class counts."""
+        found: dict[str, Any] = {}
+        for callback in self._callbacks:
+            with naming(callback, "state_dict"):
+                if isinstance(callback, Callback) and (state := callback.state_dict()):
+                    found.setdefault(type(callback).__name__, state)
+        exported = self._exported()
+        return {**found, _EXPORTED: exported} if exported else found
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Restore the callbacks' states from a checkpoint of an earlier process."""
+        exported = states.get(_EXPORTED, {})
+        for number, callback in enumerate(self._callbacks):
+            name = type(callback).__name__
+            if isinstance(callback, Callback) and states.get(name):
+                callback.load_state_dict(states[name])
+            elif isinstance(callback, ExportableState) and name in exported:
+                self._callbacks[number] = type(callback).from_state(exported[name])
 
 
 def arguments_of(config: TrainerConfig) -> TrainingArguments:
@@ -170,87 +241,3 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
     # The strategies are not checked, as the run judges every evaluation and saves the best.
     arguments.load_best_model_at_end = config.run.load_best
     return arguments
-
-
-class CallbackDispatcher:
-    """Caller of a trainer's callbacks; those of transformers are adapted together, since they share state and control. Raises
-    `ConfigError` at construction for an object that is no callback."""
-
-    def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
-        self._trainer = trainer
-        self._callbacks: list[Callback | TransformersCallbacks] = []
-        self.of_transformers: TransformersCallbacks | None = None
-        self.control = TrainerControl()
-        """The requests of this rank after the present step, which apply to all ranks. `should_training_stop` persists, and ends the
-        run with a checkpoint, as after the last step."""
-        for callback in callbacks:
-            self.add(callback)
-
-    def add(self, callback: Any) -> None:
-        """Add a callback: an object, or a class of transformers, which is instantiated without arguments."""
-        if isinstance(callback, Callback):
-            self._callbacks.append(callback)
-            return
-        kind = callback if isinstance(callback, type) else type(callback)
-        if not issubclass(kind, TrainerCallback):
-            shown = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
-            raise ConfigError(
-                f"callbacks holds {shown}; give objects of subclasses of zeromesh.trainer.callbacks.callback.Callback or "
-                "transformers.TrainerCallback"
-            )
-        if self.of_transformers is None:
-            self.of_transformers = TransformersCallbacks(self._trainer)
-            self._callbacks.append(self.of_transformers)
-        self.of_transformers.callbacks.append(callback() if isinstance(callback, type) else callback)
-
-    def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of all callbacks; errors get a note that names the callback."""
-        for callback in self._callbacks:
-            if isinstance(callback, TransformersCallbacks):
-                with ending_children():
-                    callback.call(event, *arguments)
-            elif self._overrides(callback, event):
-                with naming(callback, event), ending_children():
-                    getattr(callback, event)(self._trainer, *arguments)
-
-    def listens(self, event: str) -> bool:
-        """Return True if a callback handles an event."""
-        return any(isinstance(each, TransformersCallbacks) or self._overrides(each, event) for each in self._callbacks)
-
-    @staticmethod
-    def _overrides(callback: Callback, event: str) -> bool:
-        return getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)
-
-    def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
-        """Request actions after the present step, in addition to earlier requests."""
-        asked = {"should_log": log, "should_evaluate": evaluate, "should_save": save, "should_training_stop": stop}
-        self.control = replace(self.control, **{name: True for name, wanted in asked.items() if wanted})
-
-    def forget_requests(self, *, stop_epoch: bool = False) -> None:
-        """Clear the requests for the next step, except one to stop the run."""
-        stop = self.control.should_training_stop
-        self.control = TrainerControl(should_training_stop=stop, should_epoch_stop=stop_epoch)
-
-    def agree(self, mesh: Mesh) -> None:
-        """Combine the callbacks' requests of all ranks; a run without callbacks skips it."""
-        if self._callbacks and mesh.world_size > 1:
-            own = torch.tensor([int(bool(flag)) for flag in astuple(self.control)])
-            self.control = TrainerControl(*map(bool, mesh.world.all_reduce_max(own, "requests of callbacks").tolist()))
-
-    def __bool__(self) -> bool:
-        return bool(self._callbacks)
-
-    def states(self) -> dict[str, Any]:
-        """Return the callbacks' states for a checkpoint by class name; the first of a class counts."""
-        found: dict[str, Any] = {}
-        for callback in self._callbacks:
-            with naming(callback, "state_dict"):
-                if state := callback.state_dict():
-                    found.setdefault(type(callback).__name__, state)
-        return found
-
-    def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore the callbacks' states from a checkpoint of an earlier process."""
-        for callback in self._callbacks:
-            if state := states.get(type(callback).__name__):
-                callback.load_state_dict(state)

@@ -83,8 +83,11 @@ def run_init(options: argparse.Namespace) -> int:
     """List the example configurations, or write one without replacing a file; returns the exit code."""
     found = examples()
     if options.name is None:
-        width = max(map(len, found))
-        print_lines(f"{name:{width}}  {_about(path)}" for name, path in sorted(found.items()))
+        for name, path in sorted(found.items()):
+            # The first line of an example is a comment about it, except in JSON, which has no comments.
+            first = path.read_text(encoding="utf-8").partition("\n")[0]
+            about = first.removeprefix("# ") if first.startswith("# ") else f"in JSON: {path.name}"
+            print_lines([f"{name:{max(map(len, found))}}  {about}"])
         print_lines(["zeromesh init NAME writes one of them here"])
         return 0
     path = Path(found[options.name].name)
@@ -101,9 +104,3 @@ def run_init(options: argparse.Namespace) -> int:
 def examples() -> dict[str, Path]:
     """Return the example files by their names without the suffix."""
     return {path.stem: path for path in _EXAMPLES.iterdir()}
-
-
-def _about(path: Path) -> str:
-    """Return the comment in the first line of an example. JSON has no comments."""
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
-    return first.removeprefix("# ") if first.startswith("# ") else f"in JSON: {path.name}"

@@ -23,7 +23,7 @@ from zeromesh.trainer.callbacks.dispatcher import arguments_of
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.build import while_posting
-from zeromesh.trainer.tracking.tracking import describe_error
+from zeromesh.trainer.monitoring.tracking import describe_error
 
 FOLDER = "hub-upload"
 """The folder in the run's directory that holds the files until they are uploaded."""

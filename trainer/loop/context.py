@@ -3,20 +3,16 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import NonFiniteError, counted
+from zeromesh.errors import counted
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import Figures, added
-from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.checkpoints.manager import FOLDER
-from zeromesh.trainer.checkpoints.trainer_state import Best, description_of, settings_of
+from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState, settings_of
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
@@ -30,7 +26,7 @@ from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
-from zeromesh.trainer.monitoring.step_metrics import StartTimes, StepMetrics
+from zeromesh.trainer.monitoring.step_metrics import StartTimes, unstrict
 from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats, traffic_table
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 
@@ -99,20 +95,21 @@ class RunProgress:
 
     max_nonfinite: int
     """The limit of consecutive skipped steps, after which the run ends; 0: none."""
+    resumed: TrainerState = field(
+        default_factory=lambda: TrainerState(step=0, samples=0, tokens=0, updates=0, skipped=0)
+    )
+    """The state from which this process goes on: that of the resumed checkpoint, or of step 0."""
     log: list[Line] = field(default_factory=list)
     """The logged lines in transformers' form, which callbacks know as `state.log_history`."""
     logged: int = 0
     """The number of `losses` that logged lines have averaged."""
     step: int = 0
-    """The number of optimizer steps made."""
     passed_over: int = 0
     """The number of data steps skipped, because a callback ended an epoch early or a global batch had no targets."""
     without_targets: int = 0
     """The number of global batches without targets, in this process."""
     reached: int = 0
     """The data position after the last step made, counting skipped data steps."""
-    learning_rate: float = 0.0
-    """The learning rate of the latest step."""
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -123,26 +120,16 @@ class RunProgress:
     cause: str = ""
     """The reason why the latest skipped step was skipped."""
     unit: str = "tokens"
-    """The unit of the latest step's throughput."""
     communication: Figures = field(default_factory=dict)
     bubbles: list[Mapping[str, float]] = field(default_factory=list)
-    tokens_before: int = 0
-    """Tokens of earlier processes of the run."""
-    loss_before: float | None = None
-    """The last loss of an earlier process of the run."""
     best: Best = field(default_factory=Best)
     evaluated_targets: int | None = None
     """The number of targets of the latest evaluation; None for one of several sets."""
     owes_evaluation: bool = False
     """True if the run was stopped during the evaluation after its last step."""
-    stream: Mapping[str, Any] = field(default_factory=dict)
-    """The position of the training stream in the resumed checkpoint; empty for a dataset with a length."""
-    tracker: Mapping[str, str] = field(default_factory=dict)
-    """The tracker identifiers in the resumed checkpoint."""
     began: tuple[float, int] = field(default_factory=lambda: (time.perf_counter(), 0))
     """The start of training in this process, by `time.perf_counter`, and the number of samples before."""
     summary: Values = field(default_factory=dict)
-    """The summary of the whole run, after training."""
     report: FitReport | None = None
 
     @property
@@ -153,7 +140,16 @@ class RunProgress:
     @property
     def last_loss(self) -> float | None:
         """The latest step's loss; None before the first step."""
-        return self.losses[-1] if self.losses else self.loss_before
+        return self.losses[-1] if self.losses else self.resumed.loss
+
+    def resume(self, state: TrainerState) -> None:
+        """Go on from the state of a checkpoint."""
+        self.resumed = state
+        self.step, self.passed_over = state.step, state.passed_over
+        self.tokens, self.skipped = state.tokens, state.skipped
+        self.reached = self.position
+        self.best = Best.from_json(state.best, "the checkpoint")
+        self.log[:] = [unstrict(line) for line in state.log_history]
 
     def add(self, result: StepResult) -> None:
         """Count a finished step."""
@@ -171,37 +167,13 @@ class RunProgress:
         if result.communication:
             self.communication = added(self.communication, result.communication)
 
-    def log_step(self, metrics: StepMetrics, epoch: float) -> None:
+    def log_step(self, line: Mapping[str, Any], epoch: float) -> None:
         """Append a step's line to the log; `loss` is the mean over the steps since the last such line."""
-        line: Line = {"loss": _mean(self.losses[self.logged :])}
+        logged: Line = {"loss": _mean(self.losses[self.logged :])}
         self.logged = len(self.losses)
-        if metrics.grad_norm is not None:
-            line["grad_norm"] = metrics.grad_norm
-        self.log.append({**line, "learning_rate": metrics.lr, "epoch": epoch, "step": metrics.step})
-
-    def latest_line(self) -> Line:
-        """Return the last line in the form of transformers' callbacks, without the step."""
-        return {name: value for name, value in self.log[-1].items() if name != "step"}
-
-    def check(self) -> None:
-        """Raise `NonFiniteError` after too many consecutive skipped steps."""
-        if self.max_nonfinite and self.skipped_in_a_row >= self.max_nonfinite:
-            raise NonFiniteError(
-                f"gradients were not finite in {counted(self.skipped_in_a_row, 'step')} in a row, up to step {self.step} "
-                f"(run.max_nonfinite; in the last, {self.cause}); no update of these steps was made. Lower optimizer.lr, look at "
-                "the data, or use precision.compute: bfloat16"
-            )
-
-    def require_trained(self) -> None:
-        """Raise `NonFiniteError` where more than half of all steps made no update."""
-        if self.max_nonfinite and 2 * self.skipped > self.step:
-            raise NonFiniteError(
-                f"{self.skipped} of {counted(self.step, 'step')} made no update, because their gradients were "
-                f"not finite (in the last such "
-                f"step, {self.cause or 'of an earlier process'}). The run is complete and what it has is saved, but the model "
-                "is hardly trained; look at the first line of metrics.jsonl that has `cause`. run.max_nonfinite: 0 lets such a run "
-                "pass"
-            )
+        if line["grad_norm"] is not None:
+            logged["grad_norm"] = line["grad_norm"]
+        self.log.append({**logged, "learning_rate": line["lr"], "epoch": epoch, "step": line["step"]})
 
     def notes(self) -> list[str]:
         """Return notes about the average step: skipped updates, communication, and the pipeline bubble."""
@@ -222,23 +194,6 @@ class RunProgress:
                 f"pipeline: ranks stood still for {measured:.0%} of a step (median; {predicted:.0%} predicted)"
             )
         return found
-
-    def report_of(self, eval_loss: float | None, peak: int, values: Values) -> FitReport:
-        """Return the report of the run; `peak` is the peak memory of any rank in bytes, `values` the summary."""
-        steady = self.seconds[1:] or self.seconds
-        per_step = (self.tokens - self.tokens_before) / max(1, len(self.seconds))
-        return FitReport(
-            final_step=self.step,
-            final_loss=float("nan") if self.last_loss is None else self.last_loss,
-            losses=tuple(self.losses),
-            eval_loss=eval_loss,
-            tokens=self.tokens,
-            tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
-            peak_memory_bytes=peak,
-            skipped_steps=self.skipped,
-            passed_over=self.without_targets,
-            metrics=dict(values),
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,12 +243,6 @@ class RunContext:
         """The settings that must match in a process that resumes this run."""
         return settings_of(self.config, model=self.model.described, data=self.data_description)
 
-    @property
-    def written(self) -> dict[str, Any]:
-        """Settings of the model's configuration that the model has changed since the start, with their present values."""
-        now, before = description_of(self.model.module), self.model.described
-        return {f"model.{name}": now[name] for name in now if name not in before or before[name] != now[name]}
-
     def loader(self, feed: Feed, *, last: int, state: Mapping[str, Any] | None = None) -> BatchLoader:
         """Return this rank's batches of a feed; see `BatchLoader`."""
 
@@ -307,24 +256,6 @@ class RunContext:
     def learning_rate_of(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 0."""
         return self.config.optimizer.lr * self.schedule.factor(step)
-
-    def state(self, directory: Path) -> RunState:
-        """Return the state of the run for callbacks; `directory` is the run's."""
-        run, progress, best = self.config.run, self.progress, self.progress.best
-        checkpoint = CheckpointStore(directory / FOLDER).path(best.step) if best.value is not None else None
-        return RunState(
-            step=progress.step,
-            max_steps=run.max_steps,
-            epoch=self.epoch,
-            epochs=self.plan.epoch_after(run.max_steps) if run.epochs is None else run.epochs,
-            tokens=progress.tokens,
-            best_metric=best.value,
-            best_step=best.step,
-            best_checkpoint=str(checkpoint) if checkpoint is not None and checkpoint.exists() else None,
-            is_world_process_zero=self.mesh.rank == 0,
-            total_flos=self.total_flos,
-            log_history=progress.log,
-        )
 
     def summary_values(self) -> Values:
         """Return the summary of the run so far, under transformers' names; times and speeds are those of this process."""

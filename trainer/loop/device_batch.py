@@ -7,6 +7,7 @@ without padding, and positions of a single sequence.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -51,7 +52,12 @@ class DeviceBatch(dict[str, Any]):
         """Start the copies of the tensors to the device, once."""
         if self._copies is None or self._copied is not None:
             return
-        self._look()
+        for name, value in self.items():
+            if isinstance(value, Tensor) and name.endswith("attention_mask") and value.dim() == 2:
+                self._masks[value.shape] = self._masks.get(value.shape, True) and bool(value.all())
+        positions = self.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            self._packed = masking_utils.find_packed_sequence_indices(positions) is not None
         with launching_on(self._copies):
             for name, value in self.items():
                 if isinstance(value, Tensor) and not on_accelerator(value):
@@ -81,63 +87,40 @@ class DeviceBatch(dict[str, Any]):
             dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
             self[name] = value.to(self._device, dtype, non_blocking=True)
 
-    def _look(self) -> None:
-        for name, value in self.items():
-            if isinstance(value, Tensor) and name.endswith("attention_mask") and value.dim() == 2:
-                self._masks[value.shape] = self._masks.get(value.shape, True) and bool(value.all())
-        positions = self.get("position_ids")
-        if isinstance(positions, Tensor) and positions.dim() == 2:
-            self._packed = masking_utils.find_packed_sequence_indices(positions) is not None
-
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Inside the block, transformers' queries about masks and positions are answered from the host's inspection."""
         if not self._on_device:
             yield
             return
-        names = (
-            "find_packed_sequence_indices",
-            "_ignore_causal_mask_sdpa",
-            "_ignore_bidirectional_mask_sdpa",
-            "fast_all",
-        )
-        before: dict[str, _Function] = {
-            name: vars(masking_utils)[name] for name in names if name in vars(masking_utils)
-        }
-        answers: dict[str, Callable[[_Function], _Function]] = {
+        answers: dict[str, _Function] = {
             "find_packed_sequence_indices": self._sequences,
+            "_ignore_causal_mask_sdpa": self._ignored,
+            "_ignore_bidirectional_mask_sdpa": self._ignored,
             "fast_all": self._all,
         }
-        with replaced(masking_utils, {name: answers.get(name, self._ignored)(each) for name, each in before.items()}):
+        there = vars(masking_utils)
+        with replaced(
+            masking_utils, {name: partial(answer, there[name]) for name, answer in answers.items() if name in there}
+        ):
             yield
 
-    def _sequences(self, find: _Function) -> _Function:
+    def _sequences(self, find: _Function, position_ids: Tensor) -> Tensor | None:
         """Skip the detection of packed sequences where the host has found none, and force it otherwise."""
+        if not self._packed:
+            return None
+        # Under tracing the library omits its own early exit.
+        with replaced(masking_utils, {"is_tracing": lambda *_: True}):
+            sequences: Tensor = find(position_ids)
+        return sequences
 
-        def found(position_ids: Tensor) -> Tensor | None:
-            if not self._packed:
-                return None
-            # Under tracing the library omits its own early exit.
-            with replaced(masking_utils, {"is_tracing": lambda *_: True}):
-                sequences: Tensor = find(position_ids)
-            return sequences
-
-        return found
-
-    def _ignored(self, ignored: _Function) -> _Function:
+    def _ignored(self, ignored: _Function, padding_mask: Tensor | None = None, *arguments: Any, **named: Any) -> bool:
         """Treat a mask without padding as no mask."""
+        pads_nothing = None if padding_mask is None else self._masks.get(padding_mask.shape)
+        if pads_nothing is None:
+            return bool(ignored(padding_mask, *arguments, **named))
+        return pads_nothing and bool(ignored(None, *arguments, **named))
 
-        def answer(padding_mask: Tensor | None = None, *arguments: Any, **named: Any) -> bool:
-            pads_nothing = None if padding_mask is None else self._masks.get(padding_mask.shape)
-            if pads_nothing is None:
-                return bool(ignored(padding_mask, *arguments, **named))
-            return pads_nothing and bool(ignored(None, *arguments, **named))
-
-        return answer
-
-    def _all(self, fast_all: _Function) -> _Function:
-        def answer(mask: Tensor) -> Any:
-            known = self._masks.get(mask.shape)
-            return fast_all(mask) if known is None else known
-
-        return answer
+    def _all(self, fast_all: _Function, mask: Tensor) -> Any:
+        known = self._masks.get(mask.shape)
+        return fast_all(mask) if known is None else known

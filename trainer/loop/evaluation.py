@@ -6,9 +6,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-from transformers.trainer_utils import EvalPrediction, PredictionOutput
+from transformers.trainer_utils import EvalPrediction
 
-from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.formatting import human_bytes, human_count
@@ -44,9 +44,7 @@ def evaluate(
     sets = {f"_{name}": each for name, each in chosen.items()} if isinstance(chosen, Mapping) else {"": chosen}
     values: Values = {}
     for suffix, each in sets.items():
-        name = f"{prefix}{suffix}"
-        outputs = run.inputs.compute_metrics is not None
-        found = _run_dataset(run, each, name, ignored, stop, generation, outputs=outputs, labelled=True)
+        found = run_dataset(run, each, f"{prefix}{suffix}", ignored, stop, generation)
         if found is None:
             return None
         targets, own, _ = found
@@ -69,25 +67,6 @@ def require_metric(run: RunContext) -> None:
         what = f"of none of the evaluation sets {', '.join(sets)}" if sets else "no value of the evaluation"
         known = " or ".join(f"eval_{each}" for each in losses)
         raise ConfigError(f"{metric} is {what}; give {known}, or a value of compute_metrics", where="run.metric")
-
-
-def predict(
-    run: RunContext,
-    dataset: MapDataset,
-    prefix: str,
-    ignored: Sequence[str] | None,
-    generation: BatchGeneration | None = None,
-) -> PredictionOutput:
-    """Return the model's outputs for a dataset, or generated tokens, as transformers' `PredictionOutput`; `metrics` has a loss if
-    there are labels.
-
-    Raises:
-        DataError: when the dataset cannot be used.
-    """
-    found = _run_dataset(run, dataset, prefix, ignored, lambda: False, generation, outputs=True, labelled=False)
-    if found is None or found[2] is None:
-        raise PhaseError("a prediction has ended early that nothing was to end")
-    return PredictionOutput(predictions=found[2].predictions, label_ids=found[2].label_ids, metrics=found[1])
 
 
 def generation_of(
@@ -131,28 +110,30 @@ def generation_by(run: RunContext, fields: Mapping[str, Any], asked: str) -> Bat
     )
 
 
-def _run_dataset(
+def run_dataset(
     run: RunContext,
     dataset: MapDataset,
     prefix: str,
     ignored: Sequence[str] | None,
-    stop: Callable[[], bool],
-    generation: BatchGeneration | None,
+    stop: Callable[[], bool] = lambda: False,
+    generation: BatchGeneration | None = None,
     *,
-    outputs: bool,
-    labelled: bool,
+    predicts: bool = False,
 ) -> tuple[int, Values, EvalPrediction | None] | None:
     """Run the model over a dataset, with averaged weights if `ema.evaluate` is set. Returns the targets, the values by name, and
-    the gathered outputs if `outputs`; None once `stop` returns True.
+    the gathered outputs if something reads them; None once `stop` returns True.
 
-    Without `labelled` a dataset may lack labels, and then has neither a loss nor metrics.
+    A dataset that `predicts` may lack labels, and then has neither a loss nor metrics.
+
+    Raises:
+        DataError: when the dataset cannot be used.
     """
-    began = time.perf_counter()
+    began, compute_metrics = time.perf_counter(), run.inputs.compute_metrics
     check_dataset(dataset, name="eval_dataset")
     require_same_data(run.mesh, {"eval_dataset": dataset}, {})
     feed = run.model.feeds.evaluation(dataset)
     collector = None
-    if outputs:
+    if predicts or compute_metrics is not None:
         if ignored is None:
             config = getattr(run.model.module, "config", None)
             ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
@@ -176,34 +157,30 @@ def _run_dataset(
     if result is None:
         return None
     loss, targets = result
+    values = {} if predicts and not targets else {f"{prefix}_loss": loss}
     prediction = collector.result() if collector is not None else None
-    values = {f"{prefix}_loss": loss} if labelled or targets else {}
-    if prediction is not None and (labelled or prediction.label_ids is not None):
-        values |= _metrics(run, prediction, prefix)
+    if prediction is not None and compute_metrics is not None and not (predicts and prediction.label_ids is None):
+        values |= _named_metrics(compute_metrics(prediction), prefix)
     seconds = time.perf_counter() - began
-    speed = {
+    values |= {
         f"{prefix}_runtime": round(seconds, 4),
         f"{prefix}_samples_per_second": round(feed.plan.global_size / seconds, 3),
         f"{prefix}_steps_per_second": round(feed.plan.accumulation / seconds, 3),
     }
-    return targets, {**values, **speed}, prediction
+    return targets, values, prediction
 
 
-def _metrics(run: RunContext, prediction: EvalPrediction, prefix: str) -> Values:
-    if run.inputs.compute_metrics is None:
-        return {}
-    found = run.inputs.compute_metrics(prediction)
-    if not isinstance(found, Mapping):
+def _named_metrics(metrics: Any, prefix: str) -> Values:
+    if not isinstance(metrics, Mapping):
         raise DataError(
-            f"compute_metrics returned a {type(found).__name__}; it should return a mapping of names to numbers"
+            f"compute_metrics returned a {type(metrics).__name__}; it should return a mapping of names to numbers"
         )
-    return {
+    named = {}
+    for name, value in metrics.items():
         # NumPy's and PyTorch's scalars become Python's.
-        name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": (
-            value.item() if hasattr(value, "item") and np.size(value) == 1 else value
-        )
-        for name, value in found.items()
-    }
+        scalar = value.item() if hasattr(value, "item") and np.size(value) == 1 else value
+        named[name if name.startswith(f"{prefix}_") else f"{prefix}_{name}"] = scalar
+    return named
 
 
 def evaluation_line(run: RunContext, values: Mapping[str, float]) -> str:

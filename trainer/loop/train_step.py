@@ -167,7 +167,6 @@ class Stepper:
         mesh.post(Activity.IDLE)
         return StepResult(
             loss=loss_sum / targets,
-            targets=int(targets),
             tokens=int(inputs),
             unit=_inputs_of(batches[0])[0],
             stop_signal=int(signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0),

@@ -1,21 +1,45 @@
 """`TrainedModel`: the model of a run, partitioned while it is trained, and whole after the last step."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from zeromesh.errors import PhaseError, counted
+from zeromesh.environment import secret_values
+from zeromesh.errors import PhaseError, StorageError, ZeromeshError, counted, summary
+from zeromesh.files import write_whole
+from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
+from zeromesh.offload.accelerator import device_memory, is_accelerator, write_allocations
 from zeromesh.options import OptimizerSettings
+from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.data.feed import Feeds
+from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.model_on_mesh import PlacedModel, least_free_bytes
 from zeromesh.trainer.models.flops import ModelFlops
-from zeromesh.trainer.monitoring.profiler import explained
+
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
+"""Messages of out-of-memory errors, which have no common class."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return True for an out-of-memory error."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    of_zeromesh = isinstance(error, ZeromeshError) and not isinstance(error, StorageError)
+    return isinstance(error, RuntimeError) and not of_zeromesh and bool(_OUT_OF_MEMORY.search(str(error)))
+
+
+_CURES = (
+    "lower batch.micro_size or data.sequence_length, set model.activation_checkpointing: block, raise zero.stage, or offload "
+    "more (docs/offload.md)"
+)
 
 
 @dataclass(kw_only=True)
@@ -24,7 +48,6 @@ class TrainedModel(PlacedModel):
 
     owner: ClassVar[str] = "trainer"
     steps_made: Callable[[], int]
-    """Returns the number of steps that the run has made."""
     described: Mapping[str, Any]
     """The model's class and configuration before its first forward, by `description_of`: a forward may write into its
     configuration."""
@@ -40,23 +63,53 @@ class TrainedModel(PlacedModel):
     optimizer: OptimizerSettings
     stepper: Stepper
     generations: int = 0
-    """The number of calls of `generate` so far."""
-    _gradients_ready: bool = False
-
-    def take_written(self, settings: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-        """Take over the `settings` of the run's first process, in which the model has `written` to its configuration since."""
-        kept = {name: value for name, value in self.described.items() if f"model.{name}" not in written}
-        first = {name.removeprefix("model."): settings[name] for name in written if name in settings}
-        self.described = kept | first
+    gradients_ready: bool = False
+    """True between the last backward of a step and its update, when `gradient` may be called."""
 
     def over(self) -> str:
         steps = counted(self.steps_made(), "whole step")
         return f"this run ended after {steps} with {self.failure}. It cannot go on; make a new Trainer"
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return an out-of-memory error that says what holds this rank's memory; other errors are returned as they are."""
+        """Write this rank's bytes after an out-of-memory error, of the process and by tier and purpose, and return an error that
+        names the file; return any other error as it is.
+
+        `uncounted` are bytes outside the ledger: activations, libraries, and other code's private memory.
+        """
+        if not ran_out(error):
+            return error
+        mesh, engine, step = self.mesh, self.engine, self.steps_made()
         directory = Path(self.config.run.output_dir).expanduser() / self.config.run.name
-        return explained(error, self.engine, self.mesh, directory, self.steps_made())
+        path, what, purposes = directory / f"memory-rank-{mesh.rank}.json", summary(error), {}
+        process = {"resident": resident_bytes(), "resident_peak": peak_bytes(), "available": available_bytes()}
+        on_device = is_accelerator(mesh.device)
+        if on_device:
+            process |= {f"device_{what}": nbytes for what, nbytes in asdict(device_memory(mesh.device)).items()}
+        found: dict[str, Any] = {"rank": mesh.rank, "process": process}
+        if engine is not None:
+            ledger = engine.ledger
+            held = {tier.value: ledger.by_purpose(tier) for tier in Tier}
+            purposes = {
+                tier: {purpose.value: nbytes for purpose, nbytes in each.items()} for tier, each in held.items() if each
+            }
+            covered = ledger.total(Tier.DEVICE) if on_device else ledger.total()
+            beside = max(0, (process.get("device_allocated") or process["resident"]) - covered)
+            found |= {"counted": covered, "counted_peak": ledger.peak(), "uncounted": beside}
+        found["purposes"] = purposes
+        text = f"rank {mesh.rank} ran out of memory after {counted(step, 'whole step')} ({what})"
+        largest = sorted(purposes.get("device", {}).items(), key=lambda item: -item[1])[:3]
+        if largest:
+            text += f"; it holds {', '.join(f'{human_bytes(nbytes)} {purpose}' for purpose, nbytes in largest)}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            error_text = Redaction(secret_values()).text(what)
+            write_whole(path, json.dumps({"error": error_text, "step": step, **found}, indent=1).encode())
+            if write_allocations(mesh.device, blocks := path.with_suffix(".pickle")):
+                text += f". {blocks} has every block of the device, for https://pytorch.org/memory_viz"
+                text += "; profile.allocations: true adds where each was allocated"
+        except OSError as why:
+            return StorageError(f"{text}. What holds the rest could not be written to {path}: {why.strerror}; {_CURES}")
+        return StorageError(f"{text}. {path} says what holds the rest; {_CURES}")
 
     def replace_save_pretrained(self) -> None:
         """Redirect the model's own `save_pretrained`, which callbacks call, to `save` until the model is whole."""
@@ -71,18 +124,9 @@ class TrainedModel(PlacedModel):
 
         vars(self.module)["save_pretrained"] = save_pretrained
 
-    @contextmanager
-    def gradients_to_read(self) -> Iterator[None]:
-        """Inside the block, between the last backward of a step and its update, `gradient` may be called."""
-        self._gradients_ready = True
-        try:
-            yield
-        finally:
-            self._gradients_ready = False
-
     def gradient(self, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter; see `Trainer.gradient`."""
-        if self.engine is None or not self._gradients_ready:
+        if self.engine is None or not self.gradients_ready:
             raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
         # Unknown names are refused before any collective.
         self.engine.state.nbytes_of([name])

@@ -1,60 +1,104 @@
-"""The loop over steps: train, log, evaluate, save, and stop gracefully."""
+"""One `fit`: resume from a checkpoint, train, log, evaluate, save, stop gracefully, and end with a report and a whole model.
 
+The first signal ends the run after the current step, the second one at once. SIGHUP, of a lost terminal, and SIGUSR1, which
+schedulers send on request, are treated as SIGTERM.
+"""
+
+import math
+import os
+import shlex
+import signal
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 
-from zeromesh.errors import some
-from zeromesh.trainer.checkpoints.manager import RunCheckpoints
-from zeromesh.trainer.checkpoints.trainer_state import TrainerState, goal_of, value_of
+from zeromesh.errors import ConfigError, DataError, NonFiniteError, counted, some
+from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
+from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
+from zeromesh.trainer.checkpoints.trainer_state import TrainerState, description_of, goal_of, value_of
+from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.collate import IGNORED_LABEL
+from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.loader import BatchLoader
-from zeromesh.trainer.formatting import Detail
-from zeromesh.trainer.loop.context import RunContext
-from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of
-from zeromesh.trainer.loop.stop_signals import StopRequest
-from zeromesh.trainer.monitoring.profiler import STEP_MEMORY, Profile, recorded_memory
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, StepMetrics, sentence, strict
-from zeromesh.trainer.monitoring.step_stats import Stragglers, rank_figures
-from zeromesh.trainer.tracking.tracking import Tracking
+from zeromesh.trainer.formatting import Detail, human_bytes, human_count
+from zeromesh.trainer.loop.context import FitReport, Line, RunContext
+from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
+from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
+from zeromesh.trainer.monitoring.plan_check import comparison_lines
+from zeromesh.trainer.monitoring.profiler import Profile
+from zeromesh.trainer.monitoring.rank_waits import Stragglers
+from zeromesh.trainer.monitoring.run_directory import RunDirectory
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, sentence, strict
+from zeromesh.trainer.monitoring.step_stats import StepResult, rank_figures
+from zeromesh.trainer.monitoring.tracking import Tracking
 
 Samples = Callable[[RunContext], list[dict[str, Any]]]
 """Generates the completions of a run's prompts, on all ranks; returns `step`, `prompt` and `completion` of each."""
+_REPEAT_SECONDS = 1.0
+"""Seconds in which repeated signals count as one: a terminal and a launcher both forward the same Ctrl-C."""
+
+
+class StopRequest:
+    """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.signal = 0
+        self._show = show
+        self._at = 0.0
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: record the first one, and let a second one end the process by its default action."""
+        now = time.monotonic()
+        if not self.signal:
+            self.signal, self._at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
+            self._show(f"{signal.Signals(number).name}: stopping after this step; a second one stops at once")
+        elif now - self._at > _REPEAT_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+@contextmanager
+def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Inside the block signals become requests, unless a handler is installed already; `show` receives a line for the console."""
+    request, ends = StopRequest(show), (signal.SIG_DFL, signal.default_int_handler)
+    with handled_signals([each for each in STOP_SIGNALS if signal.getsignal(each) in ends], request.receive):
+        yield request
 
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """Trains a run from its current step to the last one, or to one after which it is asked to stop."""
+    """Trains a run in its locked directory, from its current step to the last one, or to one after which it is asked to stop.
+    `samples` generates the completions of `run.prompts`."""
 
     run: RunContext
-    loader: BatchLoader
-    writer: MetricsWriter | None
-    tracking: Tracking
-    profile: Profile
-    checkpoints: RunCheckpoints
-    request: StopRequest
+    directory: RunDirectory
     samples: Samples | None = None
+    _checkpoints: RunCheckpoints = field(init=False)
+    _request: StopRequest = field(init=False)
+    _loader: BatchLoader = field(init=False)
+    _writer: MetricsWriter | None = field(init=False)
+    _tracking: Tracking = field(init=False)
+    _profile: Profile = field(init=False)
     _stragglers: Stragglers = field(default_factory=Stragglers)
     _stopped: int = 0
     """The signal by which some rank was asked to stop; 0: none."""
     _ended: str = ""
     """The reason for an early end of the run; empty if there is none."""
-    _memory_step: int = 0
-    """The step with the memory timeline: the second of this process, as the first one allocates persistent memory; 0: none."""
     _start: dict[str, Any] = field(default_factory=dict)
     """Seconds of the phases of startup, until a line of metrics has logged them."""
-    _metrics: StepMetrics | None = None
-    _sampled: int = 0
-    """The latest step whose samples were generated by `run.prompts_every`."""
+    _line: Line | None = None
+    """The current step's line of metrics, until it is logged."""
     _written: int = 0
+    """The latest step whose line is in the file."""
     _on_save_due: bool = False
     """True if the current step is saved and `on_save` is still to be called."""
-    _evaluated: tuple[int, float, float] | None = None
+    _evaluated: tuple[int, float | None, float | None] | None = None
     """The step, the loss and the value of `run.metric` of the latest evaluation."""
 
     @property
@@ -63,31 +107,131 @@ class TrainingLoop:
         return self._evaluated[1:] if self._evaluated and self._evaluated[0] == self.run.progress.step else (None, None)
 
     @property
-    def eval_loss(self) -> float | None:
-        """The loss of the evaluation after the current step; None without one."""
-        return self._current_evaluation[0]
-
-    @property
     def _over(self) -> bool:
         return self.run.finished or bool(self._stopped or self._ended)
 
-    def go(self) -> int:
-        """Train; returns 0 after the last step, or the signal by which some rank was asked to stop."""
+    def fit(self) -> FitReport:
+        """Train up to the last step. An interrupted run is resumed; for a finished one only a note is shown.
+
+        Raises:
+            DataError: where there is no training data.
+            ConfigError: for a model without trainable parameters.
+            KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was asked to stop.
+            NonFiniteError: at the end, where more than half of all steps made no update.
+        """
+        run, progress = self.run, self.run.progress
+        if progress.report is not None:
+            run.console.note(f"already finished at step {progress.step}; a new Trainer trains this model further")
+            return progress.report
+        feed = run.model.feeds.train()
+        if feed is None:
+            raise DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
+        model = run.model.module
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            frozen = any(True for _ in model.parameters())
+            why = "has only frozen parameters (requires_grad is False)" if frozen else "has no parameters"
+            raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
+        run.start_times.begin()
+        with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as self._request:
+            if run.data.eval is not None:
+                # Invalid metrics are refused before training, not at the first evaluation.
+                require_metric(run)
+                generation_of(run, None, {}, metrics=True)
+            self._checkpoints = RunCheckpoints(
+                run.config,
+                self.directory.path,
+                run.model.require_engine(),
+                run.model.processing_class,
+                run.console.note,
+                linked=bool(run.events.of_transformers),
+            )
+            if progress.step == 0:
+                self._resume()
+            run.start_times.end("checkpoints")
+            if not run.finished:
+                self._checkpoints.require_room()
+            if not run.finished or progress.owes_evaluation:
+                self._train(feed)
+            if not self._stopped:
+                progress.report = self._end()
+        if progress.report is None:
+            run.console.note(f"stopped after step {progress.step}")
+            # The process ends as it does by the signal's default action, but through `finally` blocks.
+            raise KeyboardInterrupt if self._stopped == signal.SIGINT else SystemExit(128 + self._stopped)
+        if progress.max_nonfinite and 2 * progress.skipped > progress.step:
+            raise NonFiniteError(
+                f"{progress.skipped} of {counted(progress.step, 'step')} made no update, because their gradients were not finite "
+                f"(in the last such step, {progress.cause or 'of an earlier process'}). The run is complete and what it has is "
+                "saved, but the model is hardly trained; look at the first line of metrics.jsonl that has `cause`. "
+                "run.max_nonfinite: 0 lets such a run pass"
+            )
+        return progress.report
+
+    def _resume(self) -> None:
+        """Resume from the newest checkpoint, if any."""
+        run = self.run
+        run.console.status("looking for checkpoints")
+        state = self._checkpoints.resume(run.settings)
+        if state is None:
+            return
+        # The run's first process decides for the settings that the model has written to its configuration since.
+        kept = {name: value for name, value in run.model.described.items() if f"model.{name}" not in state.written}
+        first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
+        run.model.described = kept | first
+        section, progress = run.config.run, run.progress
+        progress.resume(state)
+        self._evaluated = (state.step, state.eval_loss, state.metric)
+        run.events.restore(state.callbacks)
+        if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
+            change = f"{state.max_steps} then, {section.max_steps} now"
+            run.console.note(
+                f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on"
+            )
+        if run.finished:
+            evaluates = run.data.eval is not None and (section.eval_at_end or section.evaluates_after(state.step))
+            progress.owes_evaluation = evaluates and state.eval_loss is None
+            owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
+            length = "run.max_steps" if section.epochs is None else "run.epochs"
+            run.console.note(
+                f"nothing was trained: run {section.name!r} is complete at step {progress.reached} of {section.max_steps}{owed}; "
+                f"raise {length}, or choose another run.name"
+            )
+        else:
+            run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
+
+    def _train(self, feed: Feed) -> None:
+        run, progress, note = self.run, self.run.progress, self.run.console.note
+        config, mesh, path, resumed = run.config, run.mesh, self.directory.path, progress.resumed
+        given = [name for name, how in run.inputs.names().items() if how == "given"]
+        facts = {"parameters": run.model.parameters, "given": given}
+        with (
+            self._checkpoints,
+            self.directory.open(config, progress.step, facts, mesh) as self._writer,
+            run.console,
+            run.loader(feed, last=config.run.max_steps, state=resumed.stream or None) as self._loader,
+            Tracking.open(config, mesh, path, step=progress.step, known=resumed.tracker, note=note) as self._tracking,
+            Profile(config.profile, path, run.model.require_engine(), note) as self._profile,
+        ):
+            run.start_times.end("files and trackers")
+            self._take_steps()
+
+    def _take_steps(self) -> None:
         run, progress, section = self.run, self.run.progress, self.run.config.run
-        if self.writer is not None and run.config.profile.step_figures:
-            self._memory_step = progress.step + 2
         progress.began = (time.perf_counter(), run.samples)
         run.events.call("on_train_begin")
         if not self._over:
-            self.checkpoints.rehearse(self._state)
-        run.console.start(total_steps=section.max_steps, first_step=progress.step, after=self._evaluation_steps())
+            self._checkpoints.rehearse(self._state)
+        # The last evaluation costs as much as so many steps: forward is a third of a step's work.
+        samples = sum(map(len, run.data.evaluated().values())) if section.eval_at_end else 0
+        after = samples / run.config.batch.global_size / 3
+        run.console.start(total_steps=section.max_steps, first_step=progress.step, after=after)
         if section.eval_at_start and progress.step == 0 and run.data.eval is not None:
             self._evaluate()
             run.start_times.end("evaluation")
         self._begin_epoch(resumed=progress.step > 0)
         while not self._over:
             self._train_one()
-        wanted = (section.eval_at_end or progress.owes_evaluation) and self.eval_loss is None
+        wanted = (section.eval_at_end or progress.owes_evaluation) and self._current_evaluation[0] is None
         if wanted and run.data.eval is not None and not self._stopped:
             self._save_last()
             self._evaluate()
@@ -95,12 +239,11 @@ class TrainingLoop:
             run.console.note(f"ended after step {progress.step}: {self._ended}")
         self._save_last()
         self._announce_save()
-        self.checkpoints.close()
+        self._checkpoints.close()
         if not self._stopped:
             progress.summary = run.summary_values()
             run.log_values(progress.summary)
             run.events.call("on_train_end")
-        return self._stopped
 
     def _train_one(self) -> None:
         run, progress, events = self.run, self.run.progress, self.run.events
@@ -109,85 +252,84 @@ class TrainingLoop:
         events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
-        progress.learning_rate = run.config.optimizer.lr * factor
-        with self._recorders(number):
+        with self._profile.step(number):
             result = run.model.stepper.train_step(
-                self.loader,
+                self._loader,
                 position,
                 number - 1,
                 run.model.optimizer.groups(factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
                 before_update=self._before_update if events.listens("on_pre_optimizer_step") else None,
-                stop_signal=self.request.signal,
+                stop_signal=self._request.signal,
             )
         if result is None:
-            self._skip(position)
-            return
+            progress.passed_over += 1
+            progress.without_targets += 1
+            run.console.note(
+                f"after step {progress.step}: a global batch has no target (all labels are {IGNORED_LABEL}) and is passed over"
+            )
+        else:
+            self._finish_step(result, position)
+        if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._over and not self._stopped):
+            self._end_epoch(position)
+
+    def _before_update(self) -> None:
+        model = self.run.model
+        model.gradients_ready = True
+        try:
+            self.run.events.call("on_pre_optimizer_step", self.run.progress.step + 1)
+        finally:
+            model.gradients_ready = False
+
+    def _finish_step(self, result: StepResult, position: int) -> None:
+        """Count and log a step, whose data was that of step `position`, and do what is due after it."""
+        run, progress, events, times = self.run, self.run.progress, self.run.events, self.run.start_times
         progress.add(result)
-        if run.planned is not None:
-            run.planned.add(result.seconds, result.phases)
-        start = None if run.start_times.over else self._startup_sentence()
+        number, first = progress.step, not times.over
+        if first:
+            times.end("first step")
+            times.over = True
+            self._start = {"start": {part: round(seconds, 3) for part, seconds in times.parts.items()}}
         self._stopped = self._stopped or result.stop_signal
         events.call("on_optimizer_step", number)
         self._stragglers.add(result.seconds, result.idle)
 
         due = self._due_after_step(position)
         peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due["log"] else (0, ())
-        metrics = run.stats.line(result, step=number, lr=progress.learning_rate, tokens=progress.tokens, peak=peak)
-        if run.planned is not None and due["stop"]:
-            compared = run.planned.record(metrics.extras["memory"], rank_figures(run.mesh)[0])
-            metrics = replace(metrics, extras={**metrics.extras, "plan": compared})
+        lr = run.learning_rate_of(number - 1)
+        line = run.stats.line(result, step=number, lr=lr, tokens=progress.tokens, peak=peak)
+        if run.planned is not None:
+            run.planned.add(result.seconds, result.phases)
+            if due["stop"]:
+                line["plan"] = run.planned.record(line["memory"], rank_figures(run.mesh)[0])
         if result.skipped and result.loss_scale == 1.0:
             run.console.note(f"step {number}: no update on any rank: {result.cause}")
-        self._metrics = self._write(metrics) if due["log"] else metrics
-        run.console.note(start)
-        if start is not None and (unreached := run.model.require_engine().without_gradient):
-            run.console.note(
-                f"no gradient came to {some(unreached)}: without one, parameters are neither updated nor decayed"
-            )
+        self._line = line
+        if due["log"]:
+            self._write(line)
+        if first:
+            run.console.note(Detail(f"start: {sentence(times.parts)}"))
+            if unreached := run.model.require_engine().without_gradient:
+                run.console.note(
+                    f"no gradient came to {some(unreached)}: without one, parameters are neither updated nor decayed"
+                )
         events.request(**due)
-        self._announce("on_step_end", self._metrics)
+        self._announce("on_step_end", line)
         events.agree(run.mesh)
         if not self._log():
             run.console.advance(number)
         if due["log"]:
             run.console.note(self._stragglers.look(number, busy))
-        progress.check()
-
+        if progress.max_nonfinite and progress.skipped_in_a_row >= progress.max_nonfinite:
+            raise NonFiniteError(
+                f"gradients were not finite in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {number} "
+                f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made. Lower optimizer.lr, look "
+                "at the data, or use precision.compute: bfloat16"
+            )
         self._act_on_requests()
-        if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._over and not self._stopped):
-            self._end_epoch(position)
-
-    def _skip(self, position: int) -> None:
-        """Skip the data of step `position`, a global batch without targets, which counts as no step of the run."""
-        run = self.run
-        run.progress.passed_over += 1
-        run.progress.without_targets += 1
-        run.console.note(
-            f"after step {run.progress.step}: a global batch has no target (all labels are {IGNORED_LABEL}) and is passed over"
-        )
-        if run.plan.ends_epoch(position) or self._over:
-            self._end_epoch(position)
-
-    def _recorders(self, number: int) -> ExitStack:
-        stack = ExitStack()
-        if number in self.profile.steps:
-            stack.enter_context(self.profile.step(number))
-        if number == self._memory_step and self.writer is not None:
-            path, ledger = self.writer.path.with_name(STEP_MEMORY), self.run.model.require_engine().ledger
-            stack.enter_context(recorded_memory(path, number, ledger))
-        return stack
-
-    def _before_update(self) -> None:
-        with self.run.model.gradients_to_read():
-            self.run.events.call("on_pre_optimizer_step", self.run.progress.step + 1)
-
-    def _startup_sentence(self) -> str:
-        times = self.run.start_times
-        times.end("first step")
-        times.over = True
-        self._start = {"start": {part: round(seconds, 3) for part, seconds in times.parts.items()}}
-        return Detail(f"start: {sentence(times.parts)}")
+        every = run.config.run.prompts_every
+        if every and number % every == 0 and not self._stopped:
+            self._sample()
 
     def _due_after_step(self, position: int) -> dict[str, bool]:
         """Return the actions that the configuration schedules after this step, whose data was that of step `position`."""
@@ -205,58 +347,52 @@ class TrainingLoop:
             "stop": last,
         }
 
-    def _announce(self, event: str, metrics: StepMetrics) -> None:
-        """Call callbacks with the step's metrics; values that they add are logged with the next step."""
+    def _announce(self, event: str, line: Mapping[str, Any]) -> None:
+        """Call callbacks with the step's line; values that they add are logged with the next step."""
         if not self.run.events.listens(event):
             return
-        record = metrics.record()
-        before = dict(record)
-        self.run.events.call(event, metrics.step, record)
-        added = {name: value for name, value in record.items() if value is not before.get(name)}
+        shown = dict(line)
+        self.run.events.call(event, line["step"], shown)
+        added = {name: value for name, value in shown.items() if value is not line.get(name)}
         self.run.model.stepper.scalars.add(added)
 
-    def _write(self, metrics: StepMetrics) -> StepMetrics:
-        """Write the step's metrics, before callbacks run, so that no callback can prevent it. All ranks call it.
+    def _write(self, line: Line) -> None:
+        """Write the step's line, before callbacks run, so that no callback can prevent it. All ranks call it.
 
-        Returns the metrics with the values that losses, callbacks and `trainer.log` have added since the last line.
+        The line gets the values that losses, callbacks and `trainer.log` have added since the last one.
         """
         run = self.run
-        scalars = run.model.stepper.scalars.take(run.mesh)
-        metrics = replace(metrics, extras={**metrics.extras, **scalars}) if scalars else metrics
-        if self.writer is not None:
-            self.writer.write({**metrics.record(), **self._start})
+        line |= run.model.stepper.scalars.take(run.mesh)
+        if self._writer is not None:
+            self._writer.write({**line, **self._start})
             self._start = {}
-        if self.tracking.ident:
-            self.tracking.log(metrics)
-        run.console.step(metrics)
-        self._written = metrics.step
-        return metrics
+        self._tracking.log(line)
+        run.console.step(line)
+        self._written = line["step"]
 
     def _log(self) -> bool:
         """Log the current step, unless it is not due or done; returns True if it was logged now."""
-        run, metrics = self.run, self._metrics
-        if not run.events.control.should_log or metrics is None:
+        run, line = self.run, self._line
+        if not run.events.control.should_log or line is None:
             return False
-        if self._written != metrics.step:
-            metrics = self._write(replace(metrics, peak_memory_bytes=rank_figures(run.mesh)[0]))
-        self._metrics = None
+        if self._written != line["step"]:
+            line["peak_memory_bytes"] = rank_figures(run.mesh)[0]
+            self._write(line)
+        self._line = None
         run.events.control.should_log = False
-        run.progress.log_step(metrics, run.epoch)
-        self._announce("on_log", metrics)
+        run.progress.log_step(line, run.epoch)
+        self._announce("on_log", line)
         return True
 
     def _act_on_requests(self) -> None:
-        run, every = self.run, self.run.config.run.prompts_every
+        run = self.run
         if run.events.control.should_evaluate and run.data.eval is not None and not self._stopped:
             if self._over:
                 self._save_last()
             self._evaluate()
             run.events.agree(run.mesh)
-        if every and run.progress.step % every == 0 and not self._stopped and self._sampled != run.progress.step:
-            self._sampled = run.progress.step
-            self._sample()
-        if self.checkpoints.in_flight is not None:
-            self.checkpoints.poll()
+        if self._checkpoints.in_flight is not None:
+            self._checkpoints.poll()
         if run.events.control.should_save and not self._stopped:
             self._save()
         if run.events.control.should_training_stop and not self._over:
@@ -286,34 +422,26 @@ class TrainingLoop:
         self._act_on_requests()
         self._begin_epoch()
 
-    def _stop_requested(self) -> bool:
-        """Return True if some rank was asked to stop; all ranks call it between microbatches of evaluations, which may be long."""
-        signals = self.run.mesh.world.all_reduce_max(torch.tensor([int(self.request.signal)]), "requests to stop")
-        self._stopped = self._stopped or int(signals[0])
-        return bool(self._stopped)
-
-    def _evaluation_steps(self) -> float:
-        """Estimate the cost of the last evaluation in steps: forward is a third of a step's work."""
-        if not self.run.config.run.eval_at_end:
-            return 0.0
-        samples = sum(len(each) for each in self.run.data.evaluated().values())
-        return samples / self.run.config.batch.global_size / 3
-
     def _evaluate(self) -> None:
         run, progress, section = self.run, self.run.progress, self.run.config.run
-        generation = generation_of(run, None, {}, metrics=True)
-        values = evaluate(run, None, stop=self._stop_requested, generation=generation)
+
+        def stop() -> bool:
+            # Evaluations may be long, so ranks ask each other between microbatches.
+            asked = torch.tensor([int(self._request.signal)])
+            self._stopped = self._stopped or int(run.mesh.world.all_reduce_max(asked, "requests to stop")[0])
+            return bool(self._stopped)
+
+        values = evaluate(run, None, stop=stop, generation=generation_of(run, None, {}, metrics=True))
         if values is None:
             return
         run.console.note(evaluation_line(run, values))
         metric = value_of(section.metric, values)
         self._evaluated = (progress.step, values["eval_loss"], metric)
-        if self.writer is not None:
-            with MetricsWriter(self.writer.path.with_name(EVALUATIONS)) as evaluations:
-                evaluations.write({"step": progress.step, **values})
+        line = {"step": progress.step, **values}
+        self._append(EVALUATIONS, line)
         # Callbacks compare with the previous best value, as with transformers.
         run.log_evaluation(values)
-        self.tracking.evaluated(progress.step, values)
+        self._tracking.evaluated(line)
         if section.prompts_every is None:
             self._sample()
         goal = goal_of(section.metric, section.metric_goal)
@@ -322,33 +450,35 @@ class TrainingLoop:
             run.events.control.should_save = True
         if section.patience and best.waited >= section.patience:
             self._ended = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
-        self.checkpoints.record(self._state())
+        self._checkpoints.record(self._state())
 
     def _sample(self) -> None:
         if self.samples is None:
             return
         with self.run.model.averaged() if self.run.config.ema.evaluate else nullcontext():
             lines = self.samples(self.run)
-        if self.writer is not None:
-            with MetricsWriter(self.writer.path.with_name(SAMPLES)) as file:
+        self._append(SAMPLES, *lines)
+        self._tracking.sampled(self.run.progress.step, lines)
+
+    def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
+        """Append lines to another file beside that of the metrics."""
+        if self._writer is not None:
+            with MetricsWriter(self._writer.path.with_name(name)) as file:
                 for line in lines:
                     file.write(line)
-        self.tracking.sampled(self.run.progress.step, lines)
 
     def _save(self) -> None:
-        run, checkpoints = self.run, self.checkpoints
+        run, checkpoints = self.run, self._checkpoints
         run.events.control.should_save = False
         if self._over:
             self._save_last()
         if run.progress.step not in (checkpoints.latest, checkpoints.in_flight):
-            adapted = run.events.of_transformers
-            wait = adapted is not None and adapted.read_checkpoints
-            self._on_save_due = checkpoints.save(self._state(), wait=wait)
+            self._on_save_due = checkpoints.save(self._state(), wait=run.events.read_checkpoints)
         self._announce_save()
 
     def _save_last(self) -> None:
         """Save the state after the last step, before an evaluation during which the process may be killed."""
-        run, checkpoints = self.run, self.checkpoints
+        run, checkpoints = self.run, self._checkpoints
         if run.config.checkpoint.every_steps:
             self._on_save_due |= run.progress.step not in (checkpoints.latest, checkpoints.in_flight)
             checkpoints.save_last(self._state())
@@ -363,10 +493,11 @@ class TrainingLoop:
     def _state(self) -> TrainerState:
         run, progress = self.run, self.run.progress
         eval_loss, metric = self._current_evaluation
+        now, before = description_of(run.model.module), run.model.described
         return TrainerState(
             step=progress.step,
             samples=run.samples,
-            stream=self.loader.state(progress.position),
+            stream=self._loader.state(progress.position),
             passed_over=progress.passed_over,
             tokens=progress.tokens,
             skipped=progress.skipped,
@@ -379,8 +510,52 @@ class TrainingLoop:
             seed=run.config.run.seed,
             max_steps=run.config.run.max_steps,
             learning_rate=run.learning_rate_of(max(0, progress.step - 1)),
-            tracker=self.tracking.identity(run.config.run.name),
-            log_history=[strict(line) for line in progress.log] if run.events.of_transformers is not None else [],
+            tracker=self._tracking.identity(run.config.run.name),
+            log_history=[strict(line) for line in progress.log] if run.events.of_transformers else [],
             settings=run.settings,
-            written=run.written,
+            written={f"model.{name}": now[name] for name in now if name not in before or before[name] != now[name]},
         )
+
+    def _end(self) -> FitReport:
+        """Make the model whole, with its best weights if configured; returns the report, and shows it."""
+        run, checkpoints = self.run, self._checkpoints
+        progress, best, config = run.progress, run.progress.best, run.config.run
+        if config.load_best and best.value is not None and best.step != progress.step:
+            load_weights(checkpoints.store.path(best.step), run.model.require_engine(), run.mesh)
+            run.console.note(f"weights of step {best.step}: {config.metric} {best.value:.4g} is the best")
+        steady = progress.seconds[1:] or progress.seconds
+        per_step = (progress.tokens - progress.resumed.tokens) / max(1, len(progress.seconds))
+        report = FitReport(
+            final_step=progress.step,
+            final_loss=math.nan if progress.last_loss is None else progress.last_loss,
+            losses=tuple(progress.losses),
+            eval_loss=self._current_evaluation[0],
+            tokens=progress.tokens,
+            tokens_per_second=per_step * len(steady) / sum(steady) if steady else 0.0,
+            peak_memory_bytes=rank_figures(run.mesh)[0],
+            skipped_steps=progress.skipped,
+            passed_over=progress.without_targets,
+            metrics=dict(progress.summary or run.summary_values()),
+        )
+        if report.losses:
+            run.console.note(
+                f"done: {counted(report.final_step, 'step')}, loss {report.final_loss:.4f}, "
+                f"{human_count(report.tokens_per_second)} {progress.unit}/s, "
+                f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
+            )
+        run.console.note(*progress.notes())
+        if run.planned is not None and run.planned.result:
+            run.console.note("\n  ".join(comparison_lines(run.planned.result)))
+        run.model.make_whole()
+        if checkpoints.latest is not None:
+            run.console.note(f"model    {checkpoints.store.path(checkpoints.latest)!s}")
+            shown = shlex.quote(str(self.directory.path))
+            module, tokenizer = run.model.module, run.model.processing_class
+            pretrained = pretrained_of(module)
+            command = f"zeromesh report {shown}"
+            if is_adapted(module):
+                command = f"zeromesh checkpoint export {shown} OUT --merge"
+            elif pretrained is not None and pretrained.can_generate() and getattr(tokenizer, "chat_template", None):
+                command = f"zeromesh generate {shown} --chat"
+            run.console.note(f"next     {command}")
+        return report

@@ -8,9 +8,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any, TextIO
+from contextlib import AbstractContextManager, suppress
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TextIO
 
 from rich.console import Console as RichConsole
 from rich.errors import ConsoleError
@@ -20,12 +20,13 @@ from rich.text import Text
 
 from zeromesh.errors import counted, printable, printable_lines
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count, human_seconds, wrapped
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics
+from zeromesh.trainer.monitoring.step_metrics import STEP_FIELDS
 
 _LOG = logging.getLogger(__name__)
 _REFRESH_SECONDS = 0.25
 _SILENCE_SECONDS = 5.0  # Seconds of silence after which a log file gets a status line.
 _DISPLAY_ERRORS = (OSError, ValueError, ConsoleError)
+_P = ParamSpec("_P")
 
 
 class _Terminal(RichConsole):
@@ -33,6 +34,22 @@ class _Terminal(RichConsole):
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the reader of the output has gone")
+
+
+def _draws(method: Callable[Concatenate["Console", _P], None]) -> Callable[Concatenate["Console", _P], None]:
+    """Let a method of the console raise nothing, and do nothing after the first failure of any."""
+
+    @wraps(method)
+    def draw(console: "Console", /, *arguments: _P.args, **named: _P.kwargs) -> None:
+        if not console._shown:
+            return
+        try:
+            method(console, *arguments, **named)
+        except _DISPLAY_ERRORS as error:
+            console._shown = False
+            _LOG.warning("nothing more is shown of this run: %s", error)
+
+    return draw
 
 
 class Console(AbstractContextManager["Console"]):
@@ -69,101 +86,108 @@ class Console(AbstractContextManager["Console"]):
         self._live: Live | None = None
         self._numbers = ""
 
+    @_draws
     def note(self, *lines: str | None) -> None:
         """Show lines once; None stands for no line. A `Detail` is shown in logs, and on terminals if `verbose`."""
         for line in filter(None, lines):
             if isinstance(line, Detail) and not self._details:
                 continue
-            self._attempt(partial(self._print, line))
+            self._end_status()
+            self._printed = time.monotonic()
+            if self._progress is not None and self._task is not None:
+                self._progress.update(self._task, numbers=self._numbers)
+            # Lines of a log file are not wrapped, whatever width rich assumes.
+            width = self._rich.width if self._is_terminal else None
+            self._rich.print(Text("\n".join(wrapped(printable_lines(line).split("\n"), width))), soft_wrap=True)
+            self._rich.file.flush()
 
+    @_draws
     def status(self, text: str) -> None:
         """Show the current activity until the next output."""
-        self._attempt(partial(self._show_status, text))
-
-    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
-        """Start to show progress: `first_step` of `total_steps` are done, and the work after the last step takes about `after`
-        steps."""
-        self._attempt(self._end_status, always=True)
-        self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
-        self._after = after
-        if self._is_terminal and self._task is None:
-            self._attempt(self._start_steps)
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Show the number of finished batches of an evaluation: on a terminal by a second bar, which disappears at the end."""
-        shown = partial(self._show_status, f"evaluating: {done} of {counted(total, 'batch')}")
-        self._attempt(partial(self._move_part, done, total) if self._is_terminal else shown)
-
-    def advance(self, step: int) -> None:
-        """Show that `step` steps are done."""
-        if self._progress is not None:
-            self._attempt(lambda: self._move_bar(step))
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Show a logged step."""
-        if self._progress is not None:
-            # Short enough for 80 columns beside the bar.
-            self._numbers = (
-                f"loss {metrics.loss:.3f}  {human_count(metrics.tokens_per_second)} {metrics.unit.replace('tokens', 'tok')}/s  "
-                f"{human_bytes(metrics.peak_memory_bytes)}"
-            )
-            self._attempt(lambda: self._move_bar(metrics.step, self._numbers))
-        elif self._notebook:
-            self._numbers = self._line(metrics)
-            self._attempt(lambda: self._update_line(self._numbers))
-        else:
-            self._attempt(lambda: self._print(self._line(metrics)))
-
-    def close(self) -> None:
-        """Stop showing progress and restore the terminal. Closing twice is allowed."""
-        self._attempt(self._end_status, always=True)
-        if self._notebook:
-            self._drawn = -math.inf
-            self._attempt(lambda: self._update_line(self._numbers))
-        progress, self._progress, self._task, self._part = self._progress, None, None, None
-        if progress is not None:
-            self._attempt(progress.stop, always=True)  # This also restores standard output.
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _attempt(self, action: Callable[[], None], *, always: bool = False) -> None:
-        """Run an output action; after the first failure, only those with `always`."""
-        if not (self._shown or always):
-            return
-        try:
-            action()
-        except _DISPLAY_ERRORS as error:
-            self._shown = False
-            _LOG.warning("nothing more is shown of this run: %s", error)
-
-    def _print(self, text: str) -> None:
-        self._end_status()
-        self._printed = time.monotonic()
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, numbers=self._numbers)
-        lines = printable_lines(text).split("\n")
-        # Lines of a log file are not wrapped, whatever width rich assumes.
-        shown = wrapped(lines, self._rich.width if self._is_terminal else None)
-        self._rich.print(Text("\n".join(shown)), soft_wrap=True)
-        self._rich.file.flush()
-
-    def _show_status(self, text: str) -> None:
-        now = time.monotonic()
         if self._notebook:
             self._update_line(text)
         elif not self._is_terminal:
-            if now - self._printed >= _SILENCE_SECONDS:
-                self._print(text)
-        elif now - self._drawn >= _REFRESH_SECONDS:
-            if self._progress is not None:
-                self._move_bar(None, printable(text))
-                return
-            self._drawn = now
+            if time.monotonic() - self._printed >= _SILENCE_SECONDS:
+                self.note(text)
+        elif not self._due():
+            return
+        elif self._progress is None:
             if self._live is None:
                 self._live = Live(console=self._rich, auto_refresh=False, transient=True, **self._redirected)
                 self._live.start()
             self._live.update(Text(printable(text), overflow="ellipsis", no_wrap=True), refresh=True)
+        elif self._task is not None:
+            self._progress.update(self._task, numbers=printable(text), refresh=True)
+
+    @_draws
+    def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
+        """Start to show progress: `first_step` of `total_steps` are done, and the work after the last step takes about `after`
+        steps."""
+        self._end_status()
+        self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
+        self._after = after
+        if self._is_terminal and self._task is None:
+            self._task = self._bar().add_task("", total=total_steps, completed=first_step, numbers="")
+
+    @_draws
+    def evaluating(self, done: int, total: int) -> None:
+        """Show the number of finished batches of an evaluation: on a terminal by a second bar, which disappears at the end."""
+        if not self._is_terminal:
+            self.status(f"evaluating: {done} of {counted(total, 'batch')}")
+            return
+        self._end_status()
+        bar = self._bar()
+        if self._part is None:
+            self._part = bar.add_task("", total=total, numbers="evaluating")
+        bar.update(self._part, completed=done, refresh=done < total and self._due())
+        if done == total:
+            bar.remove_task(self._part)
+            self._part = None
+            if self._task is None:
+                self._progress = None
+                bar.stop()
+
+    @_draws
+    def advance(self, step: int) -> None:
+        """Show that `step` steps are done."""
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=step, numbers=self._numbers, refresh=self._due())
+
+    @_draws
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show a logged step, given its line in `metrics.jsonl`."""
+        if self._progress is not None:
+            # Short enough for 80 columns beside the bar.
+            unit = line.get("unit", "tokens").replace("tokens", "tok")
+            self._numbers = (
+                f"loss {line['loss']:.3f}  {human_count(line['tokens_per_second'])} {unit}/s  "
+                f"{human_bytes(line['peak_memory_bytes'])}"
+            )
+            self.advance(line["step"])
+            return
+        self._numbers = step_line(line, total_steps=self._total_steps)
+        done, left = line["step"] - self._first_step, self._total_steps + self._after - line["step"]
+        if done > 0 and left > 0:
+            self._numbers += f"  {human_seconds((time.monotonic() - self._started) / done * left)} left"
+        if self._notebook:
+            self._update_line(self._numbers)
+        else:
+            self.note(self._numbers)
+
+    def close(self) -> None:
+        """Stop showing progress and restore the terminal. Closing twice is allowed."""
+        with suppress(*_DISPLAY_ERRORS):
+            self._end_status()
+        if self._notebook:
+            self._drawn = -math.inf
+            self._update_line(self._numbers)
+        progress, self._progress, self._task, self._part = self._progress, None, None, None
+        if progress is not None:
+            with suppress(*_DISPLAY_ERRORS):
+                progress.stop()  # This also restores standard output.
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _end_status(self) -> None:
         live, self._live = self._live, None
@@ -171,45 +195,35 @@ class Console(AbstractContextManager["Console"]):
             live.stop()  # This also restores standard output.
             self._drawn = -math.inf
 
-    def _start_steps(self) -> None:
-        bar = self._progress = self._progress or self._started_bar()
-        self._task = bar.add_task("", total=self._total_steps, completed=self._first_step, numbers="")
-
-    def _move_part(self, done: int, total: int) -> None:
-        self._end_status()
-        bar = self._progress = self._progress or self._started_bar()
-        if self._part is None:
-            self._part = bar.add_task("", total=total, numbers="evaluating")
-        bar.update(self._part, completed=done)
-        if done < total:
-            self._refresh(bar)
-            return
-        bar.remove_task(self._part)
-        self._part = None
-        if self._task is None:
-            self._progress = None
-            bar.stop()
-
-    def _started_bar(self) -> Progress:
-        # The bar has no thread: it would take time from training, and not survive a fork.
-        bar = Progress(
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(compact=True),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=self._rich,
-            auto_refresh=False,
-            expand=True,
-            **self._redirected,
-        )
-        bar.start()
-        return bar
-
-    def _update_line(self, text: str) -> None:
+    def _due(self) -> bool:
+        """Return True when the display is to be drawn again, a few times a second."""
         now = time.monotonic()
         if now - self._drawn < _REFRESH_SECONDS:
+            return False
+        self._drawn = now
+        return True
+
+    def _bar(self) -> Progress:
+        if self._progress is None:
+            # The bar has no thread: it would take time from training, and not survive a fork.
+            self._progress = Progress(
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(compact=True),
+                TextColumn("{task.fields[numbers]}", markup=False),
+                console=self._rich,
+                auto_refresh=False,
+                expand=True,
+                **self._redirected,
+            )
+            self._progress.start()
+        return self._progress
+
+    @_draws
+    def _update_line(self, text: str) -> None:
+        if not self._due():
             return
-        self._drawn, shown = now, {"text/plain": printable(text)}
+        shown = {"text/plain": printable(text)}
         if self._live_line is None:
             from IPython.display import display
 
@@ -217,41 +231,20 @@ class Console(AbstractContextManager["Console"]):
         else:
             self._live_line.update(shown, raw=True)
 
-    def _move_bar(self, step: int | None, numbers: str | None = None) -> None:
-        if self._progress is None or self._task is None:
-            return
-        fields: dict[str, Any] = {} if numbers is None else {"numbers": numbers}
-        self._progress.update(self._task, completed=step, **fields)
-        self._refresh(self._progress)
 
-    def _refresh(self, bar: Progress) -> None:
-        now = time.monotonic()
-        if now - self._drawn >= _REFRESH_SECONDS:
-            self._drawn = now
-            bar.refresh()
-
-    def _line(self, metrics: StepMetrics) -> str:
-        line = step_line(metrics, total_steps=self._total_steps)
-        done = metrics.step - self._first_step
-        left = self._total_steps + self._after - metrics.step
-        if done > 0 and left > 0:
-            pace = (time.monotonic() - self._started) / done
-            line += f"  {human_seconds(pace * left)} left"
-        return line
-
-
-def step_line(metrics: StepMetrics, *, total_steps: int = 0) -> str:
-    """Return a logged step as plain text, numbers with units, extras last."""
+def step_line(line: Mapping[str, Any], *, total_steps: int = 0) -> str:
+    """Return a logged step as plain text, numbers with units, values beyond `STEP_FIELDS` last."""
     of_total = f"/{total_steps}" if total_steps else ""
-    extras = {name: f"{value:.1%}" if name == "mfu" else value for name, value in metrics.extras.items()}
-    parts = [f"step {metrics.step}{of_total}", f"loss {metrics.loss:.4f}"]
-    if metrics.grad_norm is not None:
-        parts.append(f"grad {metrics.grad_norm:.3g}")
+    parts = [f"step {line['step']}{of_total}", f"loss {line['loss']:.4f}"]
+    if line["grad_norm"] is not None:
+        parts.append(f"grad {line['grad_norm']:.3g}")
     parts += [
-        f"lr {metrics.lr:.3g}",
-        f"{human_count(metrics.tokens_per_second)} {metrics.unit}/s",
-        f"{human_seconds(metrics.step_seconds)}/step",
-        human_bytes(metrics.peak_memory_bytes),
-        *(f"{name} {value}" for name, value in extras.items() if not isinstance(value, Mapping)),
+        f"lr {line['lr']:.3g}",
+        f"{human_count(line['tokens_per_second'])} {line.get('unit', 'tokens')}/s",
+        f"{human_seconds(line['step_seconds'])}/step",
+        human_bytes(line["peak_memory_bytes"]),
     ]
+    for name, value in line.items():
+        if name not in STEP_FIELDS and not isinstance(value, Mapping):
+            parts.append(f"{name} {value:.1%}" if name == "mfu" else f"{name} {value}")
     return "  ".join(parts)

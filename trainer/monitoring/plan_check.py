@@ -15,8 +15,9 @@ from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
 UNCOUNTED = "uncounted"
 """The name of peak bytes that no purpose of the ledger covers."""
 _WORDS = {UNCOUNTED: "activations and libraries"}
-ComparisonRow = tuple[str, str, str, str]
-"""The name of a term, its predicted and measured value, and the relative error of the plan, as text."""
+PlanTable = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""Column names, of which the first is the layout, and a row for each term: its name, its predicted and measured value, and the
+relative error of the plan, as text."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,13 +26,11 @@ class PlanCheck:
 
     layout: str
     phases: Mapping[str, float]
-    """Predicted seconds by phase."""
     memory: Mapping[str, Mapping[str, int]]
     """Predicted bytes of states and buffers at the end of a step, by tier and purpose."""
     peak: int
     """The predicted peak bytes of the process, or of its accelerator."""
     result: dict[str, Any] = field(default_factory=dict)
-    """The latest comparison."""
     _steps: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
 
     def add(self, seconds: float, phases: Mapping[str, float]) -> None:
@@ -65,27 +64,26 @@ class PlanCheck:
         return self.result
 
 
-def comparison_rows(record: Mapping[str, Any]) -> Iterator[ComparisonRow]:
-    """Yield the terms of a record: the step and its phases, the peak memory, and bytes by tier and purpose.
+def comparison_table(record: Mapping[str, Any]) -> PlanTable:
+    """Return the terms of a record: the step and its phases, the peak memory, and bytes by tier and purpose.
 
     Raises:
         ValueError, LookupError, TypeError: for a malformed record.
     """
-    yield _row("step", human_seconds, record["seconds"])
-    for name, pair in dict(record["phases"]).items():
-        yield _row(f"step: {name}", human_seconds, pair)
-    yield _row("highest memory", human_bytes, record["peak"])
+    terms: list[tuple[str, Callable[[float], str], Sequence[float]]] = [("step", human_seconds, record["seconds"])]
+    terms += [(f"step: {name}", human_seconds, pair) for name, pair in dict(record["phases"]).items()]
+    terms.append(("highest memory", human_bytes, record["peak"]))
     for tier, purposes in dict(record["memory"]).items():
         for name, pair in dict(purposes).items():
-            yield _row(f"{tier}: {_WORDS.get(name, name.replace('_', ' '))}", human_bytes, pair)
+            terms.append((f"{tier}: {_WORDS.get(name, name.replace('_', ' '))}", human_bytes, pair))
+    rows: list[tuple[str, ...]] = []
+    for name, shown, (predicted, measured) in terms:
+        off = f"{predicted / measured - 1:+.0%}" if measured else ""
+        rows.append((name, shown(predicted), shown(measured), off))
+    return (str(record["layout"]), "predicted", "measured", "off"), rows
 
 
 def comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a record as a table."""
-    columns = (f"plan of {record['layout']}", "predicted", "measured", "off")
-    yield from table_lines(columns, list(comparison_rows(record)), right=columns[1:])
-
-
-def _row(name: str, shown: Callable[[float], str], pair: Sequence[float]) -> ComparisonRow:
-    predicted, measured = pair
-    return name, shown(predicted), shown(measured), f"{predicted / measured - 1:+.0%}" if measured else ""
+    (layout, *columns), rows = comparison_table(record)
+    yield from table_lines((f"plan of {layout}", *columns), rows, right=columns)

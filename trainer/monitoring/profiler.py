@@ -1,5 +1,4 @@
-"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, a memory timeline of one step, and a
-memory snapshot after an out-of-memory error.
+"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, and a memory timeline of one step.
 
 Beside operators, traces have the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each unit,
 collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
@@ -12,26 +11,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch.profiler import profile
 
-from zeromesh.environment import secret_values
-from zeromesh.errors import StorageError, ZeromeshError, counted, summary
 from zeromesh.files import write_whole
-from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Ledger, Tier, available_bytes, peak_bytes, resident_bytes
-from zeromesh.offload.accelerator import device_memory, is_accelerator, profiled, write_allocations
+from zeromesh.offload.accelerator import profiled
 from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
-from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.sections.outputs import ProfileSection
-from zeromesh.trainer.formatting import human_bytes
 from zeromesh.zero.engine import ZeroEngine
 
 FOLDER = "profile"
+STEP_MEMORY = "step_memory.json"
+_MOST_EVENTS = 20_000
 _NAME = f'"name": "{BACKWARD_RANGE}'
 _ROW = re.compile(r'(?<="tid": )[^,\s]+')
 
@@ -46,10 +38,11 @@ class Profile(AbstractContextManager["Profile"]):
         first, last = section.steps or (0, -1)
         self.steps = range(first, last + 1)
         """The profiled steps, counted from 1."""
-        self._memory = section.memory
+        self._section = section
         self._folder = directory / FOLDER
+        self._engine = engine
         self._mesh = engine.mesh
-        self._settle = engine.settle
+        self._first = 0
         self._note = note
         self._recorded: list[int] = []
         self._open = ExitStack()
@@ -63,18 +56,48 @@ class Profile(AbstractContextManager["Profile"]):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile step `number`, one of `steps`, in the block."""
-        if self._profiler is None:
-            activities = profiled(self._mesh.device)
-            made = profile(activities=activities, record_shapes=self._memory, profile_memory=self._memory)
-            self._profiler = self._open.enter_context(made)
-            self._open.enter_context(self._mesh.recorder.profiling_ranges())
-        self._recorded.append(number)
-        with self._mesh.recorder.range("step", str(number)):
+        """Profile step `number` in the block, if it is one of `steps`.
+
+        On rank 0 the second step of a process also leaves a file with the changes of bytes by purpose, since the first one
+        allocates persistent memory.
+        """
+        with ExitStack() as stack:
+            self._first = self._first or number
+            if number == self._first + 1 and self._mesh.rank == 0 and self._section.step_figures:
+                stack.enter_context(self._recorded_memory(number))
+            if number in self.steps:
+                if self._profiler is None:
+                    activities, memory = profiled(self._mesh.device), self._section.memory
+                    made = profile(activities=activities, record_shapes=memory, profile_memory=memory)
+                    self._profiler = self._open.enter_context(made)
+                    self._open.enter_context(self._mesh.recorder.profiling_ranges())
+                self._recorded.append(number)
+                stack.enter_context(self._mesh.recorder.range("step", str(number)))
             yield
-        if number == self.steps[-1]:
+        if self._profiler is not None and number == self.steps[-1]:
             self._stop()
             self._mesh.meet("writing of traces")
+
+    @contextmanager
+    def _recorded_memory(self, step: int) -> Iterator[None]:
+        """Write the changes of bytes by purpose in the block.
+
+            {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
+
+        An event is a time, a tier, a purpose and its bytes from then on. The ledger covers states, gathered parameters, gradients
+        and saved inputs of blocks, but no other activations.
+        """
+        began = time.perf_counter()
+        with self._engine.ledger.recording(_MOST_EVENTS) as changes:
+            yield
+        seconds = time.perf_counter() - began
+        events = [
+            [round(max(0.0, change.at - began), 6), change.tier.value, change.purpose.name.lower(), change.nbytes]
+            for change in changes
+        ]
+        content = {"step": step, "seconds": round(seconds, 6), "events": events}
+        with suppress(OSError):  # Nothing depends on this file, and later writes report a full disk.
+            write_whole(self._folder.with_name(STEP_MEMORY), json.dumps(content).encode(), sync=False)
 
     def _stop(self) -> None:
         """Stop recording, and write the trace. A full disk does not end a run.
@@ -85,7 +108,7 @@ class Profile(AbstractContextManager["Profile"]):
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        self._settle()
+        self._engine.settle()
         self._open.close()
         path = self._folder / f"steps-{self._recorded[0]}-{self._recorded[-1]}-rank-{self._mesh.rank}.json.gz"
         try:
@@ -112,94 +135,3 @@ def _write(profiler: profile, path: Path) -> None:
                     line, own = _ROW.sub('"units in backward"', line), False
                 out.write(line)
         packed.replace(path)
-
-
-_WORDS = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
-"""Messages of out-of-memory errors, which have no common class."""
-
-
-def ran_out(error: BaseException) -> bool:
-    """Return True for an out-of-memory error."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    of_zeromesh = isinstance(error, ZeromeshError) and not isinstance(error, StorageError)
-    return isinstance(error, RuntimeError) and not of_zeromesh and bool(_WORDS.search(str(error)))
-
-
-def explained(error: BaseException, engine: ZeroEngine | None, mesh: Mesh, directory: Path, step: int) -> BaseException:
-    """Write a snapshot of this rank's memory after an out-of-memory error, and return an error that refers to it; return any other
-    error as it is. `step` is the number of finished steps."""
-    if not ran_out(error):
-        return error
-    path = directory / f"memory-rank-{mesh.rank}.json"
-    what = summary(error)
-    text = f"rank {mesh.rank} ran out of memory after {counted(step, 'whole step')} ({what})"
-    found = snapshot(engine, mesh)
-    purposes = sorted(found["purposes"].get("device", {}).items(), key=lambda item: -item[1])
-    if purposes:
-        text += f"; it holds {', '.join(f'{human_bytes(nbytes)} {what}' for what, nbytes in purposes[:3])}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        error_text = Redaction(secret_values()).text(what)
-        write_whole(path, json.dumps({"error": error_text, "step": step, **found}, indent=1).encode())
-        if write_allocations(mesh.device, blocks := path.with_suffix(".pickle")):
-            text += f". {blocks} has every block of the device, for https://pytorch.org/memory_viz"
-            text += "; profile.allocations: true adds where each was allocated"
-    except OSError as why:
-        return StorageError(f"{text}. What holds the rest could not be written to {path}: {why.strerror}; {_CURES}")
-    return StorageError(f"{text}. {path} says what holds the rest; {_CURES}")
-
-
-_CURES = (
-    "lower batch.micro_size or data.sequence_length, set model.activation_checkpointing: block, raise zero.stage, or offload "
-    "more (docs/offload.md)"
-)
-
-
-def snapshot(engine: ZeroEngine | None, mesh: Mesh) -> dict[str, Any]:
-    """Return the bytes of this rank: of the process, and by tier and purpose.
-
-    `uncounted` are bytes outside the ledger: activations, libraries, and other code's private memory.
-    """
-    process = {"resident": resident_bytes(), "resident_peak": peak_bytes(), "available": available_bytes()}
-    on_device = is_accelerator(mesh.device)
-    if on_device:
-        process |= {f"device_{what}": nbytes for what, nbytes in asdict(device_memory(mesh.device)).items()}
-    found: dict[str, Any] = {"rank": mesh.rank, "process": process, "purposes": {}}
-    if engine is None:
-        return found
-    ledger = engine.ledger
-    for tier in Tier:
-        purposes = ledger.by_purpose(tier)
-        if purposes:
-            found["purposes"][tier.value] = {purpose.value: nbytes for purpose, nbytes in purposes.items()}
-    held = process.get("device_allocated") or process["resident"]
-    counted = ledger.total(Tier.DEVICE) if on_device else ledger.total()
-    found |= {"counted": counted, "counted_peak": ledger.peak(), "uncounted": max(0, held - counted)}
-    return found
-
-
-STEP_MEMORY = "step_memory.json"
-_MOST_EVENTS = 20_000
-
-
-@contextmanager
-def recorded_memory(path: Path, step: int, ledger: Ledger) -> Iterator[None]:
-    """Write to `path` the changes of bytes by purpose in the block, which is step `step`, counted from 1.
-
-        {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
-
-    An event is a time, a tier, a purpose and its bytes from then on. The ledger covers states, gathered parameters, gradients
-    and saved inputs of blocks, but no other activations.
-    """
-    began = time.perf_counter()
-    with ledger.recording(_MOST_EVENTS) as changes:
-        yield
-    seconds = time.perf_counter() - began
-    events = [
-        [round(max(0.0, change.at - began), 6), change.tier.value, change.purpose.name.lower(), change.nbytes]
-        for change in changes
-    ]
-    content = {"step": step, "seconds": round(seconds, 6), "events": events}
-    with suppress(OSError):  # Nothing depends on this file, and later writes report a full disk.
-        write_whole(path, json.dumps(content).encode(), sync=False)

@@ -1,8 +1,9 @@
-"""The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`).
+"""The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`); and slow ranks.
 
     blames(rows)       the ranks at the end of all chains of waits, and their current activity
     recent(rows)       seconds per step by rank and phase, over the latest steps
     verdicts(rows)     sentences about the slowest rank and its cause, or about the link
+    Stragglers         the same judgement during a run, of the seconds at work alone
 
 The last rank to enter a collective waits for no peer, so its communication is the link's time. The least communication of any rank
 is therefore attributed to the link, and the excess of the others to waiting for late ranks.
@@ -10,7 +11,7 @@ is therefore attributed to the link, and the excess of the others to waiting for
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeromesh.errors import ranks_text
@@ -25,6 +26,8 @@ _WORDS = {
     "offload": "waiting for bytes of another tier",
     "between": "what is between steps (callbacks, evaluation, saving)",
 }
+_CAUSES = {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}
+"""The causes of waits for a rank by its activity; others are computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +54,15 @@ def blames(rows: Sequence[Row]) -> list[Blame]:
                 waiting.setdefault(end, []).append(row["rank"])
     found = []
     for end, ranks in sorted(waiting.items(), key=lambda item: -len(item[1])):
-        if isinstance(end, int) and end in by_rank:
-            row = by_rank[end]
-            cause, doing, seconds = _cause(row), row["failure"] or row["doing"], row.get("seconds", 0.0)
-        elif isinstance(end, str):
+        if isinstance(end, str):
             longest = max((by_rank[rank]["waits"] for rank in ranks), key=lambda each: each["seconds"])
             cause, doing, seconds = end, longest["for"], longest["seconds"]
+        elif end in by_rank:
+            row = by_rank[end]
+            states = {"failed": row["failure"], "stopped": row.get("stopped"), "disk": row.get("disk")}
+            usual = _CAUSES.get(row.get("activity", ""), "compute")
+            cause = next((name for name, holds in states.items() if holds), usual)
+            doing, seconds = row["failure"] or row["doing"], row.get("seconds", 0.0)
         else:
             continue
         late = None if isinstance(end, str) else end
@@ -80,16 +86,6 @@ def _ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
                 ends.add(each)
     # With a late rank at the end of a chain, transfers between others do not matter.
     return {each for each in ends if each != "link"} or ends or {"each other"}
-
-
-def _cause(row: Row) -> str:
-    if row["failure"]:
-        return "failed"
-    if row.get("stopped"):
-        return "stopped"
-    if row.get("disk"):
-        return "disk"
-    return {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}.get(row["activity"], "compute")
 
 
 def sentences(found: Sequence[Blame]) -> list[str]:
@@ -126,35 +122,87 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
         return []
     step = max(sum(each.values()) for each in parts.values())
     least = max(_PART * step, _LEAST_SECONDS)
-    busy = {rank: sum(each[part] for part in BUSY) for rank, each in parts.items()}
-    slow = max(busy, key=busy.__getitem__)
+    slow, most, usual = _slowest({rank: sum(each[part] for part in BUSY) for rank, each in parts.items()})
 
     def of_others(part: str) -> float:
         return statistics.median(each[part] for rank, each in parts.items() if rank != slow)
 
     lines = []
-    excess = busy[slow] - statistics.median(value for rank, value in busy.items() if rank != slow)
-    if excess >= least:
+    if most - usual >= least:
         cause = max(BUSY, key=lambda part: parts[slow][part] - of_others(part))
         own, others = 1e3 * parts[slow][cause], 1e3 * of_others(cause)
         lines.append(
-            f"the others wait for rank {slow} {1e3 * excess:,.0f} ms a step, because of {_WORDS[cause]}: {own:,.0f} ms there, "
-            f"{others:,.0f} ms elsewhere"
+            f"the others wait for rank {slow} {1e3 * (most - usual):,.0f} ms a step, because of {_WORDS[cause]}: "
+            f"{own:,.0f} ms there, {others:,.0f} ms elsewhere"
         )
     link = next(iter(parts.values()))["link"]
     if link >= least:
         text = (
             f"the link takes {1e3 * link:,.0f} ms of a step of {1e3 * step:,.0f} ms: so long do all ranks communicate"
         )
-        lines.append(text + _largest(traffic or {}))
+        rows_of_traffic = [
+            (row["seconds"], axis, name, row["bytes"])
+            for axis, found in (traffic or {}).items()
+            for name, row in found.items()
+        ]
+        if rows_of_traffic:
+            seconds, axis, name, nbytes = max(rows_of_traffic)
+            text += f", on rank 0 most in {name} over {axis} ({1e3 * seconds:,.0f} ms, {nbytes / 2**20:,.1f} MiB)"
+        lines.append(text)
     return lines or [f"no rank is late: a step takes {1e3 * step:,.0f} ms, of which the link has {1e3 * link:,.0f} ms"]
 
 
-def _largest(traffic: Mapping[str, Any]) -> str:
-    rows = [
-        (row["seconds"], axis, name, row["bytes"]) for axis, found in traffic.items() for name, row in found.items()
-    ]
-    if not rows:
-        return ""
-    seconds, axis, name, nbytes = max(rows)
-    return f", on rank 0 most in {name} over {axis} ({1e3 * seconds:,.0f} ms, {nbytes / 2**20:,.1f} MiB)"
+def _slowest(busy: Mapping[int, float]) -> tuple[int, float, float]:
+    """Return the rank that was at work for the longest, its seconds, and the median of the others' seconds."""
+    slow = max(busy, key=busy.__getitem__)
+    others = [seconds for rank, seconds in busy.items() if rank != slow]
+    return slow, busy[slow], statistics.median(others or [busy[slow]])
+
+
+_WINDOW = 10
+"""The least number of steps that are compared together."""
+_FACTOR = 1.5
+_LEAST_DELAY = 0.05
+"""The least delay per step, in seconds, that is reported."""
+_SILENT_STEPS = 100
+"""The least number of steps between two lines about the same rank."""
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """Compares the ranks' seconds at work in steps, without their waits for one another.
+
+    Work between steps, such as evaluations and checkpoints, is not counted, nor is the first step with its setup.
+    """
+
+    _busy_seconds: list[float] = field(default_factory=list)
+    """This rank's seconds at work in each step since the last comparison."""
+    _last_note: dict[int, int] = field(default_factory=dict)
+    _begun: bool = False
+
+    def add(self, seconds: float, waited: float) -> None:
+        """Add a step of `seconds`, `waited` of which were spent waiting for other ranks."""
+        if self._begun:
+            self._busy_seconds.append(max(0.0, seconds - waited))
+        self._begun = True
+
+    @property
+    def busy(self) -> float:
+        """The mean seconds per step that this rank was at work since the last comparison."""
+        return sum(self._busy_seconds) / max(1, len(self._busy_seconds))
+
+    def look(self, step: int, busy: Sequence[float]) -> str | None:
+        """Compare `busy` of each rank after enough steps; returns a line about a slow rank, when that is news."""
+        steps = len(self._busy_seconds)
+        if steps < _WINDOW:
+            return None
+        self._busy_seconds = []
+        slow, most, usual = _slowest(dict(enumerate(busy)))
+        silent = step - self._last_note.get(slow, -_SILENT_STEPS) < _SILENT_STEPS
+        if silent or most < max(_FACTOR * usual, usual + _LEAST_DELAY):
+            return None
+        self._last_note[slow] = step
+        return (
+            f"rank {slow} is slow: over {steps} steps it was at work for {1000 * most:.0f} ms a step, the others "
+            f"for {1000 * usual:.0f} ms, and waited for it"
+        )

@@ -1,13 +1,12 @@
 """The directory of a run: its resolved configuration, its metrics, the starts of its processes, and the activity of ranks."""
 
-import contextlib
 import errno
 import io
 import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,22 +45,23 @@ class RunDirectory:
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
         self._writes = rank == 0
-        if not self._writes:
-            return
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            if self._writes:
+                path.mkdir(parents=True, exist_ok=True)
+                if not os.access(path, os.W_OK | os.X_OK):
+                    read_only = os.statvfs(path).f_flag & os.ST_RDONLY
+                    number = errno.EROFS if read_only else errno.EACCES
+                    raise OSError(number, os.strerror(number))
         except OSError as error:
-            raise self._unwritable(error.strerror or str(error)) from error
-        if not os.access(path, os.W_OK | os.X_OK):
-            read_only = os.statvfs(path).f_flag & os.ST_RDONLY
-            raise self._unwritable(os.strerror(errno.EROFS if read_only else errno.EACCES))
+            raise self._unwritable(error) from error
 
-    def _unwritable(self, reason: str) -> StorageError:
-        return StorageError(f"{str(self.path)!r} cannot be written ({reason}); change run.output_dir")
+    def _unwritable(self, error: OSError) -> StorageError:
+        return StorageError(f"{str(self.path)!r} cannot be written ({error.strerror or error}); change run.output_dir")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory against other runs inside the block; the lock ends with the process, even when killed.
+        """Lock the directory against other runs inside the block; the lock ends with the process, even when killed. Temporary files
+        of killed processes are removed.
 
         Raises:
             StorageError: when another run has it.
@@ -69,8 +69,22 @@ class RunDirectory:
         if not self._writes:
             yield
             return
-        with contextlib.ExitStack() as stack:
-            file = self._lock(stack)
+        path = self.path / LOCK
+        with ExitStack() as stack:
+            try:
+                file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
+                if not try_lock(file.fileno()):
+                    holder = file.read(200).decode(errors="replace").strip() or "another process"
+                    raise StorageError(
+                        f"{str(self.path)!r} belongs to a run that is going on ({holder}); wait for it, or give another run.name"
+                    )
+                _note(file, f"pid {os.getpid()} on {socket.gethostname()}")
+                remove_unfinished(self.path)
+            except OSError as error:
+                raise StorageError(
+                    f"{str(path)!r} cannot be opened and locked: {error.strerror or error}; another run could not be kept out. "
+                    "Change that, or set run.output_dir to another file system"
+                ) from error
             try:
                 yield
             except BaseException as error:
@@ -78,88 +92,55 @@ class RunDirectory:
                 raise
             _note(file, ENDED)
 
-    def _lock(self, stack: contextlib.ExitStack) -> io.FileIO:
-        """Return the file that is locked until `stack` ends. Temporary files of killed processes are removed."""
-        path = self.path / LOCK
-        try:
-            file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
-            if not try_lock(file.fileno()):
-                holder = file.read(200).decode(errors="replace").strip() or "another process"
-                raise StorageError(
-                    f"{str(self.path)!r} belongs to a run that is going on ({holder}); wait for it, or give another run.name"
-                )
-            _note(file, f"pid {os.getpid()} on {socket.gethostname()}")
-            remove_unfinished(self.path)
-            return file
-        except OSError as error:
-            raise StorageError(
-                f"{str(path)!r} cannot be opened and locked: {error.strerror or error}; another run could not be kept out. Change "
-                "that, or set run.output_dir to another file system"
-            ) from error
-
     @contextmanager
     def open(
         self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
     ) -> Iterator[MetricsWriter | None]:
         """Write the resolved configuration, without secrets, and yield the writer of metrics, which continues after `step`.
 
-        `facts` about the model and the machine go into the line of this start. Inside the block a file has the activity of every
-        rank, and at any end of it each rank writes its latest events.
+        `facts` about the model go into the line of this start, beside the hardware and versions. Inside the block a file
+        has the activity of every rank, and each rank writes its latest events on request, and at any end of it.
         """
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._traced(mesh))
-            yield self._writer(stack, config, step, facts, mesh) if self._writes else None
-
-    @contextmanager
-    def _traced(self, mesh: Mesh) -> Iterator[None]:
-        """Write this rank's latest events on request inside the block, and at its end."""
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
-        facts = {"rank": mesh.rank, "host": mesh.places[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
-        facts["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names.get(mesh.rank, ())]
+        header = {"rank": mesh.rank, "host": mesh.places[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
+        header["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names.get(mesh.rank, ())]
 
-        def write() -> None:
-            with contextlib.suppress(OSError):  # Nothing depends on this file, and later writes report a full disk.
-                mesh.watch.ring.write(self.path / FOLDER / f"rank-{mesh.rank}.ring", facts)
+        def write_ring() -> None:
+            with suppress(OSError):  # Nothing depends on this file, and later writes report a full disk.
+                mesh.watch.ring.write(self.path / FOLDER / f"rank-{mesh.rank}.ring", header)
 
-        mesh.watch.on_request = write
+        mesh.watch.on_request = write_ring
         try:
-            yield
+            if not self._writes:
+                yield None
+                return
+            redaction = Redaction(secret_values())
+            try:
+                write_whole(self.path / "config.resolved.yaml", config.to_yaml(redaction.values).encode())
+            except OSError as error:
+                raise self._unwritable(error) from error
+            name = device_name(mesh.device) if is_accelerator(mesh.device) else cpu_name()
+            hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
+            versions = {"zeromesh": __version__, "python": platform.python_version()}
+            versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
+            with MetricsWriter(self.path / STARTS) as starts:
+                start = {"step": step, "host": socket.gethostname(), **facts}
+                starts.write({**start, "hardware": hardware, "versions": versions})
+            for name in (EVALUATIONS, SAMPLES):
+                if os.path.lexists(self.path / name):
+                    MetricsWriter(self.path / name, keep_through=step).close()
+            with (
+                MetricsWriter(self.path / METRICS, keep_through=step) as writer,
+                StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text),
+            ):
+                yield writer
         finally:
             mesh.watch.on_request = lambda: None
-            write()
-
-    def _writer(
-        self, stack: contextlib.ExitStack, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
-    ) -> MetricsWriter:
-        redaction = Redaction(secret_values())
-        try:
-            text = config.to_yaml(redaction.values)
-            write_whole(self.path / "config.resolved.yaml", text.encode())
-        except OSError as error:
-            raise self._unwritable(error.strerror or str(error)) from error
-        with MetricsWriter(self.path / STARTS) as starts:
-            starts.write({"step": step, "host": socket.gethostname(), **facts})
-        for name in (EVALUATIONS, SAMPLES):
-            if os.path.lexists(self.path / name):
-                MetricsWriter(self.path / name, keep_through=step).close()
-        monitor = StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text)
-        writer = stack.enter_context(MetricsWriter(self.path / METRICS, keep_through=step))
-        stack.enter_context(monitor)
-        return writer
-
-
-def start_facts(mesh: Mesh, parameters: int) -> dict[str, Any]:
-    """Return the facts of a start: the number of parameters, the hardware, and versions of packages."""
-    device, size = mesh.device, mesh.shape.world_size
-    name = device_name(device) if is_accelerator(device) else cpu_name()
-    versions = {"zeromesh": __version__, "python": platform.python_version()}
-    versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
-    hardware = f"{counted(size, 'rank')} on {name}"
-    return {"parameters": parameters, "hardware": hardware, "versions": versions}
+            write_ring()
 
 
 def _note(file: io.FileIO, text: str) -> None:
     """Write one line to the lock file; errors of a full disk are ignored, as later writes report them."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.pwrite(file.fileno(), f"{text}\n".encode(), 0)
         file.truncate(len(text) + 1)

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from zeromesh.files import open_regular, read_whole, refusals, write_whole
 from zeromesh.trainer.config.yaml_reader import MAX_DEPTH
 
 METRICS = "metrics.jsonl"
-"""The file with a line per logged step: a record of `StepMetrics`."""
+"""The file with a line per logged step, as `StepStats.line` makes it."""
 EVALUATIONS = "evaluations.jsonl"
 """The file with a line per evaluation: its `step`, `eval_loss`, and its other values."""
 SAMPLES = "samples.jsonl"
@@ -33,32 +32,11 @@ LOCK = "run.lock"
 ENDED = "ended"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepMetrics:
-    """The figures of one optimizer step.
-
-    `step` counts finished steps from 1. `loss` is the mean over the targets of the global batch, `grad_norm` the norm before
-    clipping (None where it was not computed). `tokens` counts all tokens since the start of training; for a model without token
-    inputs `unit` is samples. `peak_memory_bytes` is the largest of any rank. `extras` are further values, such as `skipped` or
-    `loss_scale`.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float | None
-    lr: float
-    tokens: int
-    tokens_per_second: float
-    step_seconds: float
-    peak_memory_bytes: int
-    unit: str = "tokens"
-    extras: Mapping[str, Any] = field(default_factory=dict)
-
-    def record(self) -> dict[str, Any]:
-        """Return the line of `metrics.jsonl`: the fields in their order, then the extras."""
-        own: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)[:-2]}
-        own |= {} if self.unit == "tokens" else {"unit": self.unit}
-        return own | {name: value for name, value in self.extras.items() if name not in own}
+STEP_FIELDS = (
+    *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes"),
+    *("unit", "time"),
+)
+"""The names of the fields that a line of `METRICS` always has, except `unit`, which only models without tokens have."""
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
@@ -73,17 +51,24 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         self.path = Path(path)
         with refusals(self.path, "opened"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _repair(self.path, keep_through)
+            with io.FileIO(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+") as file:
+                content = file.read()
+                whole = content.rfind(b"\n") + 1
+                file.truncate(whole)
+            if keep_through is not None:
+                lines = content[:whole].splitlines(keepends=True)
+                kept = [line for at, line in enumerate(lines, 1) if step_of(_parse(line, path, at)) <= keep_through]
+                if len(kept) < len(lines):
+                    write_whole(self.path, b"".join(kept))
             descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._file = io.FileIO(descriptor, "ab")  # A kill must lose no buffered line.
 
-    def write(self, record: StepMetrics | Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Append one line, with `time` (seconds since 1970). NaN and infinities become the strings "nan", "inf" and "-inf".
 
         After a line that could not be written whole the file is closed: the next one would continue it.
         """
-        values = record.record() if isinstance(record, StepMetrics) else record
-        values = {**values, "time": round(time.time(), 3)}
+        values = {**record, "time": round(time.time(), 3)}
         try:
             text = json.dumps(values, allow_nan=False, default=strict)
         except ValueError:  # A number is not finite.
@@ -126,35 +111,7 @@ def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) 
     return found
 
 
-def metrics_of_steps(path: Path, first: int, last: int) -> list[dict[str, Any]]:
-    """Return the lines of steps `first` to `last`, with numbers as before `strict`; none where there is no file.
-
-    Raises:
-        StorageError: where the file cannot be read, or has a line that is no JSON object.
-    """
-    lines = read_metrics(path) if path.exists() else []
-    return [{name: unstrict(value) for name, value in line.items()} for line in lines if first <= _step(line) <= last]
-
-
-def _repair(path: Path, keep_through: int | None) -> None:
-    """Truncate an incomplete last line; with `keep_through`, replace the file by one without later steps."""
-    try:
-        descriptor = open_regular(path, os.O_RDWR)
-    except FileNotFoundError:
-        return
-    with io.FileIO(descriptor, "r+") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        file.truncate(whole)
-    if keep_through is None:
-        return
-    lines = content[:whole].splitlines(keepends=True)
-    kept = [line for number, line in enumerate(lines, 1) if _step(_parse(line, path, number)) <= keep_through]
-    if len(kept) < len(lines):
-        write_whole(path, b"".join(kept))
-
-
-def _step(record: Mapping[str, Any]) -> float:
+def step_of(record: Mapping[str, Any]) -> float:
     """Return the step of a line; a line without one counts as before all steps, and is kept."""
     step = record.get("step")
     return step if isinstance(step, int) else -math.inf

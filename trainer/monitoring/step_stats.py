@@ -1,8 +1,7 @@
-"""The logged figures of one step: its result, users' values, utilization, memory, and the slowest rank."""
+"""The logged figures of one step: its result, users' values, utilization, and memory."""
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,19 +14,15 @@ from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.telemetry.step_recorder import Figures
 from zeromesh.trainer.formatting import human_count, table_lines
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics
-
-RESERVED_NAMES = frozenset(each.name for each in fields(StepMetrics)) | {"time"}
-"""The field names of a step's line."""
+from zeromesh.trainer.monitoring.step_metrics import STEP_FIELDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The result of a step over all ranks. `loss` is the mean over `targets`; `tokens` counts inputs; `cause` is the reason of a
+    """The result of a step over all ranks. `loss` is the mean over targets; `tokens` counts inputs; `cause` is the reason of a
     skip."""
 
     loss: float
-    targets: int
     tokens: int
     unit: str = "tokens"
     """The unit that `tokens` counts: samples, if the model has no `input_ids`."""
@@ -70,41 +65,44 @@ class StepStats:
                 f"{human_count(self._peak)} a second, {how}"
             )
 
-    def line(self, result: StepResult, *, step: int, lr: float, tokens: int, peak: int) -> StepMetrics:
-        """Return the metrics of a step; `tokens` since the start of training, `peak` bytes of the rank with the most.
+    def line(self, result: StepResult, *, step: int, lr: float, tokens: int, peak: int) -> dict[str, Any]:
+        """Return the line of a step in `metrics.jsonl`; `tokens` since the start of training, `peak` bytes of the rank with the
+        most.
 
-        Among the extras are `mfu`, model FLOPs utilization; `phases`, this rank's seconds by phase; and `memory`, the peak bytes
-        of this rank in the step, by tier and purpose.
+        `loss` is the mean over the targets of the global batch, `grad_norm` the norm before clipping, `mfu` model FLOPs
+        utilization, `phases` this rank's seconds by phase, and `memory` its peak bytes in the step, by tier and purpose.
         """
-        extras: dict[str, Any] = {"skipped": True, "cause": result.cause} if result.skipped else {}
+        line: dict[str, Any] = {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_second": result.tokens / result.seconds,
+            "step_seconds": result.seconds,
+            "peak_memory_bytes": peak,
+        }
+        if result.unit != "tokens":
+            line["unit"] = result.unit
+        if result.skipped:
+            line |= {"skipped": True, "cause": result.cause}
         if result.loss_scale != 1.0:
-            extras["loss_scale"] = result.loss_scale
-        extras |= {f"{tier}_wait_seconds": round(seconds, 4) for tier, seconds in result.waited.items()}
+            line["loss_scale"] = result.loss_scale
+        line |= {f"{tier}_wait_seconds": round(seconds, 4) for tier, seconds in result.waited.items()}
         if result.bubble:
-            extras["bubble"] = {name: round(part, 4) for name, part in result.bubble.items()}
+            line["bubble"] = {name: round(part, 4) for name, part in result.bubble.items()}
         if result.communication:
-            extras["communication"] = result.communication
+            line["communication"] = result.communication
         if self._flops is not None and result.tokens:
             needed = self._flops.of_step(result.tokens, result.tokens / self._samples)
-            extras["mfu"] = round(needed / (result.seconds * self._peak), 5)
+            line["mfu"] = round(needed / (result.seconds * self._peak), 5)
         if result.phases:
-            extras["phases"] = {phase: round(seconds, 6) for phase, seconds in result.phases.items()}
-        extras["memory"] = {
+            line["phases"] = {phase: round(seconds, 6) for phase, seconds in result.phases.items()}
+        line["memory"] = {
             tier.value: {purpose.name.lower(): nbytes for purpose, nbytes in purposes.items()}
             for tier, purposes in self._ledger.take_highest().items()
         }
-        return StepMetrics(
-            step=step,
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=lr,
-            tokens=tokens,
-            unit=result.unit,
-            tokens_per_second=result.tokens / result.seconds,
-            step_seconds=result.seconds,
-            peak_memory_bytes=peak,
-            extras=extras,
-        )
+        return line
 
 
 class UserScalars:
@@ -114,9 +112,9 @@ class UserScalars:
         self._values: dict[str, list[Tensor | float]] = {}
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Add numbers, or one-element tensors, which are read at the next line. Other values and reserved names are left out."""
+        """Add numbers, or one-element tensors, which are read at the next line. Other values and `STEP_FIELDS` are left out."""
         for name, value in values.items():
-            if name in RESERVED_NAMES:
+            if name in STEP_FIELDS:
                 continue
             if isinstance(value, Tensor) and value.numel() == 1:
                 self._values.setdefault(name, []).append(value.detach())
@@ -129,18 +127,17 @@ class UserScalars:
         self._values = {}
         if not int(mesh.world.all_reduce_max(torch.tensor([len(sums)]), "values that are logged")[0]):
             return {}
-        found: dict[str, list[float]] = {}
-        for row in mesh.world.gather_json(sums, "values that are logged"):
-            for name, (total, count) in row.items():
-                so_far = found.setdefault(name, [0.0, 0])
-                so_far[0] += total
-                so_far[1] += count
-        return {name: total / count for name, (total, count) in sorted(found.items())}
+        rows = mesh.world.gather_json(sums, "values that are logged")
+        means = {}
+        for name in sorted({name for row in rows for name in row}):
+            total, count = map(sum, zip(*(row[name] for row in rows if name in row), strict=True))
+            means[name] = total / count
+        return means
 
 
 def require_free_names(values: Mapping[str, Any], whose: str) -> None:
     """Raise `ConfigError` for names of fields of a step's line."""
-    reserved = sorted(RESERVED_NAMES.intersection(values))
+    reserved = sorted(values.keys() & STEP_FIELDS)
     if reserved:
         raise ConfigError(
             f"{whose}: {', '.join(reserved)} is a field of every step's line already; choose another name"
@@ -153,56 +150,6 @@ def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]
     peak = device_memory(mesh.device).peak if is_accelerator(mesh.device) else peak_bytes()
     rows = mesh.world.gather_integers([peak, int(1e6 * busy)])
     return max(rows)[0], tuple([row[1] / 1e6 for row in rows])
-
-
-_WINDOW = 10
-"""The least number of steps that are compared together."""
-_FACTOR = 1.5
-_LEAST_SECONDS = 0.05
-"""The least delay per step, in seconds, that is reported."""
-_SILENT_STEPS = 100
-"""The least number of steps between two lines about the same rank."""
-
-
-class Stragglers:
-    """Compares the ranks' seconds at work in steps, without their waits for one another.
-
-    Work between steps, such as evaluations and checkpoints, is not counted, nor is the first step with its setup.
-    """
-
-    def __init__(self) -> None:
-        self._busy_seconds: list[float] = []
-        """This rank's seconds at work in each step since the last comparison."""
-        self._last_note: dict[int, int] = {}
-        self._begun = False
-
-    def add(self, seconds: float, waited: float) -> None:
-        """Add a step of `seconds`, `waited` of which were spent waiting for other ranks."""
-        if self._begun:
-            self._busy_seconds.append(max(0.0, seconds - waited))
-        self._begun = True
-
-    @property
-    def busy(self) -> float:
-        """The mean seconds per step that this rank was at work since the last comparison."""
-        return sum(self._busy_seconds) / max(1, len(self._busy_seconds))
-
-    def look(self, step: int, busy: Sequence[float]) -> str | None:
-        """Compare `busy` of each rank after enough steps; returns a line about a slow rank, when that is news."""
-        steps = len(self._busy_seconds)
-        if steps < _WINDOW:
-            return None
-        self._busy_seconds = []
-        slowest = max(range(len(busy)), key=busy.__getitem__)
-        others = statistics.median([*busy[:slowest], *busy[slowest + 1 :]] or busy)
-        silent = step - self._last_note.get(slowest, -_SILENT_STEPS) < _SILENT_STEPS
-        if silent or busy[slowest] < max(_FACTOR * others, others + _LEAST_SECONDS):
-            return None
-        self._last_note[slowest] = step
-        return (
-            f"rank {slowest} is slow: over {steps} steps it was at work for {1000 * busy[slowest]:.0f} ms a step, the others "
-            f"for {1000 * others:.0f} ms, and waited for it"
-        )
 
 
 def traffic_table(figures: Figures, *, steps: int = 1) -> list[str]:

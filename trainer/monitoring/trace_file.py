@@ -34,7 +34,7 @@ class Slice:
     row: int
     name: str
     begin: int
-    end: int = 0
+    end: int
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,104 +93,108 @@ def trace_of(
     rings: Sequence[RankRing], metrics: Sequence[Mapping[str, Any]] = (), steps: range | None = None
 ) -> dict[str, Any]:
     """Return the trace of rings, optionally of some `steps` alone. `metrics` are lines of `metrics.jsonl`, for rank 0's memory."""
-    sliced = {ring.rank: list(_slices(ring, _offset(ring, rings[0]))) for ring in rings}
-    arrows = [*_collective_arrows(rings, sliced), *_wait_arrows(sliced)]
+    sliced = {ring.rank: _slices(ring, rings[0]) for ring in rings}
+    arrows = list(_arrows({ring.rank: ring.axes for ring in rings}, sliced))
     kept = {
         rank: [each for each in slices if steps is None or each.facts.get("step") in steps]
         for rank, slices in sliced.items()
     }
     zero = min((each.begin for slices in kept.values() for each in slices), default=0)
+    memory = {line.get("step"): line.get("memory") for line in metrics}
     events: list[dict[str, Any]] = []
+
+    def add(kind: str, at: int, rank: int, row: int, name: str, **more: Any) -> None:
+        events.append({"ph": kind, "name": name, "pid": rank, "tid": row, "ts": (at - zero) / 1e3, **more})
+
     for rank, slices in kept.items():
         for each in slices:
-            place = {"pid": rank, "tid": each.row, "ts": _micro(each.begin, zero)}
-            duration = max(0, each.end - each.begin) / 1e3
-            events.append({"ph": "X", "name": each.name, **place, "dur": duration, "args": each.facts})
+            add("X", each.begin, rank, each.row, each.name, dur=max(0, each.end - each.begin) / 1e3, args=each.facts)
+            # Rank 0's peak bytes of each logged step, by tier and purpose, stand at the end of the step.
+            tiers = memory.get(each.facts.get("step")) if (rank, each.row) == (0, STEPS) else None
+            for tier, purposes in tiers.items() if isinstance(tiers, Mapping) else ():
+                if isinstance(purposes, Mapping) and purposes:
+                    add("C", each.end, 0, 0, f"peak bytes, {tier}", args=dict(purposes))
     shown = {id(each) for slices in kept.values() for each in slices}
-    for number, (rank, at, row, late) in enumerate(arrows, start=1):
-        waiter, waits = late
+    for number, (rank, at, row, waiter, waits) in enumerate(arrows, start=1):
         if id(waits) in shown and at >= zero:
-            common = {"cat": "waits", "name": "waits for", "id": number}
-            events.append({"ph": "s", "pid": rank, "tid": row, "ts": _micro(at, zero), **common})
+            add("s", at, rank, row, "waits for", cat="waits", id=number)
             end = max(waits.begin, waits.end - 1)
-            events.append({"ph": "f", "bp": "e", "pid": waiter, "tid": waits.row, "ts": _micro(end, zero), **common})
-    events += _memory(metrics, kept.get(0, []), zero)
+            add("f", end, waiter, waits.row, "waits for", cat="waits", id=number, bp="e")
     # Of slices with equal begin the longer one is the parent.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
-    return {"traceEvents": [*_titles(rings), *events], "displayTimeUnit": "ms"}
+    titles = []
+    for ring in rings:
+        common = {"ph": "M", "ts": 0.0, "pid": ring.rank}
+        name = f"rank {ring.rank} on {ring.host.partition(' ')[0]}"
+        titles.append({**common, "tid": 0, "name": "process_name", "args": {"name": name}})
+        titles.append({**common, "tid": 0, "name": "process_sort_index", "args": {"sort_index": ring.rank}})
+        for row, title in _ROWS.items():
+            titles.append({**common, "tid": row, "name": "thread_name", "args": {"name": title}})
+    return {"traceEvents": [*titles, *events], "displayTimeUnit": "ms"}
 
 
-def _offset(ring: RankRing, base: RankRing) -> int:
-    if ring.host == base.host:
-        return 0
-    own, others = (
-        {code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base)
-    )
-    differences = [others[step] - own[step] for step in own.keys() & others.keys()]
-    # Without a shared moment, the wall clocks have to do.
-    return int(statistics.median(differences)) if differences else (base.clock - base.wall) - (ring.clock - ring.wall)
-
-
-def _slices(ring: RankRing, offset: int) -> Iterator[Slice]:
-    """Yield all activities of a rank as slices; unfinished ones end at the time of writing."""
+def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
+    """Return all activities of a rank as slices by the clock of `base`; unfinished ones end at the time of writing."""
+    offset = 0
+    if ring.host != base.host:
+        own, others = (
+            {code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base)
+        )
+        differences = [others[step] - own[step] for step in own.keys() & others.keys()]
+        # Without a shared moment, the wall clocks have to do.
+        walls = (base.clock - base.wall) - (ring.clock - ring.wall)
+        offset = int(statistics.median(differences)) if differences else walls
     facts: dict[str, Any] = {}
+    made: list[Slice] = []
     nested: list[Slice] = []
     single: dict[int, Slice] = {}
     """The open slice of each row except that of the phases."""
 
-    def ended(row: int, at: int) -> Iterator[Slice]:
-        if row in single:
-            each = single.pop(row)
-            each.end = at
-            yield each
+    def begin(row: int, name: str, at: int) -> Slice:
+        made.append(Slice(row=row, name=name, begin=at, end=ring.clock + offset, facts=dict(facts)))
+        return made[-1]
 
-    def popped(count: int, at: int) -> Iterator[Slice]:
-        for _ in range(count):
-            each = nested.pop()
-            each.end = at
-            yield each
+    def end(row: int, at: int) -> None:
+        if row in single:
+            single.pop(row).end = at
 
     for moment, code in ring.events:
-        at, kind, detail = moment + offset, Activity.IDLE, code & DETAIL
-        yield from ended(LAUNCHES, at)
+        at, detail = moment + offset, code & DETAIL
+        end(LAUNCHES, at)
         if code >> UNIT_BITS & codes.NO_ACTIVITY:
             mark, name = code & ~DETAIL, ring.names[detail] if detail < len(ring.names) else ""
             if mark == codes.BEGIN or mark == codes.WAIT:
                 text = name if mark == codes.BEGIN else f"wait: {name}"
-                nested.append(Slice(row=PHASES, name=text or "?", begin=at, facts=dict(facts)))
+                nested.append(begin(PHASES, text or "?", at))
             elif mark == codes.END:
                 depth = next((back for back, each in enumerate(reversed(nested), 1) if each.name == name), 0)
-                yield from popped(depth, at)
+                for _ in range(depth):
+                    nested.pop().end = at
             elif mark == codes.WAITED:
                 if nested and nested[-1].name.startswith("wait: "):
                     nested[-1].facts |= {"waited for rank": detail - 1} if detail else {}
-                    yield from popped(1, at)
+                    nested.pop().end = at
             elif mark == codes.MICROBATCH:
                 facts["microbatch"] = detail
             continue
         step, kind = code >> STEP_SHIFT, Activity(code >> UNIT_BITS & (1 << codes.ACTIVITY_BITS) - 1)
         if step != facts.get("step", 0):
             facts = {"step": step}
-            yield from ended(STEPS, at)
-            single[STEPS] = Slice(row=STEPS, name=f"step {step}", begin=at, facts=dict(facts))
+            end(STEPS, at)
+            single[STEPS] = begin(STEPS, f"step {step}", at)
         row = LAUNCHES if kind in (Activity.GATHER, Activity.REDUCE) else DOING
-        yield from ended(row, at)
+        end(row, at)
         if kind is Activity.IDLE:
-            yield from ended(STEPS, at)
-        name = codes.phrase_of(kind, detail - 1, ring.units).removeprefix("in ")
-        single[row] = Slice(row=row, name=name, begin=at, facts=dict(facts))
-    for row in list(single):
-        yield from ended(row, ring.clock + offset)
-    yield from popped(len(nested), ring.clock + offset)
+            end(STEPS, at)
+        single[row] = begin(row, codes.phrase_of(kind, detail - 1, ring.units).removeprefix("in "), at)
+    return made
 
 
-Arrow = tuple[int, int, int, tuple[int, Slice]]
-"""The source rank, time and row; and the target rank and slice."""
-
-
-def _collective_arrows(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
-    """Yield an arrow from the last rank of each collective of `_TOGETHER` to each rank that waited."""
-    axes = {ring.rank: ring.axes for ring in rings}
+def _arrows(
+    axes: Mapping[int, Mapping[str, Sequence[int]]], sliced: Mapping[int, Sequence[Slice]]
+) -> Iterator[tuple[int, int, int, int, Slice]]:
+    """Yield the source rank, time and row of each arrow, and its target rank and slice: from the last rank of each collective of
+    `_TOGETHER` to each rank that waited, and from the rank that a recorded wait names."""
     found: dict[tuple[Any, ...], dict[int, Slice]] = defaultdict(dict)
     for rank, slices in sliced.items():
         counts: dict[tuple[Any, ...], int] = defaultdict(int)
@@ -212,37 +216,9 @@ def _collective_arrows(rings: Sequence[RankRing], sliced: Mapping[int, Sequence[
             link = max(0, each.end - max(came, each.begin))
             each.facts |= {"last to come": last, "waited ms": waited / 1e6, "link ms": link / 1e6}
             if rank != last and waited >= _ARROW_NS:
-                yield last, came, PHASES, (rank, each)
-
-
-def _wait_arrows(sliced: Mapping[int, Sequence[Slice]]) -> Iterator[Arrow]:
+                yield last, came, PHASES, rank, each
     for rank, slices in sliced.items():
         for each in slices:
             late = each.facts.get("waited for rank", -1)
             if late in sliced and each.end - each.begin >= _ARROW_NS:
-                yield late, each.end - 1, DOING, (rank, each)
-
-
-def _memory(metrics: Sequence[Mapping[str, Any]], slices: Sequence[Slice], zero: int) -> Iterator[dict[str, Any]]:
-    """Yield rank 0's peak bytes of each logged step, by tier and purpose, at the end of the step."""
-    lines = {line.get("step"): line.get("memory") for line in metrics}
-    for each in slices:
-        memory = lines.get(each.facts.get("step")) if each.row == STEPS else None
-        for tier, purposes in memory.items() if isinstance(memory, Mapping) else ():
-            if isinstance(purposes, Mapping) and purposes:
-                ts = _micro(each.end, zero)
-                yield {"ph": "C", "name": f"peak bytes, {tier}", "pid": 0, "tid": 0, "ts": ts, "args": dict(purposes)}
-
-
-def _titles(rings: Sequence[RankRing]) -> Iterator[dict[str, Any]]:
-    for ring in rings:
-        common = {"ph": "M", "ts": 0.0, "pid": ring.rank}
-        host = ring.host.partition(" ")[0]
-        yield {**common, "tid": 0, "name": "process_name", "args": {"name": f"rank {ring.rank} on {host}"}}
-        yield {**common, "tid": 0, "name": "process_sort_index", "args": {"sort_index": ring.rank}}
-        for row, name in _ROWS.items():
-            yield {**common, "tid": row, "name": "thread_name", "args": {"name": name}}
-
-
-def _micro(at: int, zero: int) -> float:
-    return (at - zero) / 1e3
+                yield late, each.end - 1, DOING, rank, each

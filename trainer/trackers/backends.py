@@ -79,16 +79,15 @@ class Tracker:
     the tracker's library.
     """
 
-    def __init__(self, name: str, run: TrackedRun, *, sent: Place = UNKNOWN, tracker: Any = None) -> None:
-        self.name, self.run, self.tracker = name, run, tracker
-        self.sent = sent
+    def __init__(self, name: str, run: TrackedRun) -> None:
+        self.name, self.run = name, run
+        self.tracker: Any = None
+        self.sent = UNKNOWN
         """The position of the last row sent."""
 
     def start(self) -> None:
         """Begin, or resume a run with this id."""
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-
-        run, kind = self.run, LOGGER_TYPE_TO_CLASS[self.name]
+        run, kind = self.run, self._kind
         folder = [run.folder(self.name)] if kind.requires_logging_directory else []
         self._make(run.project, *folder, **kind_of(self.name).arguments(run))
         self.tracker.store_init_configuration(dict(run.settings))
@@ -110,10 +109,14 @@ class Tracker:
     def abandon(self) -> None:
         """Handle a call that hangs, so that neither the run nor the exit of the process waits for it."""
 
-    def _make(self, *arguments: Any, **keywords: Any) -> None:
+    @property
+    def _kind(self) -> Any:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        self.tracker = LOGGER_TYPE_TO_CLASS[self.name](*arguments, **keywords)
+        return LOGGER_TYPE_TO_CLASS[self.name]
+
+    def _make(self, *arguments: Any, **keywords: Any) -> None:
+        self.tracker = self._kind(*arguments, **keywords)
         self.tracker.start()
 
     def _noted(self) -> tuple[Place, int]:
@@ -232,7 +235,16 @@ class TensorBoardTracker(Tracker):
         run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._noted()
         first = run.step + 1 if noted == UNKNOWN else min(noted.step, run.step + 1)
         self.sent = Place(max(0, first - 1), first > 0)
-        _await_next_second(folder)
+        # TensorBoard sorts files by name, `events.out.tfevents.SECOND.HOST.PID...`: of two files of one second the later one could
+        # sort first, and the other would purge its rows.
+        matches = [_EVENTS.match(path.name) for path in folder.glob("events.out.tfevents.*")]
+        wait = max((int(match[1]) for match in matches if match), default=0) + 1 - time.time()
+        if wait > _WAIT_SECONDS:
+            raise RuntimeError(
+                f"files in {folder} are {wait:.0f} seconds ahead of this machine's clock, and TensorBoard would read them last; "
+                f"set the clock, or move them away"
+            )
+        time.sleep(max(0.0, wait))
         self._make("", folder, purge_step=first, flush_secs=_FLUSH_SECONDS)
         text = yaml.safe_dump(dict(run.config), sort_keys=False)
         self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=run.step)
@@ -242,22 +254,6 @@ class TensorBoardTracker(Tracker):
         for number, (prompt, completion) in enumerate(row.samples):
             shown = f"**{prompt}**\n\n{completion}"
             self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.place.step)
-
-
-def _await_next_second(folder: Path) -> None:
-    """Wait until a new event file is named by a later second than all existing ones.
-
-    TensorBoard sorts them by name, `events.out.tfevents.SECOND.HOST.PID...`: of two files of one second the later one could sort
-    first, and the other would purge its rows.
-    """
-    started = [int(match[1]) for path in folder.glob("events.out.tfevents.*") if (match := _EVENTS.match(path.name))]
-    wait = max(started, default=0) + 1 - time.time()
-    if wait > _WAIT_SECONDS:
-        raise RuntimeError(
-            f"files in {folder} are {wait:.0f} seconds ahead of this machine's clock, and TensorBoard would read them last; "
-            f"set the clock, or move them away"
-        )
-    time.sleep(max(0.0, wait))
 
 
 def _clearml(run: TrackedRun) -> dict[str, Any]:

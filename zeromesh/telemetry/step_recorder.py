@@ -57,24 +57,22 @@ class StepPhase(StrEnum):
     OTHER = "other"
 
 
-Mark = Callable[[], Any]
-"""Returns the present time: a number of seconds, or an event on a device's stream."""
-Between = Callable[[Any, Any], float | None]
-"""Returns the seconds from `begin` to `end` as `between(end, begin)`; None if `end` is not reached yet."""
 BACKWARD_RANGE = "backward of "
 """The prefix of the ranges of `next_range`, which end inside an operator of autograd."""
 NOTHING: AbstractContextManager[object] = nullcontext()
-"""A block that records nothing."""
 
 
 class StepRecorder:
     """Records the steps of one rank.
 
-    `mark` and `between` measure time. Device events as marks are never waited for: work that the device has not finished at
-    `take_seconds` counts for the next step.
+    `mark` returns the present time, as seconds or as an event on a device's stream; `between(end, begin)` returns seconds, or None
+    if `end` is not reached yet. Device events are never waited for: work that the device has not finished at `take_seconds` counts
+    for the next step.
     """
 
-    def __init__(self, mark: Mark = time.perf_counter, between: Between = operator.sub) -> None:
+    def __init__(
+        self, mark: Callable[[], Any] = time.perf_counter, between: Callable[[Any, Any], float | None] = operator.sub
+    ) -> None:
         self.enabled = True
         """True if seconds and traffic are measured; may change between steps."""
         self.profiling = False
@@ -102,10 +100,7 @@ class StepRecorder:
 
     def span(self, phase: StepPhase, name: str = "") -> AbstractContextManager[object]:
         """Return a block that belongs to `phase`, recorded as a profiler range called `name` if ranges are recorded."""
-        if not self.enabled and not self.profiling:
-            return NOTHING
-        span = _Span(self, phase, name or phase.value)
-        return span.with_range() if self.profiling else span
+        return _Span(self, phase, name or phase.value) if self.enabled or self.profiling else NOTHING
 
     def take_seconds(self) -> dict[str, float]:
         """End the step and return its seconds by phase without zeros; empty if no step has begun."""
@@ -161,9 +156,10 @@ class StepRecorder:
         """Return a profiler range, named after the operation and its object."""
         return record_function(f"{what} {of}".rstrip()) if self.profiling else NOTHING
 
-    def begin_range(self, what: str, of: str) -> None:
+    def begin_range(self, what: str, of: str = "") -> None:
         if self.profiling:
-            self._nested.append(record_function(f"{what} {of}").__enter__())  # type: ignore[no-untyped-call]
+            name = f"{what} {of}".rstrip()
+            self._nested.append(record_function(name).__enter__())  # type: ignore[no-untyped-call]
 
     def end_range(self) -> None:
         """End the latest range of `begin_range`, if one is open."""
@@ -197,14 +193,10 @@ class _Span:
         self._number = recorder.ring.name(name)
         self._figures = figures
 
-    @contextmanager
-    def with_range(self) -> Iterator[None]:
-        """Enter this block as a range of torch's profiler, too."""
-        with record_function(self._name), self:
-            yield
-
     def __enter__(self) -> None:
         recorder = self._recorder
+        if recorder.profiling:
+            recorder.begin_range(self._name)
         if recorder._open:
             recorder._lap()
             recorder._open.append(self._phase)
@@ -220,6 +212,8 @@ class _Span:
             recorder._lap()
             recorder._open.pop()
             recorder.ring.add(END | self._number)
+        if recorder.profiling:
+            recorder.end_range()
 
 
 class CommAccount:
@@ -246,16 +240,11 @@ class CommAccount:
             figures[0] += 1
             figures[1] += whole * self._factors[collective]
 
-    def timed(self, collective: Collective, whole: int = -1) -> AbstractContextManager[object]:
-        """Return a block whose duration counts for `collective`; if `whole` is given, it is also counted, as by `count`."""
+    def timed(self, collective: Collective) -> AbstractContextManager[object]:
+        """Return a block whose duration counts for `collective`."""
         recorder = self._recorder
-        if whole >= 0 and recorder.enabled:
-            self.count(collective, whole)
-        if not recorder.enabled and not recorder.profiling:
-            return NOTHING
         self.used |= recorder.enabled
-        span = self._spans[collective]
-        return span.with_range() if recorder.profiling else span
+        return self._spans[collective] if recorder.enabled or recorder.profiling else NOTHING
 
     def take(self) -> dict[str, dict[str, float]]:
         """Return calls, bytes and seconds by collective since the last call, without unused ones."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.workers import Workers
-from zeromesh.trainer.tracking.rows import step_row
+from zeromesh.trainer.monitoring.tracking import step_row
 
 
 def test_scalars_are_means_since_the_last_line(workers: Workers, tmp_path: Path) -> None:

@@ -18,18 +18,17 @@ import torch
 import yaml
 
 from tests.support import wandb_log
-from tests.support.step_lines import check_phases
+from tests.support.step_lines import check_phases, metrics
 from tests.support.workers import PoolOptions, Workers
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config import load as loading
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.redact import REDACTED, Redaction
-from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, read_metrics
+from zeromesh.trainer.monitoring import tracking as tracking_module
+from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
+from zeromesh.trainer.monitoring.tracking import Tracking, missed_rows
 from zeromesh.trainer.trackers import backends as kinds
 from zeromesh.trainer.trackers.backends import UNKNOWN, Place, TrackedRow, TrackedRun, Tracker
-from zeromesh.trainer.tracking import tracking as tracking_module
-from zeromesh.trainer.tracking.rows import missed_rows
-from zeromesh.trainer.tracking.tracking import Tracking
 
 CASE = "tracking_cases:tracked"
 FIGURES = {
@@ -350,7 +349,8 @@ class Fake(Tracker):
 
     def __init__(self, name: str = "fake", log: Callable[[TrackedRow], None] = lambda row: None, **calls: Any) -> None:
         run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=Path(), step=0, config={})
-        super().__init__(name, run, sent=calls.get("sent", UNKNOWN))
+        super().__init__(name, run)
+        self.sent = calls.get("sent", UNKNOWN)
         self._log, self._calls = log, calls
         self.rows: list[TrackedRow] = []
 
@@ -363,20 +363,6 @@ class Fake(Tracker):
 
     def finish(self) -> None:
         self._calls.get("finish", lambda: None)()
-
-
-def metrics(step: int, **extras: Any) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        loss=1.0 / step,
-        grad_norm=None,
-        lr=0.1,
-        tokens=10 * step,
-        tokens_per_second=5.0,
-        step_seconds=0.1,
-        peak_memory_bytes=7,
-        extras=extras,
-    )
 
 
 def raises(error: Exception) -> Callable[..., None]:
@@ -399,7 +385,8 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
     with tracking:
         for step in range(1, 6):
             tracking.log(metrics(step))
-            tracking.evaluated(step, {"loss": 0.5, "eval_accuracy": 0.25, "eval_text": "words", "eval_parts": [0.5]})
+            values = {"loss": 0.5, "eval_accuracy": 0.25, "eval_text": "words", "eval_parts": [0.5]}
+            tracking.evaluated({"step": step, **values})
     assert [row.place.step for row in good.rows if not row.place.evaluation] == [1, 2, 3, 4, 5]
     assert good.rows[1].values == {"eval/loss": 0.5, "eval/accuracy": 0.25}
     assert len(said) == 4
@@ -417,7 +404,7 @@ def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> N
     tracking = Tracking([slow], said.append, ident="x", capacity=3)
     with tracking:
         tracking.log(metrics(1))
-        while tracking._senders[0]._rows.qsize():
+        while tracking._senders[0].rows.qsize():
             time.sleep(0.001)
         began = time.monotonic()
         for step in range(2, 11):
@@ -490,7 +477,7 @@ def test_rows_that_a_tracker_has_are_left_out() -> None:
     with Tracking([trained, evaluated], ident="x") as tracking:
         for step in range(1, 5):
             tracking.log(metrics(step))
-            tracking.evaluated(step, {"loss": 1.0})
+            tracking.evaluated({"step": step, "loss": 1.0})
     assert [row.place for row in trained.rows] == [(3, True), (4, False), (4, True)]
     assert [row.place for row in evaluated.rows] == [(4, False), (4, True)]
 
@@ -506,14 +493,14 @@ def test_names_of_figures() -> None:
         "communication": {"shard": {"point to point": {"bytes": 3}}},
     }
     with Tracking([fake], ident="x") as tracking:
-        tracking.log(metrics(2, **extras))
+        tracking.log(metrics(2, grad_norm=None, **extras))
     assert fake.rows[0].values == {
-        "train/loss": 0.5,
-        "train/learning_rate": 0.1,
-        "train/tokens": 20,
-        "perf/tokens_per_second": 5.0,
-        "perf/step_seconds": 0.1,
-        "memory/peak_bytes": 7,
+        "train/loss": 3.25,
+        "train/learning_rate": 3e-4,
+        "train/tokens": 4096,
+        "perf/tokens_per_second": 12_345.0,
+        "perf/step_seconds": 0.25,
+        "memory/peak_bytes": 3 << 29,
         "perf/mfu": 0.4,
         "train/skipped": True,
         "time/forward": 0.1,
@@ -526,6 +513,6 @@ def test_without_trackers_nothing_is_started() -> None:
     tracking = Tracking()
     with tracking:
         tracking.log(metrics(1))
-        tracking.evaluated(1, {"loss": 1.0})
+        tracking.evaluated({"step": 1, "loss": 1.0})
     assert tracking.identity("run") == {}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tracking")]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.workers import Workers
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.monitoring.step_stats import Stragglers
+from zeromesh.trainer.monitoring.rank_waits import Stragglers
 
 
 def looks(busy: Sequence[float], count: int, steps: int = 1) -> list[str | None]:

@@ -20,8 +20,9 @@ from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.offload import WaitTime
 from zeromesh.telemetry.step_recorder import Collective, StepPhase, StepRecorder
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.loop.trained_model import ran_out
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
-from zeromesh.trainer.monitoring.profiler import Profile, ran_out
+from zeromesh.trainer.monitoring.profiler import Profile
 
 CASES = "profiling_cases"
 
@@ -275,7 +276,7 @@ def test_collectives_end_before_the_profiler_does(tmp_path: Path) -> None:
     mesh: Any = SimpleNamespace(
         rank=0, world_size=1, device=torch.device("cpu"), recorder=StepRecorder(), meet=lambda what: None
     )
-    section = load_config({"profile": {"steps": [1, 2]}}).profile
+    section = load_config({"profile": {"steps": [1, 2], "step_figures": False}}).profile
     engine: Any = SimpleNamespace(mesh=mesh, settle=settle)
     with Profile(section, tmp_path, engine, print) as profile:
         for number in (1, 2):

@@ -68,7 +68,8 @@ def test_wandb_gets_a_table(tmp_path: Path) -> None:
     seen: list[Any] = []
     run: Any = SimpleNamespace(directory=tmp_path, ident="x")
     library = SimpleNamespace(log=lambda row, **_: seen.append(row), tracker=SimpleNamespace(step=3))
-    tracker = WandbTracker("wandb", run, tracker=library)
+    tracker = WandbTracker("wandb", run)
+    tracker.tracker = library
     tracker.log(TrackedRow(Place(4, evaluation=True), {}, (("2 times", " 2"),)))
     assert seen[0]["samples"].columns == ["step", "prompt", "completion"]
     assert seen[0]["samples"].data == [[4, "2 times", " 2"]]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
 from tests.support.damage_cases import STATE, Json, replace, resign
+from tests.support.step_lines import metrics
 from tests.support.terminal import on_terminal, seen
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, printable_lines
 from zeromesh.trainer.cli.main import main
@@ -24,7 +25,6 @@ from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import FitReport
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 EVIL = "[/]\x1b[31m\x07\x9b2J\u202eend"
 SHOWN = r"[/]\x1b[31m\x07\x9b2J\u202eend"
@@ -172,7 +172,6 @@ SHOWN_RUN = """
 import sys
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics
 
 console = Console(verbose=sys.argv[1] == "True")
 console.status("reading the data")
@@ -184,8 +183,8 @@ for number in range(3):
     console.status(f"evaluating: {number} of 3 batches of a set of samples that has a name which is rather long, to be sure")
     console._drawn = -1e9
     print("a line of the user's own, with words enough for more than one line of a terminal of eighty columns")
-    console.step(StepMetrics(step=number + 1, loss=5.0, grad_norm=1.0, lr=1e-3, tokens=10, tokens_per_second=1e5,
-                             step_seconds=0.1, peak_memory_bytes=10**9, extras={"mfu": 0.68712}))
+    console.step(dict(step=number + 1, loss=5.0, grad_norm=1.0, lr=1e-3, tokens=10, tokens_per_second=1e5,
+                      step_seconds=0.1, peak_memory_bytes=10**9, mfu=0.68712))
 console.note("step 3: checkpoint of 37.7 MiB in runs/quickstart-of-somebody/checkpoints/step-00000003, on a disk that is slow")
 console.close()
 console.note("next     zeromesh generate runs/quickstart --chat")
@@ -249,12 +248,7 @@ def test_a_notebook_has_one_line_that_changes(
     console.note("a note", Detail("a detail"))
     console.start(total_steps=2)
     for number in (1, 2):
-        console.step(
-            StepMetrics(
-                step=number, loss=2.0, grad_norm=None, lr=1.0, tokens=1, tokens_per_second=1.0, step_seconds=1.0,
-                peak_memory_bytes=1, extras={"mfu": 0.68712},
-            )
-        )  # fmt: skip
+        console.step(metrics(number, loss=2.0, grad_norm=None, mfu=0.68712))
         console.status("evaluating")
     console.close()
     assert capsys.readouterr().out == "a note\n"

@@ -7,7 +7,6 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,25 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.step_lines import metrics
 from zeromesh.errors import StorageError
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.console import Console, step_line
-from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, StepMetrics, metrics_of_steps, read_metrics
-from zeromesh.trainer.tracking.rows import evaluation_row
-
-
-def metrics(step: int = 1, **changes: Any) -> StepMetrics:
-    values: dict[str, Any] = {
-        "step": step,
-        "loss": 3.25,
-        "grad_norm": 1.5,
-        "lr": 3e-4,
-        "tokens": 4096,
-        "tokens_per_second": 12_345.0,
-        "step_seconds": 0.25,
-        "peak_memory_bytes": 3 << 29,
-    }
-    return StepMetrics(**(values | changes))
+from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
+from zeromesh.trainer.monitoring.tracking import evaluation_row, missed_rows
+from zeromesh.trainer.trackers.backends import Place
 
 
 def refuse_constant(name: str) -> None:
@@ -47,7 +34,7 @@ def test_a_line_per_step_with_the_fields_of_the_design(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         writer.write(metrics(1))
-        writer.write(metrics(2, grad_norm=None, extras={"skipped": True, "loss_scale": 1024.0, "step": 9}))
+        writer.write(metrics(2, grad_norm=None, skipped=True, loss_scale=1024.0))
         assert len(path.read_text().splitlines()) == 2  # flushed while the file is open
     first, second = read_metrics(path)
     assert list(first) == [
@@ -67,7 +54,7 @@ def test_a_line_per_step_with_the_fields_of_the_design(tmp_path: Path) -> None:
 def test_every_line_is_strict_json(tmp_path_factory: pytest.TempPathFactory, value: float) -> None:
     path = tmp_path_factory.mktemp("strict") / "metrics.jsonl"
     with MetricsWriter(path) as writer:
-        writer.write(metrics(loss=value, extras={"nested": {"norms": [value]}}))
+        writer.write(metrics(loss=value, nested={"norms": [value]}))
     record = json.loads(path.read_text(), parse_constant=refuse_constant)
     expected = value if math.isfinite(value) else str(value)
     assert record["loss"] == expected
@@ -103,11 +90,14 @@ def test_the_lines_of_some_steps(tmp_path: Path, end: str) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [*({"step": step, "loss": 0.5} for step in range(1, 6)), {"of": "none"}, {"step": 6, "loss": "nan"}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
-    assert [line["step"] for line in metrics_of_steps(path, 3, 5)] == [3, 4, 5]
-    assert math.isnan(metrics_of_steps(path, 6, 6)[0]["loss"])
-    assert metrics_of_steps(path, 7, 9) == metrics_of_steps(tmp_path / "nowhere", 0, 9) == []
+    before = Place(2, evaluation=True)
+    assert [row.place.step for row in missed_rows(tmp_path, before, 5)] == [3, 4, 5]
+    assert math.isnan(missed_rows(tmp_path, Place(5), 6)[0].values["train/loss"])
+    assert missed_rows(tmp_path, Place(6), 9) == missed_rows(tmp_path / "nowhere", Place(0), 9) == []
+    path.unlink()
+    path.mkdir()
     with pytest.raises(StorageError, match="cannot be read"):
-        metrics_of_steps(tmp_path, 0, 9)
+        missed_rows(tmp_path, Place(0), 9)
 
 
 def test_resuming_removes_the_steps_that_come_again(tmp_path: Path) -> None:
@@ -167,7 +157,7 @@ def test_piped_output_is_one_plain_line_per_logged_step() -> None:
         console.start(total_steps=200)
         console.advance(1)
         console.step(metrics(2))
-        console.step(metrics(200, loss=math.nan, grad_norm=None, extras={"skipped": True}))
+        console.step(metrics(200, loss=math.nan, grad_norm=None, skipped=True))
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert "[not markup] xxx" in lines[0]
@@ -313,7 +303,7 @@ def test_a_tracker_has_the_values_of_each_evaluation_set_below_its_name() -> Non
         "eval_a_b_loss": 5.0,
         "eval_a_b_runtime": 0.25,
     }
-    row = evaluation_row(7, {**values, "eval_a_text": "x", "time": 1.0})
+    row = evaluation_row({"step": 7, **values, "eval_a_text": "x", "time": 1.0})
     assert row.place.step == 7
     assert row.values == {
         "eval/loss": 3.0,
@@ -322,4 +312,5 @@ def test_a_tracker_has_the_values_of_each_evaluation_set_below_its_name() -> Non
         "eval/a_b/loss": 5.0,
         "eval/a_b/runtime": 0.25,
     }
-    assert evaluation_row(1, {"eval_loss": 1.0, "eval_runtime": 2.0}).values == {"eval/loss": 1.0, "eval/runtime": 2.0}
+    of_one_set = evaluation_row({"step": 1, "eval_loss": 1.0, "eval_runtime": 2.0})
+    assert of_one_set.values == {"eval/loss": 1.0, "eval/runtime": 2.0}

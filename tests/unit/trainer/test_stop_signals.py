@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from zeromesh.launch.rank_processes import STOP_SIGNALS, StopSignals, handled_signals
-from zeromesh.trainer.loop.stop_signals import stop_requests
+from zeromesh.trainer.loop.training_loop import stop_requests
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -49,8 +49,8 @@ def _escaped(content: object) -> str:
     return html.escape("".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text))
 
 
-def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
-    """Return the page of one run, or of several side by side. `now` is the page's date, in seconds since 1970."""
+def page_of(runs: Sequence[RunRecord]) -> str:
+    """Return the page of one run, or of several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     charts = charts_of(runs)
     sections = {
@@ -58,19 +58,17 @@ def page_of(runs: Sequence[RunRecord], *, now: float | None = None) -> str:
         "What differs": _differences(runs),
         "Notes": _each(runs, _notes),
         "Over the steps": charts,
-        "Plan": _each(runs, _planned),
+        "Plan": _each(runs, lambda run: run.planned and table_of(*run.planned, numbers=(1, 2, 3))),
         "Mesh": _each(runs, _mesh),
         "Communication of a step": _each(runs, _communication),
         "Checkpoints": _each(runs, _checkpoints),
         "Configuration": _each(runs, _configuration),
     }
-    return document(title, sections, charts, ", ".join(str(run.path) for run in runs), now=now)
+    return document(title, sections, charts, ", ".join(str(run.path) for run in runs))
 
 
-def document(
-    title: str, sections: Mapping[str, object], charts: Sequence[Chart], footer: str, *, now: float | None = None
-) -> str:
-    """Return a page of sections by heading, each an element or the page's `charts`; `now` as for `page_of`."""
+def document(title: str, sections: Mapping[str, object], charts: Sequence[Chart], footer: str) -> str:
+    """Return a page of sections by heading, each an element or the page's `charts`."""
     cards, figures = [], []
     for chart in charts:
         button = element("button", "log", type="button", title="logarithmic or linear scale") if chart.log else None
@@ -89,7 +87,7 @@ def document(
         f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     head = [
         element("meta", charset="utf-8"),
         element("meta", http_equiv="Content-Security-Policy", content=policy),
@@ -214,21 +212,12 @@ def _mesh(run: RunRecord) -> Html | None:
     return element("div", element("p", text), failed, drawn, class_="mesh")
 
 
-def _planned(run: RunRecord) -> Html | None:
-    if run.planned is None:
-        return None
-    layout, rows = run.planned
-    return table_of([layout, "predicted", "measured", "off"], rows, numbers=(1, 2, 3))
-
-
 def _communication(run: RunRecord) -> Html | None:
     columns = {keys[1:]: run.column(*keys) for keys in run.columns if len(keys) == 4 and keys[0] == "communication"}
     steps = len({step for values in columns.values() for step in values})
     means = {keys: sum(values.values()) / max(1, steps) for keys, values in columns.items()}
     pairs = sorted({keys[:2] for keys in means}, key=lambda pair: -means.get((*pair, "seconds"), 0.0))
-    if not pairs:
-        return None
-    most = means.get((*pairs[0], "seconds")) or 1.0
+    most = max((means.get((*pair, "seconds"), 0.0) for pair in pairs), default=0.0) or 1.0
     rows = []
     for pair in pairs:
         calls, nbytes, seconds = (means.get((*pair, name), 0.0) for name in ("calls", "bytes", "seconds"))

@@ -17,8 +17,7 @@ import re
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -31,9 +30,8 @@ from zeromesh.files import read_whole, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.step_metrics import StepMetrics, leaves
-from zeromesh.trainer.trackers.backends import Place, TrackedRow, TrackedRun, Tracker, kind_of
-from zeromesh.trainer.tracking.rows import evaluation_row, missed_rows, step_row
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, leaves, read_metrics, step_of, unstrict
+from zeromesh.trainer.trackers.backends import UNKNOWN, Place, TrackedRow, TrackedRun, Tracker, kind_of
 
 HAS_ALL = "metrics.jsonl has every step"
 NAME = "tracking.json"
@@ -45,55 +43,70 @@ _ABANDON_SECONDS = 2.0
 _TIMEOUT_FRACTION = 0.7
 """The fraction of the collective timeout that the end of tracking may take."""
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
+_NAMES = {
+    "loss": "train/loss",
+    "lr": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
+    "tokens": "train/tokens",
+    "tokens_per_second": "perf/tokens_per_second",
+    "step_seconds": "perf/step_seconds",
+    "mfu": "perf/mfu",
+    "peak_memory_bytes": "memory/peak_bytes",
+    "phases": "time",
+}
+"""The names of a step's fields in trackers; others are `train/NAME`, and mappings `NAME/KEY`."""
+_OF_A_SET = re.compile(r"eval_(.+)_runtime")
+"""A value that every evaluation of several sets has, from which the set's name is parsed."""
+
+
+def step_row(line: Mapping[str, Any]) -> TrackedRow:
+    """Return the row of a step, from its line in `metrics.jsonl`."""
+    values: dict[str, float] = {}
+    for (name, *keys), value in leaves(line):
+        if isinstance(value, int | float) and name not in ("step", "time"):
+            path = "/".join([_NAMES.get(name, name), *map(str, keys)]).replace(" ", "-")
+            values[path if keys else _NAMES.get(name, f"train/{name}")] = value
+    return TrackedRow(Place(line["step"]), values)
+
+
+def evaluation_row(line: Mapping[str, Any]) -> TrackedRow:
+    """Return the row of an evaluation, from its line in `evaluations.jsonl`, with `eval/NAME/...` for several sets; values that are
+    no numbers are left out."""
+    sets = sorted((match[1] for match in map(_OF_A_SET.fullmatch, line) if match), key=len, reverse=True)
+    named = {}
+    for name, value in line.items():
+        if name not in ("step", "time") and isinstance(value, int | float):
+            short = name.removeprefix("eval_")
+            own = next((each for each in sets if short.startswith(f"{each}_")), None)
+            named["eval/" + (short if own is None else f"{own}/{short[len(own) + 1 :]}")] = value
+    return TrackedRow(Place(line["step"], evaluation=True), named)
+
+
+def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
+    """Return the rows up to step `through` that are in a run's files but that a killed process did not send to a tracker.
+
+    The list is empty if the tracker's last row is unknown. Raises `StorageError` where a file cannot be read.
+    """
+    rows = []
+    for name, row_of in ((METRICS, step_row), (EVALUATIONS, evaluation_row)):
+        if sent != UNKNOWN and (directory / name).exists():
+            lines = [line for line in read_metrics(directory / name) if sent.step <= step_of(line) <= through]
+            rows += [row_of(unstrict(line)) for line in lines]
+    return sorted((row for row in rows if row.place > sent), key=lambda row: row.place)
 
 
 class Sender(threading.Thread):
-    """Sends the rows of one tracker in a separate thread, so that it delays neither training nor other trackers.
+    """Sends the rows of one tracker in a separate thread, so that it delays neither training nor other trackers."""
 
-    The training thread calls the public methods, and waits in `ended` alone.
-    """
-
-    def __init__(self, tracker: Tracker, redaction: Redaction, capacity: int) -> None:
-        """`capacity` limits the queued rows; further ones are counted and dropped."""
+    def __init__(self, tracker: Tracker, redaction: Redaction) -> None:
         super().__init__(name=f"tracking by {tracker.name}", daemon=True)
         self.tracker = tracker
+        self.rows: SimpleQueue[TrackedRow | None] = SimpleQueue()
+        """The queued rows; None ends the tracker."""
+        self.warnings: SimpleQueue[str] = SimpleQueue()
+        self.lost = 0
+        """The number of rows that the tracker was too slow for."""
         self._redaction = redaction
-        self._capacity = capacity
-        self._rows: SimpleQueue[TrackedRow | None] = SimpleQueue()
-        self._lost = 0
-        self._closed = False
-        self._warnings: deque[str] = deque()
-
-    def put(self, row: TrackedRow) -> None:
-        """Queue a row, unless the tracker has failed."""
-        if self.is_alive() and self._rows.qsize() < self._capacity:
-            self._rows.put(row)
-        elif self.is_alive():
-            self._lost += 1
-
-    def close(self) -> None:
-        """End the tracker after the queued rows."""
-        self._closed = True
-        self._rows.put(None)
-
-    def ended(self, end: float) -> bool:
-        """Wait for the tracker until `end`, in monotonic time; returns True if it has ended."""
-        self.join(max(0.0, end - time.monotonic()))
-        return not self.is_alive()
-
-    def abandon(self) -> None:
-        """Drop a tracker that hangs, and its later warnings."""
-        self._warnings = deque(maxlen=0)
-        with contextlib.suppress(Exception):
-            self.tracker.abandon()
-
-    def news(self) -> Iterator[str]:
-        """Yield new warnings."""
-        while self._warnings:
-            yield self._warnings.popleft()
-        if self._lost and self._closed:
-            yield f"WARNING: {self.name} was too slow for {counted(self._lost, 'row')}, which it misses; {HAS_ALL}"
-            self._lost = 0
 
     def run(self) -> None:
         """Run the tracker: first the rows that an earlier process did not send. No exception reaches training."""
@@ -101,7 +114,7 @@ class Sender(threading.Thread):
         try:
             tracker.start()
             missed = missed_rows(tracker.run.directory, tracker.sent, tracker.run.step)
-            for row in itertools.chain(missed, iter(self._rows.get, None)):
+            for row in itertools.chain(missed, iter(self.rows.get, None)):
                 what = f"ended after step {last}"
                 if row.place > tracker.sent:
                     tracker.log(row)
@@ -110,7 +123,7 @@ class Sender(threading.Thread):
             tracker.finish()
         except BaseException as error:  # noqa: BLE001 - other people's code, some of which exits; it must not end a run
             reason = describe_error(error, self._redaction)
-            self._warnings.append(f"WARNING: {self.name} {what}: {reason}. Training goes on; {HAS_ALL}")
+            self.warnings.put(f"WARNING: {self.name} {what}: {reason}. Training goes on; {HAS_ALL}")
             with contextlib.suppress(Exception):
                 tracker.give_up(error)
 
@@ -134,7 +147,8 @@ class Tracking:
         patience: float = math.inf,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        """`note` shows a line, from the training thread alone. `leave` is called when all trackers have ended.
+        """`note` shows a line, from the training thread alone. `capacity` limits the queued rows of a tracker; further ones are
+        counted and dropped. `leave` is called when all trackers have ended.
 
         The end waits at most `patience` seconds, and never more than half a minute.
         """
@@ -143,7 +157,8 @@ class Tracking:
         self._note = note
         self._leave = leave
         self._patience = patience
-        self._senders = [Sender(each, redaction or Redaction(), capacity) for each in trackers]
+        self._capacity = capacity
+        self._senders = [Sender(each, redaction or Redaction()) for each in trackers]
 
     @classmethod
     def open(
@@ -195,34 +210,34 @@ class Tracking:
         """Return the part of a checkpoint of run `run` that identifies it to trackers."""
         return {"id": self.ident, "run": run} if self.ident else {}
 
-    def log(self, metrics: StepMetrics) -> None:
-        """Send a step's figures."""
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Send the figures of a step, given its line in `metrics.jsonl`."""
         if self._senders:
-            self._put(step_row(metrics.record()))
+            self._put(step_row(line))
 
-    def evaluated(self, step: int, values: Mapping[str, Any]) -> None:
-        """Send the figures of an evaluation after `step`; values that are no numbers are left out."""
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """Send the figures of an evaluation, given its line in `evaluations.jsonl`."""
         if self._senders:
-            self._put(evaluation_row(step, values))
+            self._put(evaluation_row(line))
 
     def sampled(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Send the completions after `step`: lines of `prompt` and `completion`."""
-        if self._senders:
-            self._put(
-                TrackedRow(
-                    Place(step, evaluation=True), {}, tuple((line["prompt"], line["completion"]) for line in lines)
-                )
-            )
+        samples = tuple((line["prompt"], line["completion"]) for line in lines)
+        self._put(TrackedRow(Place(step, evaluation=True), {}, samples))
 
     def _put(self, row: TrackedRow) -> None:
-        for sender in self._senders:
-            sender.put(row)
-        self._show_news()
+        """Queue a row for all trackers that have not failed."""
+        for sender in filter(Sender.is_alive, self._senders):
+            if sender.rows.qsize() < self._capacity:
+                sender.rows.put(row)
+            else:
+                sender.lost += 1
+        self._show_warnings()
 
-    def _show_news(self) -> None:
+    def _show_warnings(self) -> None:
         for sender in self._senders:
-            for line in sender.news():
-                self._note(line)
+            while not sender.warnings.empty():
+                self._note(sender.warnings.get())
 
     def __enter__(self) -> Self:
         for sender in self._senders:
@@ -234,23 +249,32 @@ class Tracking:
 
     def finish(self, seconds: float) -> None:
         """Send the queued rows within at most `seconds` seconds, and end the trackers."""
-        end = time.monotonic() + seconds
         for sender in self._senders:
-            sender.close()
-        late = [sender for sender in self._senders if not sender.ended(end)]
-        self._show_news()
+            sender.rows.put(None)
+        late = _joined(self._senders, seconds)
+        self._show_warnings()
+        for sender in self._senders:
+            if sender.lost:
+                rows = counted(sender.lost, "row")
+                self._note(f"WARNING: {sender.name} was too slow for {rows}, which it misses; {HAS_ALL}")
         if late:
             names = ", ".join(sender.tracker.name for sender in late)
             self._note(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {HAS_ALL}")
             for sender in late:
-                sender.abandon()
-            end = time.monotonic() + _ABANDON_SECONDS
-            for sender in late:
-                sender.ended(end)
+                with contextlib.suppress(Exception):
+                    sender.tracker.abandon()
+            _joined(late, _ABANDON_SECONDS)
         elif self._senders:
             self._leave()
-        self._show_news()
         self._senders = []
+
+
+def _joined(senders: Sequence[Sender], seconds: float) -> list[Sender]:
+    """Wait for trackers to end, for so many seconds in all; returns those that have not."""
+    end = time.monotonic() + seconds
+    for sender in senders:
+        sender.join(max(0.0, end - time.monotonic()))
+    return [sender for sender in senders if sender.is_alive()]
 
 
 def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
