@@ -26,7 +26,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.reader import OpenedCheckpoint
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore
@@ -358,7 +358,7 @@ def save(
         callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
     )
     store = CheckpointStore(Path(directory).expanduser())
-    saver = Saver(store, engine.mesh)
+    saver = Saver(store, engine.mesh, engine.ledger)
     try:
         away = vars(model)[_SHARDING].source.referenced()
         content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()), away)
@@ -377,7 +377,7 @@ def _without(content: SaveContent, names: Collection[str]) -> SaveContent:
         return spec.kind not in WEIGHTS or spec.name not in names
 
     tensors, shards = filter(stays, content.tensors), (each for each in content.shards if stays(each.spec))
-    away = replace(content.frozen, tensors=tuple(each for each in content.frozen.tensors if stays(each.spec)))
+    away = replace(content.frozen, tensors=tuple(each for each in content.frozen.tensors if stays(each)))
     return replace(content, tensors=list(tensors), shards=list(shards), frozen=away)
 
 
@@ -434,10 +434,10 @@ def load(
     return None
 
 
-def _require_same_states(reader: OpenedCheckpoint, engine: AutogradEngine) -> None:
+def _require_same_states(reader: CheckpointReader, engine: AutogradEngine) -> None:
     """Raise `LayoutError` for a checkpoint with unknown optimizer states; missing ones are reported later."""
     own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
-    others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
+    others = {tensor.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
     if others:
         raise LayoutError(
             f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the one here; "

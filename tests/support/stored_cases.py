@@ -23,8 +23,7 @@ from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.io.row_exchange import columns_to_rows
-from zeromesh.checkpoint.io.write_plan import WritePlan
-from zeromesh.checkpoint.io.writer import ShardWriter
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.layout import Region
@@ -211,7 +210,7 @@ def manifest_of(step: int, files: Sequence[FileLayout], written: Sequence[Checks
         step=step,
         files=records,
         tensors=tuple(tensors),
-        aliases={"tied.weight": tensors[0].spec.name},
+        aliases={"tied.weight": tensors[0].name},
         layout={"ranks": len({piece.rank for piece in written}), "eps": 1e-20, "who": "é"},
     )
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from zeromesh import __version__
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
@@ -67,7 +67,7 @@ class RunCheckpoints:
         self._note = note
         self._sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
         self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
-        self._saver = Saver(self.store, self._mesh)
+        self._saver = Saver(self.store, self._mesh, engine.ledger)
         self._frozen = FrozenWeights(engine, config.checkpoint.frozen, note)
         # Without periodic checkpoints, the directory is made when a callback first asks for one.
         if self._saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
@@ -167,7 +167,7 @@ class RunCheckpoints:
     def require_room(self) -> None:
         """Raise `StorageError` if the run's first checkpoint would not fit on the disk."""
         if self._section.every_steps:
-            away = {each.spec.name for each in self._frozen.referenced().tensors}
+            away = {each.name for each in self._frozen.referenced().tensors}
             self._saver.require_room(
                 [each for each in self._engine.checkpoint_state.tensors() if each.name not in away]
             )
@@ -311,7 +311,7 @@ def content_of(
     holdings, options, model, mesh = engine.checkpoint_state, engine.options, engine.model, engine.mesh
     compute, master = options.precision.compute, options.precision.master
     adapter = gathered_adapter(model, engine.state, mesh) if is_adapted(model) else None
-    away = {each.spec.name for each in frozen.tensors}
+    away = {each.name for each in frozen.tensors}
 
     def documents(directory: Path) -> None:
         save_configuration(model, compute, processing_class, directory, adapter)
@@ -336,7 +336,7 @@ def content_of(
     )
 
 
-def load_engine(loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, state: TrainerState) -> None:
+def load_engine(loader: Loader, reader: CheckpointReader, engine: ZeroEngine, state: TrainerState) -> None:
     """Load a whole checkpoint into an engine. All ranks call it; raises as `Loader.fill` does."""
     engine.load_progress(
         EngineProgress(
@@ -370,7 +370,7 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         raise ConfigError(problem)
 
 
-def read_state(loader: Loader, reader: OpenedCheckpoint) -> TrainerState:
+def read_state(loader: Loader, reader: CheckpointReader) -> TrainerState:
     """Return the state in a checkpoint. All ranks call it; raises `CheckpointError` without one."""
     name = name_in(reader.manifest.files)
     return TrainerState.from_json(loader.document(reader, name), str(reader.directory))
@@ -404,10 +404,10 @@ def _left_out(kept: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _fill(
-    loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, count: int, wanted: Callable[[TensorSpec], bool]
+    loader: Loader, reader: CheckpointReader, engine: ZeroEngine, count: int, wanted: Callable[[TensorSpec], bool]
 ) -> None:
     """Load the tensors selected by `wanted`. `count` is the number of updates in the weight average, which restarts without one."""
-    averaged = any(tensor.spec.kind == AVERAGE for tensor in reader.manifest.tensors)
+    averaged = any(tensor.kind == AVERAGE for tensor in reader.manifest.tensors)
 
     def loads(spec: TensorSpec) -> bool:
         return wanted(spec) and (averaged or spec.kind != AVERAGE)

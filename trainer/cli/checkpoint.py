@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.checkpoint.io.reader import CheckpointReader, find_damage
 from zeromesh.checkpoint.parts import merge, open_parts
-from zeromesh.checkpoint.verify import find_damage
 from zeromesh.errors import CheckpointError, counted, some
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint import reading

@@ -110,27 +110,27 @@ def write_weights(
     layouts = plan_files(specs, 1)
     if len(layouts) == 1:
         layouts = (replace(layouts[0], path=SINGLE),)
-    places: dict[str, tuple[PositionalFile, TensorSpec, int]] = {}
+    places: dict[str, tuple[PositionalFile, TensorSpec]] = {}
     with ExitStack() as opened:
         for layout in layouts:
             file = opened.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
             file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
-            places |= {each.spec.name: (file, each.spec, each.begin) for each in layout.tensors}
+            places |= {each.name: (file, each) for each in layout.tensors}
         unsynced = 0
         for name, tensor in tensors:
-            file, spec, at = places[name]
+            file, spec = places[name]
             if tuple(tensor.shape) != spec.shape:
                 raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
             data = tensor_bytes(tensor.to("cpu", spec.dtype))
             for start in range(0, data.numel(), _SYNCED_BYTES):
                 part = data[start : start + _SYNCED_BYTES]
-                file.write(part, at + start)
+                file.write(part, spec.begin + start)
                 unsynced += part.numel()
                 if unsynced >= _SYNCED_BYTES:
                     file.sync()
                     unsynced = 0
                 on_progress()
-        for file in {file for file, _, _ in places.values()}:
+        for file in {file for file, _ in places.values()}:
             file.sync()
     for path, text in index_files(layouts).items() if len(layouts) > 1 else ():
         write_whole(folder / path, text)

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
-from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.parts import PartsReader, check_parts
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, LayoutError
@@ -33,7 +33,7 @@ class Loader:
         rows = self._mesh.world.all_or_raise(f"looking into {store.root}", store.steps, CheckpointError)
         return sorted(set().union(*rows), reverse=True)
 
-    def open(self, directory: Path) -> OpenedCheckpoint:
+    def open(self, directory: Path) -> CheckpointReader:
         """Open the checkpoint in a directory that all ranks see, or of which each host's directory has a part.
 
         Raises:
@@ -73,14 +73,14 @@ class Loader:
         ordered = sorted(zip(parts, holders.values(), strict=True), key=lambda pair: pair[0].part[0])
         return PartsReader(directory, reader, [part for part, _ in ordered], [ranks for _, ranks in ordered], world)
 
-    def document(self, opened: OpenedCheckpoint, path: str) -> dict[str, Any]:
+    def document(self, opened: CheckpointReader, path: str) -> dict[str, Any]:
         """Read a JSON object of the checkpoint. Raises `CheckpointError` on all ranks if one rank cannot read it."""
         found: list[dict[str, Any]] = []
         what = f"reading {opened.directory / path}"
         self._mesh.world.all_or_raise(what, lambda: found.append(opened.document(path)), CheckpointError)
         return found[0]
 
-    def fill(self, reader: OpenedCheckpoint, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]) -> None:
+    def fill(self, reader: CheckpointReader, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]) -> None:
         """Fill the ranks' shards of `tensors` with the checkpoint's values; each rank verifies what it reads.
 
         Raises:
@@ -99,40 +99,37 @@ class Loader:
         world.all_or_raise(f"reading {reader.directory}", read, CheckpointError, kept=LayoutError)
 
 
-def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
+def _compare(reader: CheckpointReader, tensors: Sequence[TensorSpec]) -> None:
     """Raise `LayoutError` that names the missing parameters, those of another shape, and those that are too many."""
     problems: list[str] = []
     for spec in tensors:
         stored = _stored(reader, spec.kind, spec.name)
         if stored is None:
             problems.append(f"{spec.name} has no {spec.kind} in it")
-        elif stored.spec.shape != spec.shape:
-            problems.append(f"{spec.name} is {list(stored.spec.shape)} in it and {list(spec.shape)} here ({spec.kind})")
+        elif stored.shape != spec.shape:
+            problems.append(f"{spec.name} is {list(stored.shape)} in it and {list(spec.shape)} here ({spec.kind})")
     names = {spec.name for spec in tensors}
-    extra = {tensor.spec.name for tensor in reader.manifest.tensors} - names - set(reader.manifest.aliases)
+    extra = {tensor.name for tensor in reader.manifest.tensors} - names - set(reader.manifest.aliases)
     problems += [f"{name} is in it and not in the model" for name in sorted(extra)]
     if problems:
-        shown = "; ".join(problems[:_NAMED]) + (
-            f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        )
+        more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
+        shown = "; ".join([*problems[:_NAMED], *more])
         raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
 
 
-def places_of(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
+def places_of(reader: CheckpointReader, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
     """Yield the file places of shards' elements: one per selection of columns, else one per contiguous run."""
     for shard in shards:
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:
             raise LayoutError(f"{reader.directory} has no {shard.spec.kind} of {shard.spec.name}")
-        rows, dtype, first = shard.region.rows(), stored.spec.dtype, shard.interval.start
+        rows = shard.region.rows()
         if rows is not None:
-            yield PlacedValues(
-                path=stored.path, origin=stored.begin, dtype=dtype, rows=rows, values=shard.values, first=first
-            )
+            yield PlacedValues(tensor=stored, rows=rows, values=shard.values, first=shard.interval.start)
         else:
             yield from PlacedValues.runs(stored, shard)
 
 
-def _stored(reader: OpenedCheckpoint, kind: str, name: str) -> StoredTensor | None:
+def _stored(reader: CheckpointReader, kind: str, name: str) -> TensorSpec | None:
     found = reader.tensor(kind, name)
     return found if found is not None or kind not in _FALLBACKS else reader.tensor(_FALLBACKS[kind], name)

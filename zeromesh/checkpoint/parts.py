@@ -11,7 +11,7 @@ the ranks that see the part with a piece, one reads and verifies the piece and s
 each rank.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -22,7 +22,7 @@ import torch
 
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
-from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint, copy_file
+from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ZeromeshError
 from zeromesh.files import write_whole
@@ -55,10 +55,20 @@ def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
 def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
     """Raise `CheckpointError` unless these parts, each with a name for messages, are all parts of one checkpoint."""
     name, first = parts[0]
+
+    def facts(part: Manifest, other: Manifest) -> dict[str, Any]:
+        return {
+            "step": part.step,
+            "number of parts": part.part[1],
+            "the sizes of files": {path: each.nbytes for path, each in part.files.items() if path in other.files},
+            "tensors": set(part.tensors),
+            "aliases": dict(part.aliases),
+            "layout": dict(part.layout),
+        }
+
     for other, manifest in parts[1:]:
-        shared = first.files.keys() & manifest.files.keys()
-        facts = _facts(manifest, shared)
-        differ = [what for what, fact in _facts(first, shared).items() if fact != facts[what]]
+        theirs = facts(manifest, first)
+        differ = [what for what, fact in facts(first, manifest).items() if fact != theirs[what]]
         if differ:
             raise CheckpointError(
                 f"{name} and {other} are not parts of one checkpoint: they differ in {', '.join(differ)}"
@@ -71,39 +81,23 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
         )
 
 
-def _facts(part: Manifest, shared: Iterable[str]) -> dict[str, Any]:
-    return {
-        "step": part.step,
-        "number of parts": part.part[1],
-        "the sizes of files": {path: part.files[path].nbytes for path in shared},
-        "tensors": set(part.tensors),
-        "aliases": dict(part.aliases),
-        "layout": dict(part.layout),
-    }
-
-
 def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
     """Merge the manifests of all parts. Raises `CheckpointError` if pieces overlap or leave a gap."""
-    one = parts[0]
     files = {}
     for path in {path: None for part in parts for path in part.files}:
         records = [part.files[path] for part in parts if path in part.files]
-        pieces = tuple(sorted((piece for each in records for piece in each.pieces), key=lambda piece: piece.begin))
-        _check_tiles(path, pieces, records[0].nbytes)
-        files[path] = FileRecord(nbytes=records[0].nbytes, pieces=pieces)
-    return replace(one, files=files, part=(0, 1))
-
-
-def _check_tiles(path: str, pieces: Sequence[ChecksumPiece], nbytes: int) -> None:
-    end = 0
-    for begin, stop in [*((piece.begin, piece.end) for piece in pieces), (nbytes, nbytes)]:
-        if begin > end:
-            raise CheckpointError(
-                f"{path}: bytes [{end:,}, {begin:,}) are in no part: the checkpoint was never complete"
-            )
-        if begin < end:
-            raise CheckpointError(f"{path}: bytes [{begin:,}, {end:,}) are in two parts")
-        end = stop
+        pieces = sorted((piece for each in records for piece in each.pieces), key=lambda piece: piece.begin)
+        nbytes, end = records[0].nbytes, 0
+        for begin, stop in [*((piece.begin, piece.end) for piece in pieces), (nbytes, nbytes)]:
+            if begin > end:
+                raise CheckpointError(
+                    f"{path}: bytes [{end:,}, {begin:,}) are in no part: the checkpoint was never complete"
+                )
+            if begin < end:
+                raise CheckpointError(f"{path}: bytes [{begin:,}, {end:,}) are in two parts")
+            end = stop
+        files[path] = FileRecord(nbytes=nbytes, pieces=tuple(pieces))
+    return replace(parts[0], files=files, part=(0, 1))
 
 
 def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[int], None]) -> Manifest:
@@ -124,7 +118,7 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
     return whole
 
 
-class PartsReader(OpenedCheckpoint):
+class PartsReader(CheckpointReader):
     """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
 
     `reader` reads the part that this rank sees in `directory`, and is None if it sees none; `parts` are the manifests of all
@@ -142,10 +136,9 @@ class PartsReader(OpenedCheckpoint):
         holders: Sequence[Sequence[int]],
         world: ProcessSet,
     ) -> None:
-        super().__init__(directory, merged_manifest(parts))
+        super().__init__(directory, checked=False, manifest=merged_manifest(parts))
         self._reader = reader
         self._world = world
-        self._rank = world.ranks[world.index]
         self._pieces = self.pieces()
         part_of = {
             piece: ranks
@@ -158,22 +151,29 @@ class PartsReader(OpenedCheckpoint):
         self._here = set(reader.pieces()) if reader is not None else set()
 
     def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
-        """Stream as `OpenedCheckpoint.stream`, this host's pieces first. An error of one rank is raised on all."""
-        wanted = set(pieces)
+        """Stream as `CheckpointReader.stream`, this host's pieces first. An error of one rank is raised on all."""
+        wanted, world = set(pieces), self._world
 
         def read_here() -> list[int]:
             if self._reader is not None:
                 self._reader.stream([piece for piece in pieces if piece in self._here], use)
             return [number for number, piece in enumerate(self._pieces) if piece in wanted - self._here]
 
-        missing = self._world.all_or_raise("reading this host's part of the checkpoint", read_here, CheckpointError)
-        queues: list[list[ChecksumPiece]] = [[] for _ in range(self._world.size)]
+        missing = world.all_or_raise("reading this host's part of the checkpoint", read_here, CheckpointError)
+        queues: list[list[ChecksumPiece]] = [[] for _ in range(world.size)]
         for number in sorted(set().union(*missing)):
             queues[self._servers[number]].append(self._pieces[number])
+
+        def own_bytes(served: Sequence[ChecksumPiece | None]) -> bytes:
+            piece, found = served[world.index], [b""]
+            if piece is not None and self._reader is not None:
+                self._reader.stream([piece], lambda _, data: found.append(data.numpy().tobytes()))
+            return found[-1]
+
         problem: ZeromeshError | None = None
         for served in zip_longest(*queues):
             what = "reading other hosts' parts of the checkpoint"
-            found = self._world.all_bytes_or_raise(what, partial(self._bytes_of, served), CheckpointError)
+            found = world.all_bytes_or_raise(what, partial(own_bytes, served), CheckpointError)
             for piece, data in zip(served, found, strict=True):
                 if piece not in wanted or piece in self._here or problem is not None:
                     continue
@@ -183,9 +183,3 @@ class PartsReader(OpenedCheckpoint):
                     problem = error
         if problem is not None:
             raise problem
-
-    def _bytes_of(self, served: Sequence[ChecksumPiece | None]) -> bytes:
-        piece, found = served[self._rank], [b""]
-        if piece is not None and self._reader is not None:
-            self._reader.stream([piece], lambda _, data: found.append(data.numpy().tobytes()))
-        return found[-1]

@@ -284,10 +284,10 @@ def test_the_reader_of_the_page_reads_everything(trained: Trained, copied: Calla
         found = {(kind, tensor): array for kind, tensor, array in there["read_checkpoint"](directory)}
         assert len(found) == len(ours.manifest.tensors)
         for stored in ours.manifest.tensors:
-            wanted = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
+            wanted = torch.empty(stored.shape, dtype=stored.dtype)
             ours.read([PlacedValues.stored(stored, 0, TieredTensor.of(wanted.view(-1)))], lambda: None)
             wanted = wanted.float() if wanted.dtype == torch.bfloat16 else wanted
-            array = found[stored.spec.kind, stored.spec.name]
+            array = found[stored.kind, stored.name]
             assert array.dtype == wanted.numpy().dtype
             assert np.array_equal(array, wanted.numpy())
     directory = copied("llama") / "checkpoints/step-00000002"

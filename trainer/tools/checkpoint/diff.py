@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTensor
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import counted
 from zeromesh.trainer.checkpoints.trainer_state import state_of
@@ -20,7 +20,7 @@ from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
 _SHOWN = 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = "(absent)"
-_Tensors = dict[tuple[str, str], StoredTensor]
+_Tensors = dict[tuple[str, str], TensorSpec]
 
 
 def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
@@ -32,10 +32,10 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     readers = CheckpointReader(one), CheckpointReader(two)
     console.note(f"A: {one}")
     console.note(f"B: {two}")
-    a, b = ({(each.spec.kind, each.spec.name): each for each in reader.manifest.tensors} for reader in readers)
-    shared = [key for key in a if key in b and a[key].spec.shape == b[key].spec.shape]
+    a, b = ({(each.kind, each.name): each for each in reader.manifest.tensors} for reader in readers)
+    shared = [key for key in a if key in b and a[key].shape == b[key].shape]
     shared.sort(key=lambda key: (a[key].path, a[key].begin))
-    moved = Throughput(console, "comparing", sum(each[key].spec.nbytes for key in shared for each in (a, b)))
+    moved = Throughput(console, "comparing", sum(each[key].nbytes for key in shared for each in (a, b)))
     values = (
         read_tensors(reader, [held[key] for key in shared], moved) for reader, held in zip(readers, (a, b), strict=True)
     )
@@ -54,7 +54,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
             console.note(f"... and {len(lines) - _SHOWN:,} more")
     if not any(differences):
         how = "bit by bit" if tolerance is None else f"within {tolerance:g}"
-        count = sum(a[key].spec.numel for key in shared)
+        count = sum(a[key].numel for key in shared)
         console.note(f"the same {how}: {counted(len(shared), 'tensor', ',')}, {counted(count, 'element', ',')}")
         return True
     both = f"{counted(len(shared), 'tensor', ',')} that both have"
@@ -62,9 +62,9 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     return False
 
 
-def _compared(one: StoredTensor, here: torch.Tensor, two: StoredTensor, there: torch.Tensor) -> tuple[float, str]:
+def _compared(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there: torch.Tensor) -> tuple[float, str]:
     """Return minus the largest absolute difference of two elements, and a line with its place; an empty line for equal bits."""
-    text, same_dtype = f"{one.spec.kind} {one.spec.name}:", here.dtype == there.dtype
+    text, same_dtype = f"{one.kind} {one.name}:", here.dtype == there.dtype
     if same_dtype:
         bits = _BITS[here.dtype.itemsize]
         differ = here.view(bits) != there.view(bits)
@@ -79,10 +79,10 @@ def _compared(one: StoredTensor, here: torch.Tensor, two: StoredTensor, there: t
     distance[ours.isnan() & theirs.isnan()] = 0.0
     distance[distance.isnan()] = math.inf
     worst = int(distance.argmax())
-    where = [int(each) for each in np.unravel_index(int(places[worst]), one.spec.shape)]
+    where = [int(each) for each in np.unravel_index(int(places[worst]), one.shape)]
     return -float(distance[worst]), (
         f"{text} max |difference| {float(distance[worst]):.6g} at {where} ({float(ours[worst])!r} in A, "
-        f"{float(theirs[worst])!r} in B); {len(places):,} of {one.spec.numel:,} elements differ"
+        f"{float(theirs[worst])!r} in B); {len(places):,} of {one.numel:,} elements differ"
     )
 
 
@@ -115,5 +115,5 @@ def _one_sided(here: _Tensors, there: _Tensors, which: str) -> Iterator[str]:
 def _other_shapes(one: _Tensors, two: _Tensors) -> Iterator[str]:
     for (kind, name), tensor in one.items():
         other = two.get((kind, name), tensor)
-        if tensor.spec.shape != other.spec.shape:
-            yield f"{kind} {name}: {list(tensor.spec.shape)} in A, {list(other.spec.shape)} in B"
+        if tensor.shape != other.shape:
+            yield f"{kind} {name}: {list(tensor.shape)} in A, {list(other.shape)} in B"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, parse_json
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, parse_json
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError, counted
@@ -31,7 +31,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _PREFIX = "base_model.model."
 """The prefix of module names in PEFT's files, which adapters that are inserted in place lack."""
 
-_Chosen = dict[str, tuple[StoredTensor, torch.dtype]]
+_Chosen = dict[str, tuple[TensorSpec, torch.dtype]]
 """The stored tensor and the target dtype of every tensor of the model, in the order of reading."""
 
 
@@ -54,8 +54,8 @@ def export_checkpoint(
         raise ConfigError(f"--merge is for runs with adapters, and {directory} has none; leave it out")
     if ema and adapted and not merge:
         raise ConfigError("--ema writes whole models: with adapters, give --merge too")
-    moved = Throughput(console, "exporting", sum(source.spec.nbytes for source, _ in chosen.values()))
-    nbytes = sum(source.spec.numel * to.itemsize for source, to in chosen.values())
+    moved = Throughput(console, "exporting", sum(source.nbytes for source, _ in chosen.values()))
+    nbytes = sum(source.numel * to.itemsize for source, to in chosen.values())
     with fresh_directory(out, nbytes) as folder, quiet_library():
         _copy_documents(reader, folder)
         if adapted and not merge:
@@ -82,21 +82,21 @@ def export_checkpoint(
 
 def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chosen:
     kinds: tuple[str, ...] = ("model",) if dtype == "keep" else ("model", "master")
-    kept = {t.spec.name: t.spec.dtype for t in reader.manifest.tensors if t.spec.kind == "model"}
+    kept = {t.name: t.dtype for t in reader.manifest.tensors if t.kind == "model"}
     # Frozen weights in their source directory may have another dtype than the compute dtype.
-    away = [t.spec for t in reader.manifest.tensors if reader.manifest.is_elsewhere(t.path)]
+    away = [t for t in reader.manifest.tensors if reader.manifest.is_elsewhere(t.path)]
     compute = getattr(torch, str(reader.manifest.layout.get("compute")), torch.float32)
     kept |= {spec.name: compute for spec in away if spec.dtype.is_floating_point}
     if ema:
         kinds += ("ema",)
         if not reader.document(name_in(reader.manifest.files)).get("averages"):
             raise ConfigError(f"{reader.directory} has no averaged weights (ema.decay); leave --ema out")
-    found = {t.spec.name: t for kind in kinds for t in reader.manifest.tensors if t.spec.kind == kind}
+    found = {t.name: t for kind in kinds for t in reader.manifest.tensors if t.kind == kind}
     if not found:
         raise CheckpointError(f"{reader.directory} holds no model")
     wanted = _DTYPES.get(dtype)
     return {
-        t.spec.name: (t, wanted if wanted is not None and t.spec.dtype.is_floating_point else kept[t.spec.name])
+        t.name: (t, wanted if wanted is not None and t.dtype.is_floating_point else kept[t.name])
         for t in sorted(found.values(), key=lambda tensor: (tensor.path, tensor.begin))
     }
 
@@ -143,9 +143,7 @@ def _plain(
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
     """Return the tensors of the model on the Hub, on the meta device by name, and an iterator of their values."""
     order = {name: place for place, name in enumerate(chosen)}
-    groups = names.groups(
-        {name: torch.empty(s.spec.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
-    )
+    groups = names.groups({name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()})
     groups.sort(key=lambda group: (group.converted, 0 if group.converted else order[group.names[0]]))
     tensors = {name: each for group in groups for name, each in group.outputs.items()}
     if len(tensors) != sum(len(group.outputs) for group in groups):
@@ -189,7 +187,7 @@ def _merged(
     names = {given: given if given.startswith(_PREFIX) else f"{_PREFIX}{given}" for given in chosen}
     for given, (source, _) in chosen.items():
         tensor = state.get(names[given])
-        if tensor is None or tuple(tensor.shape) != source.spec.shape:
+        if tensor is None or tuple(tensor.shape) != source.shape:
             raise CheckpointError(f"{given} of {reader.directory} has no place in {type(model).__name__}")
         missing.discard(first.get(names[given], names[given]))
     if missing:
@@ -201,7 +199,7 @@ def _merged(
     for path in (folder / BASE_MODEL).iterdir():
         path.rename(folder / path.name)
     (folder / BASE_MODEL).rmdir()
-    wanted = dtype or next(source.spec.dtype for source, _ in chosen.values() if source.spec.kind == "model")
+    wanted = dtype or next(source.dtype for source, _ in chosen.values() if source.kind == "model")
     form = HubForm(model)
     tensors = {name: each.to(wanted) if each.is_floating_point() else each for name, each in form.outputs.items()}
     place: dict[str, int] = {}
@@ -209,12 +207,8 @@ def _merged(
         place.setdefault(form.layer_of.get(name, name), len(place))
     order = sorted(chosen, key=lambda given: place[form.layer_of.get(names[given], names[given])])
     read = read_tensors(reader, [chosen[given][0] for given in order], moved)
-    widest = max(
-        (to.spec.dtype for to, _ in chosen.values() if to.spec.dtype.is_floating_point), key=lambda each: each.itemsize
-    )
-    weights = form.of(
-        ((names[stored.spec.name], each) for stored, each in read), torch.promote_types(torch.float32, widest)
-    )
+    widest = max((to.dtype for to, _ in chosen.values() if to.dtype.is_floating_point), key=lambda each: each.itemsize)
+    weights = form.of(((names[stored.name], each) for stored, each in read), torch.promote_types(torch.float32, widest))
     return tensors, ((name, _converted(name, each, tensors[name].dtype)) for name, each in _of_checkpoint(weights))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.format.manifest import NAME, Manifest
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTensor
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
@@ -67,16 +67,16 @@ def part_text(reader: CheckpointReader) -> str:
 
 
 def read_tensors(
-    reader: CheckpointReader, tensors: Iterable[StoredTensor], moved: Callable[[int], object]
-) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    reader: CheckpointReader, tensors: Iterable[TensorSpec], moved: Callable[[int], object]
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
     """Yield verified tensors of a checkpoint with their values, and read as many at once as fit into a window, or one.
 
     `moved` gets the bytes of each window. Raises `CheckpointError` where the checkpoint is damaged.
     """
-    window: list[tuple[StoredTensor, torch.Tensor]] = []
+    window: list[tuple[TensorSpec, torch.Tensor]] = []
     nbytes = 0
     for tensor in (*tensors, None):
-        if window and (tensor is None or nbytes + tensor.spec.nbytes > WINDOW_BYTES):
+        if window and (tensor is None or nbytes + tensor.nbytes > WINDOW_BYTES):
             reader.read(
                 [PlacedValues.stored(stored, 0, TieredTensor.of(values.view(-1))) for stored, values in window],
                 lambda: None,
@@ -85,8 +85,8 @@ def read_tensors(
             yield from window
             window, nbytes = [], 0
         if tensor is not None:
-            nbytes += tensor.spec.nbytes
-            window.append((tensor, torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype)))
+            nbytes += tensor.nbytes
+            window.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype)))
 
 
 class Throughput:
@@ -220,9 +220,9 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str
     return _json(content) if as_json else _text(_lines(content, manifest, f"{directory}{part_text(reader)}"))
 
 
-def _matching(manifest: Manifest, pattern: str) -> list[StoredTensor]:
+def _matching(manifest: Manifest, pattern: str) -> list[TensorSpec]:
     glob = pattern if any(letter in pattern for letter in "*?[") else f"*{pattern}*"
-    found = [tensor for tensor in manifest.tensors if fnmatchcase(tensor.spec.name, glob)]
+    found = [tensor for tensor in manifest.tensors if fnmatchcase(tensor.name, glob)]
     if not found:
         raise ConfigError(f"--tensors {pattern!r}: no tensor has such a name; --tensors '*' shows all")
     return found
@@ -230,7 +230,7 @@ def _matching(manifest: Manifest, pattern: str) -> list[StoredTensor]:
 
 def _kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for spec in (tensor.spec for tensor in manifest.tensors):
+    for spec in manifest.tensors:
         kind = found.setdefault(spec.kind, {"tensors": 0, "parameters": 0, "bytes": 0, "dtypes": []})
         kind["tensors"] += 1
         kind["parameters"] += spec.numel
@@ -240,13 +240,13 @@ def _kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _tensor(manifest: Manifest, tensor: StoredTensor) -> dict[str, Any]:
-    spec, pieces = tensor.spec, manifest.files[tensor.path].pieces
+def _tensor(manifest: Manifest, tensor: TensorSpec) -> dict[str, Any]:
+    pieces = manifest.files[tensor.path].pieces
     return {
-        "kind": spec.kind,
-        "name": spec.name,
-        "dtype": DTYPE_NAMES[spec.dtype],
-        "shape": list(spec.shape),
+        "kind": tensor.kind,
+        "name": tensor.name,
+        "dtype": DTYPE_NAMES[tensor.dtype],
+        "shape": list(tensor.shape),
         "file": tensor.path,
         "begin": tensor.begin,
         "end": tensor.end,
