@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, spec_of
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
@@ -57,7 +57,7 @@ class CheckpointState:
             if _has(bucket, slot.spec, kind, reading=reading)
         ]
         found += [spec for bucket in self._buckets for spec, _ in self._kept(bucket, None)]
-        found += [_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
+        found += [spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
         return list(chain.from_iterable(of_stages(found, self._mesh.pipeline, "tensors of all stages")))
 
     def aliases(self) -> dict[str, str]:
@@ -172,12 +172,8 @@ def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bo
     return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or bucket.learned(spec.fqn)
 
 
-def _spec_of(name: str, buffer: torch.Tensor) -> TensorSpec:
-    return TensorSpec(kind=MODEL, name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
-
-
 def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
-    spec = _spec_of(name, buffer)
+    spec = spec_of(name, buffer)
     if not buffer.is_contiguous():
         buffer.data = buffer.data.contiguous()
     return TensorShard(
@@ -190,7 +186,7 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
 
 def buffers_of_stages(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
     """List the persistent buffers of each stage that no earlier stage has; all ranks of `pipeline` call this."""
-    specs = [_spec_of(name, buffer) for name, buffer in saved_buffers(model).items()]
+    specs = [spec_of(name, buffer) for name, buffer in saved_buffers(model).items()]
     return of_stages(specs, pipeline, "buffers of all stages")
 
 

@@ -89,13 +89,13 @@ def test_groups_of_conversions_are_those_of_the_library(tmp_path: Path, kind: st
     model = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.for_model(kind, **{**LLAMA, **fields}))
     model.save_pretrained(tmp_path)
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    names = HubNames.of_directory(tmp_path)
+    names = HubNames.of_directory(tmp_path, {name: tensor.to("meta") for name, tensor in state.items()})
     assert not names.note
-    groups = names.groups({name: tensor.to("meta") for name, tensor in state.items()})
+    groups = names.groups
     assert sorted(name for group in groups for name in group.names) == sorted(state)
     found: dict[str, torch.Tensor] = {}
     for group in groups:
-        outputs = names.revert({name: state[name] for name in group.names})
+        outputs = names._revert({name: state[name] for name in group.names})
         assert {name: each.shape for name, each in outputs.items()} == {
             n: each.shape for n, each in group.outputs.items()
         }

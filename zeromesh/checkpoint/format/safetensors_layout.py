@@ -78,6 +78,11 @@ class TensorSpec:
         return self.begin + self.nbytes
 
 
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describe a tensor of a model, which is in no file yet."""
+    return TensorSpec(kind="model", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileLayout:
     """A file to be written: its path within the checkpoint, its header, its tensors, and its size in bytes."""
