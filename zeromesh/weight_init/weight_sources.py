@@ -154,8 +154,11 @@ class Skeleton:
 
 
 def _reset(module: nn.Module) -> Callable[[], object] | None:
-    named = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"))
-    return next(filter(callable, named), None)
+    for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
+        reset: Callable[[], object] | None = getattr(module, name, None)
+        if callable(reset):
+            return reset
+    return None
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
@@ -391,21 +394,19 @@ def materialize_buffers(
     NaN or arbitrary integers, and the model must be built on CPU instead.
     """
     target = torch.device(device)
-    skeleton = Skeleton(model)
-
-    def is_lost(value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, nn.Parameter)
-
+    skeleton = Skeleton(model) if any(buffer.is_meta for buffer in model.buffers()) else None
     moved: dict[int, torch.Tensor] = {}  # one buffer may be registered twice
     lost: list[str] = []
     for fqn, module in model.named_modules():
         for name, attribute in vars(module).items():
-            if any(map(is_lost, attribute if isinstance(attribute, list | tuple) else (attribute,))):
-                lost.append(_joined(fqn, name))
+            for each in attribute if isinstance(attribute, list | tuple) else (attribute,):
+                if isinstance(each, torch.Tensor) and each.is_meta and not isinstance(each, nn.Parameter):
+                    lost.append(_joined(fqn, name))
+                    break
     for fqn, module in model.named_modules():
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         todo = [name for name, buffer in buffers.items() if buffer.is_meta and id(buffer) not in moved]
-        values, unset, _ = skeleton.recompute(fqn, "_buffers", todo, seed) if todo else ({}, (), "")
+        values, unset, _ = skeleton.recompute(fqn, "_buffers", todo, seed) if skeleton and todo else ({}, (), "")
         for name, buffer in buffers.items():
             if id(buffer) not in moved:
                 value: torch.Tensor | None = buffer
@@ -492,6 +493,9 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
         LostValuesError: if no initialiser would compute some of the parameters on meta.
         LayoutError: if such parameters have hooks on their gradients, which may refer to tensors without values.
     """
+    owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
+    if not owners:
+        return BuiltModel(model=model, source=BuiltSource(model))
     hooked = [name for name in hooked_parameters(model) if model.get_parameter(name).is_meta]
     if hooked:
         raise LayoutError(
@@ -502,7 +506,6 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     lost = source.lost()
     if lost:
         raise LostValuesError(lost, "nothing sets them again")
-    owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
     drawn = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))
     note = (
         f"the model was passed on the meta device: weights of {some(drawn)} are drawn by `reset_parameters`, and what "
@@ -511,7 +514,7 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
         else "the model was passed on the meta device, where it has no values: its weights are drawn anew, and a model that was "
         "loaded before it was moved there has lost its own; pass that as it was loaded"
     )
-    return BuiltModel(model=model, source=source, notes=(note,) if owners else ())
+    return BuiltModel(model=model, source=source, notes=(note,))
 
 
 def hooked_parameters(model: nn.Module) -> tuple[str, ...]:

@@ -153,10 +153,11 @@ class CheckpointState:
                 owner = self.owner_of(bucket)
                 yield TensorShard(spec=spec, region=region, interval=everything, values=values, owner=owner)
         offset, pieces = interval.start - bucket.interval.start, bucket.layout.pieces(interval)
+        regions = {piece.spec.name: piece.spec.region for piece in pieces}
         for kind, dtype, tensor in self._kinds(bucket, reading=reading):
             for piece in pieces:
                 if _has(bucket, piece.spec, kind, reading=reading):
-                    region, where = piece.spec.region, piece.in_shard
+                    region, where = regions[piece.spec.name], piece.in_shard
                     yield TensorShard(
                         spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
                         region=region,

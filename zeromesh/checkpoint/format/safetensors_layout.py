@@ -11,7 +11,7 @@ that tensor data can bypass the page cache.
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -64,18 +64,15 @@ class TensorSpec:
     shape: tuple[int, ...]
     path: str = ""
     begin: int = 0
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
+    end: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.nbytes
+    def __post_init__(self) -> None:
+        numel = math.prod(self.shape)
+        nbytes = numel * self.dtype.itemsize
+        for name, value in (("numel", numel), ("nbytes", nbytes), ("end", self.begin + nbytes)):
+            object.__setattr__(self, name, value)
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -210,16 +207,17 @@ def check_plain(where: object, name: str, content: Any) -> None:
     """Raise `CheckpointError` if parsed JSON is deeply nested, or has huge integers or numbers that are not finite."""
     level = [content]
     for _ in range(_MOST_LEVELS):
-        if any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in level):
-            raise CheckpointError(f"{where}: {name} has an integer of more than {_MOST_BITS} bits")
-        if any(isinstance(value, float) and not math.isfinite(value) for value in level):
-            raise CheckpointError(f"{where}: {name} has a number that is not finite")
-        below = [
-            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
-        ]
-        level = [value for values in below for value in values]
-        if not level:
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                raise CheckpointError(f"{where}: {name} has an integer of more than {_MOST_BITS} bits")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise CheckpointError(f"{where}: {name} has a number that is not finite")
+            if isinstance(value, dict | list):
+                below += value.values() if isinstance(value, dict) else value
+        if not below:
             return
+        level = below
     raise CheckpointError(f"{where}: {name} is nested deeper than {_MOST_LEVELS} levels")
 
 

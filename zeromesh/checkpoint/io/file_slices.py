@@ -172,7 +172,8 @@ class PlacedValues:
     def take(self, data: torch.Tensor, begin: int) -> None:
         """Copy elements from `data`, 1-D uint8, which is the file's bytes from `begin` on and splits no element."""
         window = Interval(start=max(self.begin, begin), end=min(self.end, begin + data.numel()))
-        part, data = self.cut(window), data[window.start - begin : window.end - begin]
+        part = self if (window.start, window.end) == (self.begin, self.end) else self.cut(window)
+        data = data[window.start - begin : window.end - begin]
         if part.nbytes != data.numel():
             size = self.tensor.dtype.itemsize
             words, found = _WORDS[size], torch.empty(part.nbytes, dtype=torch.uint8)
