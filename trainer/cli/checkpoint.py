@@ -11,7 +11,6 @@ from zeromesh.checkpoint.parts import merge, open_parts
 from zeromesh.errors import CheckpointError, counted, some
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint import reading
-from zeromesh.trainer.tools.checkpoint.diff import diff_checkpoints
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, checkpoint_at, checkpoints_at, part_text
 
 _SHOWN_TENSORS = 20
@@ -30,11 +29,6 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         return _ACTIONS[options.action](options)
     finally:
         torch.set_num_threads(threads)
-
-
-def _write(text: str) -> int:
-    sys.stdout.write(text)
-    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -81,12 +75,20 @@ def _merge(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     one, two = checkpoint_at(options.one), checkpoint_at(options.two)
-    return 0 if diff_checkpoints(one, two, options.tolerance, Console()) else 1
+    return 0 if reading.diff_checkpoints(one, two, options.tolerance, Console()) else 1
+
+
+def _show(options: argparse.Namespace) -> int:
+    if options.action == "list":
+        sys.stdout.write(reading.list_checkpoints(options.path, as_json=options.json))
+    else:
+        sys.stdout.write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json))
+    return 0
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": lambda options: _write(reading.list_checkpoints(options.path, as_json=options.json)),
-    "inspect": lambda options: _write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json)),
+    "list": _show,
+    "inspect": _show,
     "verify": _verify,
     "export": _export,
     "merge": _merge,
