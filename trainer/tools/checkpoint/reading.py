@@ -1,4 +1,4 @@
-"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list`, `inspect`), the differences of two (`diff`), and common
+"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list`, `inspect`), differences of two (`diff`), and common
 functions of the checkpoint tools: paths of the command line, counters, and reading tensors."""
 
 import json
