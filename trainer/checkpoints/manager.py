@@ -86,13 +86,9 @@ class RunCheckpoints:
     # Resuming
 
     def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
-        """Load the newest complete checkpoint into the engine; returns None for a new run.
-
-        Raises:
-            ConfigError: if the settings differ from the checkpoint's, or old checkpoints exist with `checkpoint.resume: never`.
-            LayoutError: if the model or the optimizer differs.
-            CheckpointError: if checkpoints exist and none is usable.
-        """
+        """Load the newest complete checkpoint into the engine; returns None for a new run. Raises `ConfigError` if the settings
+        differ from the checkpoint's, or old checkpoints exist with `checkpoint.resume: never`; `LayoutError` if the model or the
+        optimizer differs; `CheckpointError` if checkpoints exist and none is usable."""
         loader = Loader(self._mesh, source_directory(self._engine.model))
         steps = loader.candidates(self.store)
         if self._section.resume == "never" and steps:

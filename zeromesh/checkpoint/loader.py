@@ -34,11 +34,8 @@ class Loader:
         return sorted(set().union(*rows), reverse=True)
 
     def open(self, directory: Path) -> CheckpointReader:
-        """Open the checkpoint in a directory that all ranks see, or of which each host's directory has a part.
-
-        Raises:
-            CheckpointError: when the checkpoint is incomplete, or ranks see different checkpoints.
-        """
+        """Open the checkpoint in a directory that all ranks see, or of which each host's directory has a part. Raises
+        `CheckpointError` when the checkpoint is incomplete, or ranks see different checkpoints."""
         world, rank = self._mesh.world, self._mesh.rank
         reader: CheckpointReader | None = None
 
@@ -81,12 +78,9 @@ class Loader:
         return found[0]
 
     def fill(self, reader: CheckpointReader, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]) -> None:
-        """Fill the ranks' shards of `tensors` with the checkpoint's values; each rank verifies what it reads.
-
-        Raises:
-            LayoutError: when the checkpoint's tensors are not those of the model and the optimizer; nothing is changed then.
-            CheckpointError: when some rank found damage; part of the shards has the checkpoint's values then.
-        """
+        """Fill the ranks' shards of `tensors` with the checkpoint's values; each rank verifies what it reads. Raises `LayoutError`
+        when the checkpoint's tensors are not those of the model and the optimizer; nothing is changed then; `CheckpointError` when
+        some rank found damage; part of the shards has the checkpoint's values then."""
         targets: list[PlacedValues] = []
 
         def compare() -> None:

@@ -30,11 +30,8 @@ from zeromesh.mesh.process_set import ProcessSet
 
 
 def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
-    """Open the parts of one checkpoint, in order.
-
-    Raises:
-        CheckpointError: when the parts are of several checkpoints, one is missing, or pieces do not cover each byte once.
-    """
+    """Open the parts of one checkpoint, in order. Raises `CheckpointError` when the parts are of several checkpoints, one is
+    missing, or pieces do not cover each byte once."""
     readers = [CheckpointReader(directory, parts=True) for directory in directories]
     found: dict[int, CheckpointReader] = {}
     for reader in readers:
@@ -101,12 +98,9 @@ def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
 
 
 def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[int], None]) -> Manifest:
-    """Write the whole checkpoint to `out`, verifying every piece; `on_progress` receives the bytes of each piece.
-
-    Raises:
-        CheckpointError: when a piece is not what was written, or pieces are not each byte once.
-        ConfigError, StorageError: where `out` cannot be written.
-    """
+    """Write the whole checkpoint to `out`, verifying every piece; `on_progress` receives the bytes of each piece. Raises
+    `CheckpointError` when a piece is not what was written, or pieces are not each byte once; `ConfigError` or `StorageError` where
+    `out` cannot be written."""
     whole = merged_manifest([part.manifest for part in parts])
     text = whole.to_json()
     manifests.parse(out / manifests.NAME, text)
@@ -122,10 +116,7 @@ class PartsReader(CheckpointReader):
     """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
 
     `reader` reads the part that this rank sees in `directory`, and is None if it sees none; `parts` are the manifests of all
-    parts, in order, and `holders` the ranks that see each part.
-
-    Raises:
-        CheckpointError: at construction, when the parts do not make a whole.
+    parts, in order, and `holders` the ranks that see each part. Raises `CheckpointError` when the parts do not make a whole.
     """
 
     def __init__(

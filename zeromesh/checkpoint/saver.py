@@ -83,10 +83,7 @@ def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
     """Find how the ranks of a mesh share a directory, which is created if absent; all ranks call it.
 
     Every rank creates a file in the directory, which proves write access, and looks for the files of lower ranks: the lowest rank
-    whose file it sees leads its place.
-
-    Raises:
-        StorageError: on all ranks, where some rank cannot write there.
+    whose file it sees leads its place. Raises `StorageError` on all ranks, where some rank cannot write there.
     """
     world, rank, what = mesh.world, mesh.rank, "look at the directory"
     token = world.gather_json(secrets.token_hex(8), what)[0]
@@ -145,11 +142,8 @@ class Saver:
         self._mesh.world.all_or_raise("look for room", require, StorageError)
 
     def begin(self, step: int, content: SaveContent) -> None:
-        """Begin to write a checkpoint; none may be in flight.
-
-        Raises:
-            CheckpointError: on all ranks, with the errors of the failing ones; the files of the checkpoint are removed then.
-        """
+        """Begin to write a checkpoint; none may be in flight. Raises `CheckpointError` on all ranks, with the errors of the
+        failing ones; the files of the checkpoint are removed then."""
         if self.in_flight is not None:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
         files, mesh, shards = plan_files(content.tensors, self._mesh.world_size), self._mesh, list[TensorShard]()

@@ -486,12 +486,9 @@ def build_deferred(
 def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     """Wrap a model that the user has passed: built, or on the meta device (partly or wholly).
 
-    The construction of weights on meta cannot be observed any more: a note names the modules redrawn by `reset_parameters`,
-    except those of Hugging Face models, which `_init_weights` draws.
-
-    Raises:
-        LostValuesError: if no initialiser would compute some of the parameters on meta.
-        LayoutError: if such parameters have hooks on their gradients, which may refer to tensors without values.
+    The construction of weights on meta cannot be observed any more: a note names the modules redrawn by `reset_parameters`, except
+    those of Hugging Face models, which `_init_weights` draws. Raises `LostValuesError` if no initialiser would compute some of the
+    parameters on meta; `LayoutError` if such parameters have hooks on their gradients, which may refer to tensors without values.
     """
     owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
     if not owners:

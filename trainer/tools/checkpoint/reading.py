@@ -117,11 +117,7 @@ _SEPARATE_LINES = frozenset({"step", "tracker", "settings"})
 
 
 def list_checkpoints(path: Path, *, as_json: bool) -> str:
-    """Return the checkpoints of a run or a directory, oldest first.
-
-    Raises:
-        ConfigError: where there are none.
-    """
+    """Return the checkpoints of a run or a directory, oldest first. Raises `ConfigError` where there are none."""
     store = store_at(path)
     found = [summary_of(store, step) for step in reversed(store.steps())]
     if as_json:
@@ -192,12 +188,8 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
 
 
 def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str:
-    """Return the contents of a checkpoint; with a pattern also the tensors with matching names.
-
-    Raises:
-        CheckpointError: when it is damaged.
-        ConfigError: where there is none, or no tensor has such a name.
-    """
+    """Return the contents of a checkpoint; with a pattern also the tensors with matching names. Raises `CheckpointError` when it
+    is damaged; `ConfigError` where there is none, or no tensor has such a name."""
     directory = checkpoint_at(path)
     reader = CheckpointReader(directory, checked=False)
     manifest, state = reader.manifest, None
@@ -291,11 +283,8 @@ _ABSENT = "(absent)"
 
 
 def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
-    """Show the differences in counters, settings and elements; returns True for bitwise equality, or equality within the tolerance.
-
-    Raises:
-        CheckpointError: when one of them is damaged.
-    """
+    """Show the differences in counters, settings and elements; returns True for bitwise equality, or equality within the
+    tolerance. Raises `CheckpointError` when one of them is damaged."""
     readers = CheckpointReader(one), CheckpointReader(two)
     console.note(f"A: {one}")
     console.note(f"B: {two}")

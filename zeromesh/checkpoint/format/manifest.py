@@ -129,10 +129,7 @@ def _signed(content: Mapping[str, Any]) -> tuple[str, bytes]:
 
 def parse(path: Path, raw: bytes) -> Manifest:
     """Parse and check a manifest from the bytes of `path`: its own hash, schema, names, sizes, and that pieces tile the files.
-
-    Raises:
-        CheckpointError: with the manifest's first problem.
-    """
+    Raises `CheckpointError` with the manifest's first problem."""
     content = parse_json(path, raw)
     found = content.pop("sha256", None)
     if content.get("format") != FORMAT:

@@ -143,11 +143,8 @@ def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
 
 
 def read_header(path: Path) -> dict[str, TensorSpec]:
-    """Read the tensors of a file, by name and as of kind `model`, after checking that the header describes the whole file.
-
-    Raises:
-        CheckpointError: with the header's first problem.
-    """
+    """Read the tensors of a file, by name and as of kind `model`, after checking that the header describes the whole file. Raises
+    `CheckpointError` with the header's first problem."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)

@@ -35,10 +35,8 @@ def columns_to_rows(
     """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it. `on_copy`
     receives the bytes of each copy in host memory.
 
-    Rows that are not on all ranks, such as the first and the last one of a shard, stay where they are.
-
-    Raises:
-        StorageError: after the exchange, where this rank could not read its own values.
+    Rows that are not on all ranks, such as the first and the last one of a shard, stay where they are. Raises `StorageError` after
+    the exchange, where this rank could not read its own values.
     """
     found, columns, own = list(shards), dict[str, tuple[int, StridedRows]](), dict[str, Any]()
     failures: list[StorageError] = []

@@ -118,11 +118,8 @@ class TensorFiles(CheckpointReader):
 
 
 def manifest_of_files(directory: Path) -> Manifest:
-    """Make the manifest of a model directory from the headers of its files, without pieces, as it has no checksums.
-
-    Raises:
-        ConfigError: for a directory without safetensors files, a part of a checkpoint, or a damaged file, with the reason.
-    """
+    """Make the manifest of a model directory from the headers of its files, without pieces, as it has no checksums. Raises
+    `ConfigError` for a directory without safetensors files, a part of a checkpoint, or a damaged file, with the reason."""
     if not directory.is_dir():
         raise ConfigError(
             f"{directory} is not a directory; a model of the Hub is downloaded first: "

@@ -159,11 +159,8 @@ class ShardWriter:
         return self._wait(lambda: not self._left.get(owner), on_progress) if self._left.get(owner) else 0.0
 
     def join(self, on_progress: Callable[[], None]) -> list[ChecksumPiece]:
-        """Wait until everything is on the disk; returns the pieces that this rank has written.
-
-        Raises:
-            StorageError, CheckpointError, OSError: for the failure of the thread.
-        """
+        """Wait until everything is on the disk; returns the pieces that this rank has written. Raises `StorageError` or
+        `CheckpointError` or `OSError` for the failure of the thread."""
         self._wait(self._written.done, on_progress)
         self._written.result()
         return sorted(self._checksums, key=lambda piece: (piece.path, piece.begin))
