@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from zeromesh.checkpoint.io.reader import CheckpointReader, find_damage
-from zeromesh.checkpoint.parts import merge, open_parts
+from zeromesh.checkpoint.loader import merge, open_parts
 from zeromesh.errors import CheckpointError, counted, some
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint import reading

@@ -1,8 +1,8 @@
 """Checkpoints: Hugging Face model directories that every rank writes its own bytes of, and that any layout loads.
 
-saver, loader    collective operations: saving while training goes on, and loading
+saver            saving by all ranks while training goes on
+loader           loading by all ranks, also from the parts of hosts without a shared disk, and merging of parts
 store            a directory of checkpoints: atomic creation, and removal of old ones
-parts            checkpoints in parts, by hosts without a shared disk: reading and merging
 io/              transfers between a rank's memory and files
     file_slices      a rank's parts of tensors, and the file places of their elements
     row_exchange     exchange of columns for rows between tensor ranks
