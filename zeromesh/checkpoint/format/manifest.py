@@ -185,20 +185,15 @@ def is_path(name: str) -> bool:
 def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:
     if not is_path(name):
         raise CheckpointError(f"{path} names the file {name[:300]!r}, which is no plain name inside the checkpoint")
-    match value:
-        case {"pieces": list(rows), "bytes": int(nbytes)} if is_size(nbytes):
-            pass
-        case _:
-            raise CheckpointError(f"{path}: {name} should have a number of bytes and a list of pieces")
-    found, end = [], 0
+    content: Mapping[str, Any] = value if isinstance(value, dict) else {}
+    rows, nbytes = content.get("pieces"), content.get("bytes")
+    if not isinstance(rows, list) or nbytes is None or not is_size(nbytes):
+        raise CheckpointError(f"{path}: {name} should have a number of bytes and a list of pieces")
+    found, end, nothing = [], 0, list[Any]([None] * 4)
     for row in rows:
-        match row:
-            case [begin, stop, str(digest), rank] if _CHECKSUM.fullmatch(digest) and all(
-                map(is_size, (begin, stop, rank))
-            ):
-                pass
-            case _:
-                raise CheckpointError(f"{path}: {name} has a piece that is no [begin, end, checksum, rank]")
+        begin, stop, digest, rank = row if isinstance(row, list) and len(row) == 4 else nothing
+        if not all(map(is_size, (begin, stop, rank))) or not (isinstance(digest, str) and _CHECKSUM.fullmatch(digest)):
+            raise CheckpointError(f"{path}: {name} has a piece that is no [begin, end, checksum, rank]")
         if begin < end or stop <= begin or stop > nbytes or (whole and begin != end):
             raise CheckpointError(
                 f"{path}: {name} has the piece [{begin}, {stop}) after byte {end} of {nbytes}: pieces overlap, leave a gap "
@@ -212,33 +207,34 @@ def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:
 
 
 def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecord]) -> tuple[TensorSpec, ...]:
-    found = []
+    found: list[TensorSpec] = []
     for kind, rows in kinds.items():
         if not re.fullmatch(_PART, kind) or not isinstance(rows, dict):
             raise CheckpointError(f"{path}: tensors {kind[:300]!r} should be an object, under a plain name")
         check_names(path, rows)
-        found += [_tensor(path, kind, name, row, files) for name, row in rows.items()]
+        for name, row in rows.items():
+            match row:
+                case [str(file), begin, str(dtype), list(shape)] if (
+                    file in files and dtype in DTYPES and len(shape) <= MAX_DIMS and all(map(is_size, [begin, *shape]))
+                ):
+                    found.append(
+                        TensorSpec(
+                            kind=kind, name=name, dtype=DTYPES[dtype], shape=tuple(shape), path=file, begin=begin
+                        )
+                    )
+                case _:
+                    raise CheckpointError(
+                        f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"
+                    )
     end, last = 0, ""
     for tensor in sorted(found, key=lambda tensor: (tensor.path, tensor.begin, tensor.end)):
+        nbytes = files[tensor.path].nbytes
+        if tensor.begin % tensor.dtype.itemsize or tensor.end > nbytes:
+            raise CheckpointError(
+                f"{path}: {tensor.kind} {tensor.name} of {tensor.nbytes} bytes at {tensor.begin} does not fit {tensor.path} of "
+                f"{nbytes} bytes"
+            )
         if tensor.path == last and tensor.begin < end:
             raise CheckpointError(f"{path}: {tensor.name} overlaps another tensor in {tensor.path}")
         last, end = tensor.path, tensor.end
     return tuple(found)
-
-
-def _tensor(path: Path, kind: str, name: str, row: Any, files: Mapping[str, FileRecord]) -> TensorSpec:
-    match row:
-        case [str(file), begin, str(dtype), list(shape)] if (
-            file in files and dtype in DTYPES and len(shape) <= MAX_DIMS and all(map(is_size, [begin, *shape]))
-        ):
-            pass
-        case _:
-            raise CheckpointError(
-                f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"
-            )
-    tensor = TensorSpec(kind=kind, name=name, dtype=DTYPES[dtype], shape=tuple(shape), path=file, begin=begin)
-    if begin % DTYPES[dtype].itemsize or tensor.end > files[file].nbytes:
-        raise CheckpointError(
-            f"{path}: {kind} {name} of {tensor.nbytes} bytes at {begin} does not fit {file} of {files[file].nbytes} bytes"
-        )
-    return tensor
