@@ -346,7 +346,7 @@ def save(
         callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
     )
     store = CheckpointStore(Path(directory).expanduser())
-    saver = Saver(store, engine.mesh)
+    saver = Saver(store, engine.mesh, engine.ledger)
     try:
         away = vars(model)[_SHARDING].source.referenced()
         content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()), away)
@@ -365,7 +365,7 @@ def _without(content: SaveContent, names: Collection[str]) -> SaveContent:
         return spec.kind not in WEIGHTS or spec.name not in names
 
     tensors, shards = filter(stays, content.tensors), (each for each in content.shards if stays(each.spec))
-    away = replace(content.frozen, tensors=tuple(each for each in content.frozen.tensors if stays(each.spec)))
+    away = replace(content.frozen, tensors=tuple(each for each in content.frozen.tensors if stays(each)))
     return replace(content, tensors=list(tensors), shards=list(shards), frozen=away)
 
 
@@ -396,7 +396,7 @@ def load(
             state = read_state(loader, reader)
             if optimizer is not None:
                 own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
-                others = {tensor.spec.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
+                others = {tensor.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
                 if others:  # Missing ones are reported later.
                     raise LayoutError(
                         f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the "

@@ -26,12 +26,12 @@ import transformers as tf
 from bench.probe import memory_now
 from bench.worker import RESULT
 from zeromesh import Generator
+from zeromesh.checkpoint.io.tensor_files import TensorFiles
 from zeromesh.offload import allocate_lasting, peak_bytes, resident_bytes
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import pages
 from zeromesh.offload.memory.allocation import SharedSegment
 from zeromesh.trainer.inference.requests import Inbox, Progress
-from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.zero import engine as engine_module
 
 VOCABULARY = 32000

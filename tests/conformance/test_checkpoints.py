@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.workers import Pool, Workers
-from zeromesh.checkpoint.parts import merge, open_parts
+from zeromesh.checkpoint.loader import merge, open_parts
 
 from .recipe import LEARNING_RATE, Layout, Problem
 from .stores import stored

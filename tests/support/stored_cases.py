@@ -23,8 +23,7 @@ from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.io.row_exchange import columns_to_rows
-from zeromesh.checkpoint.io.write_plan import WritePlan
-from zeromesh.checkpoint.io.writer import ShardWriter
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.layout import Region
@@ -159,14 +158,22 @@ class Axis:
         return SimpleNamespace(wait=lambda: None)
 
 
-def exchanged(dealt: Sequence[Sequence[TensorShard]], size: int) -> list[list[TensorShard]]:
-    """What ranks hold after the exchange over tensor axes of so many neighbours."""
+def exchanged(
+    dealt: Sequence[Sequence[TensorShard]], size: int, copied: list[int] | None = None
+) -> list[list[TensorShard]]:
+    """What ranks hold after the exchange over tensor axes of so many neighbours; `copied` gets the bytes that each has copied."""
     found: list[list[TensorShard]] = []
     for first in range(0, len(dealt), size):
         given, met = dict[int, Any](), Barrier(size)
         axes: list[Any] = [Axis(index, size, given, met) for index in range(size)]
         with ThreadPoolExecutor(size) as threads:
-            found += threads.map(columns_to_rows, dealt[first : first + size], axes, [torch.device("cpu")] * size)
+            counts: list[list[int]] = [[] for _ in axes]
+            notes = [each.append for each in counts]
+            found += threads.map(
+                columns_to_rows, dealt[first : first + size], axes, [torch.device("cpu")] * size, notes
+            )
+        if copied is not None:
+            copied += map(sum, counts)
     return found
 
 
@@ -211,7 +218,7 @@ def manifest_of(step: int, files: Sequence[FileLayout], written: Sequence[Checks
         step=step,
         files=records,
         tensors=tuple(tensors),
-        aliases={"tied.weight": tensors[0].spec.name},
+        aliases={"tied.weight": tensors[0].name},
         layout={"ranks": len({piece.rank for piece in written}), "eps": 1e-20, "who": "é"},
     )
 

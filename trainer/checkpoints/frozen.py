@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -12,9 +12,10 @@ import torch
 
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import SOURCE, Manifest, is_path
-from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard, record_of
 from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.checkpoint.io.tensor_files import manifest_of_files
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.errors import CheckpointError, ConfigError, some
 from zeromesh.offload import TieredTensor, tensor_bytes
@@ -67,7 +68,7 @@ class FrozenWeights:
         frozen = holdings.frozen() if self._wanted else set()
         if not frozen:
             return NOTHING
-        kept: tuple[StoredTensor, ...] = ()
+        kept: tuple[TensorSpec, ...] = ()
         try:
             reader = self._reader = self._reader or self._open(frozen)
             shards = [each for each in holdings.written() if each.spec.kind == MODEL and each.spec.name in frozen]
@@ -77,8 +78,8 @@ class FrozenWeights:
 
             rows = mesh.world.all_or_raise("comparison of frozen weights", differing, CheckpointError)
             others = frozen.intersection(chain(*rows))
-            kept = tuple(each for each in reader.manifest.tensors if each.spec.name in frozen - others)
-            size = human_bytes(sum(each.spec.nbytes for each in kept))
+            kept = tuple(each for each in reader.manifest.tensors if each.name in frozen - others)
+            size = human_bytes(sum(each.nbytes for each in kept))
             line = f"checkpoints name {size} of frozen weights in {self._directory}, and do not hold them"
             line += f"; they hold {some(sorted(others))}, which it does not have as here" if others else ""
         except CheckpointError as error:
@@ -97,7 +98,7 @@ class FrozenWeights:
         def look() -> str:
             if self._directory is None:
                 return ""
-            tensors = _stored(self._engine.model, self._directory, specs, aliases)
+            tensors = tuple(_stored(self._engine.model, self._directory, specs, aliases))
             records = {}
             for path in {each.path for each in tensors}:
                 with (self._directory / path.removeprefix(SOURCE)).open("rb") as file:
@@ -132,24 +133,21 @@ class FrozenWeights:
 
 def _stored(
     model: torch.nn.Module, directory: Path, specs: Iterable[TensorSpec], aliases: Iterable[tuple[str, str]]
-) -> tuple[StoredTensor, ...]:
-    from zeromesh.trainer.weights.safetensors_source import TensorFiles, match, quiet_library
+) -> Iterator[TensorSpec]:
+    """Yield the tensors of the model's source that are those of `specs`, under the names of these."""
+    from zeromesh.trainer.weights.safetensors_source import match, quiet_library
 
-    source = TensorFiles(directory)
-    source.close()
+    entries = {each.name: each for each in manifest_of_files(directory).tensors}
     inside: Any = pretrained_of(model)
     prefix = next(f"{name}." for name, each in model.named_modules() if each is inside).lstrip(".")
     with torch.device("meta"), quiet_library():
-        unused = dict(match(type(inside)(copy.deepcopy(inside.config)), source.entries).direct)
-    found = []
+        unused = dict(match(type(inside)(copy.deepcopy(inside.config)), entries).direct)
     for spec in specs:
         for name in (spec.name, *(alias for alias, first in aliases if first == spec.name)):
             # PEFT nests replaced layers and copied modules one level deeper.
             plain = name.removeprefix(prefix).replace(".base_layer.", ".").replace(".original_module.", ".")
-            entry = source.entries.get(unused.pop(plain, ""))
-            if entry is not None and entry.spec.shape == spec.shape and is_path(path := SOURCE + entry.path):
-                dtype = entry.spec.dtype
-                tensor = StoredTensor(spec=replace(spec, dtype=dtype), path=path, begin=entry.begin)
-                found += [tensor] if tensor.begin % dtype.itemsize == 0 else []
+            entry = entries.get(unused.pop(plain, ""))
+            if entry is not None and entry.shape == spec.shape and is_path(SOURCE + entry.path):
+                if entry.begin % entry.dtype.itemsize == 0:
+                    yield replace(entry, kind=spec.kind, name=spec.name, path=SOURCE + entry.path)
                 break
-    return tuple(found)

@@ -11,7 +11,7 @@ from typing import Any, Self
 from zeromesh import __version__
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
@@ -38,8 +38,6 @@ from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import AVERAGE, WEIGHTS
 
 FOLDER = "checkpoints"
-
-
 LOOP = "loop"
 """The checkpoint key of a custom loop's groups and state, beside those of callbacks."""
 
@@ -67,7 +65,7 @@ class RunCheckpoints:
         self._note = note
         self._sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
         self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
-        self._saver = Saver(self.store, self._mesh)
+        self._saver = Saver(self.store, self._mesh, engine.ledger)
         self._frozen = FrozenWeights(engine, config.checkpoint.frozen, note)
         # Without periodic checkpoints, the directory is made when a callback first asks for one.
         if self._saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
@@ -88,13 +86,9 @@ class RunCheckpoints:
     # Resuming
 
     def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
-        """Load the newest complete checkpoint into the engine; returns None for a new run.
-
-        Raises:
-            ConfigError: if the settings differ from the checkpoint's, or old checkpoints exist with `checkpoint.resume: never`.
-            LayoutError: if the model or the optimizer differs.
-            CheckpointError: if checkpoints exist and none is usable.
-        """
+        """Load the newest complete checkpoint into the engine; returns None for a new run. Raises `ConfigError` if the settings
+        differ from the checkpoint's, or old checkpoints exist with `checkpoint.resume: never`; `LayoutError` if the model or the
+        optimizer differs; `CheckpointError` if checkpoints exist and none is usable."""
         loader = Loader(self._mesh, source_directory(self._engine.model))
         steps = loader.candidates(self.store)
         if self._section.resume == "never" and steps:
@@ -112,7 +106,13 @@ class RunCheckpoints:
                 continue
             self.latest = step
             self._link()
-            self._note_other_step(step)
+            if self._section.resume not in ("auto", "never"):
+                named = _directory_of(self._section.resume).resolve()
+                if named.parent == self.store.root.resolve() and named != self.store.path(step).resolve():
+                    self._note(
+                        f"checkpoint.resume names {named.name}, and this run has gone on since: it goes on from step {step}. To go "
+                        "back, give it another run.name"
+                    )
             return state
         if reasons:
             raise CheckpointError(
@@ -123,23 +123,20 @@ class RunCheckpoints:
             return self._load(loader, _directory_of(self._section.resume), settings, strict=False)
         return None
 
-    def _note_other_step(self, step: int) -> None:
-        """Note that a run resumes from its newest checkpoint, even if an older one is named."""
-        if self._section.resume in ("auto", "never"):
-            return
-        named = _directory_of(self._section.resume).resolve()
-        if named.parent == self.store.root.resolve() and named != self.store.path(step).resolve():
-            self._note(
-                f"checkpoint.resume names {named.name}, and this run has gone on since: it goes on from step {step}. To go back, "
-                "give it another run.name"
-            )
-
     def _link(self) -> None:
-        """Link checkpoints by transformers' names, and wait for all ranks."""
+        """Link each checkpoint of a run by transformers' name, and remove dangling links; other files stay. Waits for all ranks."""
         if not self._linked:
             return
-        problem = renew_links(self.store) if self._mesh.rank == 0 else ""
-        if problem:
+        try:
+            wanted = {link_of(path): path for path in map(self.store.path, self.store.steps())}
+            for path in self.store.root.parent.iterdir() if self._mesh.rank == 0 else ():
+                if _LINK.fullmatch(path.name) and path.is_symlink() and path not in wanted:
+                    path.unlink()
+            for link, checkpoint in wanted.items() if self._mesh.rank == 0 else ():
+                if not link.is_symlink() and not link.exists():
+                    link.symlink_to(checkpoint.relative_to(link.parent), target_is_directory=True)
+        except OSError as error:
+            problem = f"{error.filename or self.store.root}: {error.strerror or error}"
             self._note(f"WARNING: checkpoints have no transformers' names (checkpoint-STEP): {problem}")
         self._mesh.world.barrier("names of checkpoints")
 
@@ -158,19 +155,21 @@ class RunCheckpoints:
         for line in differ:
             self._note(f"resumed with another setting: {line}")
         load_engine(loader, reader, self._engine, state)
+        self._remember(state)
+        return state
+
+    def _remember(self, state: TrainerState) -> None:
         if state.metric is not None:
             self._metrics[state.step] = state.metric
-        return state
 
     # Saving
 
     def require_room(self) -> None:
         """Raise `StorageError` if the run's first checkpoint would not fit on the disk."""
         if self._section.every_steps:
-            away = {each.spec.name for each in self._frozen.referenced().tensors}
-            self._saver.require_room(
-                [each for each in self._engine.checkpoint_state.tensors() if each.name not in away]
-            )
+            away = {each.name for each in self._frozen.referenced().tensors}
+            tensors = self._engine.checkpoint_state.tensors()
+            self._saver.require_room([each for each in tensors if each.name not in away])
 
     def rehearse(self, state: Callable[[], TrainerState]) -> None:
         """Write the small files of a checkpoint into a temporary folder, to fail early. Raises `StorageError` on all ranks for a
@@ -192,8 +191,7 @@ class RunCheckpoints:
         Raises `StorageError` after `checkpoint.max_failures` failed saves in a row, and if the last save fails.
         """
         self.finish()
-        if state.metric is not None:
-            self._metrics[state.step] = state.metric
+        self._remember(state)
         content = content_of(self._engine, self._processing_class, state, self._kept, self._frozen.referenced())
         try:
             self._saver.begin(state.step, content)
@@ -217,8 +215,7 @@ class RunCheckpoints:
         """Add an evaluation's results to the checkpoint of its step, if that is written already."""
         if self.latest != state.step:
             return
-        if state.metric is not None:
-            self._metrics[state.step] = state.metric
+        self._remember(state)
         saved = self._saver.amend(state.step, EVALUATED, state.to_json(), self._kept)
         if saved.failure:
             self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
@@ -311,7 +308,7 @@ def content_of(
     holdings, options, model, mesh = engine.checkpoint_state, engine.options, engine.model, engine.mesh
     compute, master = options.precision.compute, options.precision.master
     adapter = gathered_adapter(model, engine.state, mesh) if is_adapted(model) else None
-    away = {each.spec.name for each in frozen.tensors}
+    away = {each.name for each in frozen.tensors}
 
     def documents(directory: Path) -> None:
         save_configuration(model, compute, processing_class, directory, adapter)
@@ -334,15 +331,6 @@ def content_of(
         },
         keep=keep,
     )
-
-
-def load_engine(loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, state: TrainerState) -> None:
-    """Load a whole checkpoint into an engine. All ranks call it; raises as `Loader.fill` does."""
-    engine.load_progress(
-        updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
-    )
-    absent = _left_out(state.callbacks)
-    _fill(loader, reader, engine, state.averages, lambda spec: spec.kind not in WEIGHTS or spec.name not in absent)
 
 
 def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
@@ -368,10 +356,10 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         raise ConfigError(problem)
 
 
-def read_state(loader: Loader, reader: OpenedCheckpoint) -> TrainerState:
+def read_state(loader: Loader, reader: CheckpointReader) -> TrainerState:
     """Return the state in a checkpoint. All ranks call it; raises `CheckpointError` without one."""
-    name = name_in(reader.manifest.files)
-    return TrainerState.from_json(loader.document(reader, name), str(reader.directory))
+    content = loader.document(reader, name_in(reader.manifest.files))
+    return TrainerState.from_json(content, str(reader.directory))
 
 
 def _of_another_run(path: Path, differ: Sequence[str]) -> str:
@@ -382,6 +370,14 @@ def _of_another_run(path: Path, differ: Sequence[str]) -> str:
     )
 
 
+def load_engine(loader: Loader, reader: CheckpointReader, engine: ZeroEngine, state: TrainerState) -> None:
+    """Load a whole checkpoint into an engine. All ranks call it; raises as `Loader.fill` does."""
+    engine.load_progress(
+        updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
+    )
+    _fill(loader, reader, engine, state.averages, state.callbacks, weights_only=False)
+
+
 def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
     """Load the weights of a checkpoint into the engine; returns its step. All ranks call it.
 
@@ -390,25 +386,27 @@ def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
     loader = Loader(mesh, source_directory(engine.model))
     reader = loader.open(path)
     state = loader.document(reader, name_in(reader.manifest.files))
-    absent, count = _left_out(state.get("callbacks", {})), state.get("averages", 0)
-    _fill(loader, reader, engine, count, lambda spec: spec.kind in WEIGHTS and spec.name not in absent)
+    _fill(loader, reader, engine, state.get("averages", 0), state.get("callbacks", {}), weights_only=True)
     return reader.manifest.step
 
 
-def _left_out(kept: Mapping[str, Any]) -> Sequence[str]:
-    """Return the names of weights that a custom loop left out of a checkpoint; they keep their values."""
-    found: Sequence[str] = kept.get(LOOP, {}).get("without", ())
-    return found
-
-
 def _fill(
-    loader: Loader, reader: OpenedCheckpoint, engine: ZeroEngine, count: int, wanted: Callable[[TensorSpec], bool]
+    loader: Loader,
+    reader: CheckpointReader,
+    engine: ZeroEngine,
+    count: int,
+    callbacks: Mapping[str, Any],
+    *,
+    weights_only: bool,
 ) -> None:
-    """Load the tensors selected by `wanted`. `count` is the number of updates in the weight average, which restarts without one."""
-    averaged = any(tensor.spec.kind == AVERAGE for tensor in reader.manifest.tensors)
+    """Load tensors. `count` is the number of updates in the weight average, which restarts if the checkpoint has none. Weights
+    that a custom loop left out of the checkpoint keep their values."""
+    averaged = any(tensor.kind == AVERAGE for tensor in reader.manifest.tensors)
+    absent = callbacks.get(LOOP, {}).get("without", ())
 
     def loads(spec: TensorSpec) -> bool:
-        return wanted(spec) and (averaged or spec.kind != AVERAGE)
+        kept = spec.name not in absent if spec.kind in WEIGHTS else not weights_only
+        return kept and (averaged or spec.kind != AVERAGE)
 
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
     with engine.loading(averaged_updates=count if averaged else 0):
@@ -449,19 +447,3 @@ _LINK = re.compile(r"checkpoint-\d+")
 def link_of(checkpoint: Path) -> Path:
     """Return the path of the link to a run's checkpoint."""
     return checkpoint.parent.parent / f"checkpoint-{CheckpointStore.step_of(checkpoint)}"
-
-
-def renew_links(store: CheckpointStore) -> str:
-    """Link each checkpoint of a run, and remove dangling links; other files stay. Returns the reason of a failure, or an empty
-    string."""
-    try:
-        wanted = {link_of(store.path(step)): store.path(step) for step in store.steps()}
-        for path in store.root.parent.iterdir():
-            if _LINK.fullmatch(path.name) and path.is_symlink() and path not in wanted:
-                path.unlink()
-        for link, checkpoint in wanted.items():
-            if not link.is_symlink() and not link.exists():
-                link.symlink_to(checkpoint.relative_to(link.parent), target_is_directory=True)
-    except OSError as error:
-        return f"{error.filename or store.root}: {error.strerror or error}"
-    return ""

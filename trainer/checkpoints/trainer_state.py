@@ -196,28 +196,22 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mappin
 
     Values that the model has `written` into its own settings do not count as differences.
     """
-    passed = {LENGTH, _WARMUP} if _has_default_warmup(then) and _has_default_warmup(now) else {LENGTH}
-    names = [name for name in (*then, *(name for name in now if name not in then)) if name not in passed]
-    return [
-        f"{name}: {_shown(then.get(name, _ABSENT))} then, {_shown(now.get(name, _ABSENT))} now"
-        for name in names
-        if not _same(now.get(name, _ABSENT), then.get(name, _ABSENT))
-        and not (written and name in written and _same(now.get(name, _ABSENT), written[name]))
-    ]
+    steps = [(each.get(LENGTH), each.get(_WARMUP)) for each in (then, now)]
+    default = all(isinstance(length, int) and warmup == default_warmup(length) for length, warmup in steps)
 
+    def shown(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text if len(text) <= 80 else f"{text[:77]}..."
 
-def _same(one: Any, other: Any) -> bool:
-    return bool(one == other) or repr(one) == repr(other)  # NaN is not equal to itself.
-
-
-def _has_default_warmup(settings: Mapping[str, Any]) -> bool:
-    steps = settings.get(LENGTH)
-    return isinstance(steps, int) and settings.get(_WARMUP) == default_warmup(steps)
-
-
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    lines = []
+    for name in {**then, **now}:
+        before, after = then.get(name, _ABSENT), now.get(name, _ABSENT)
+        known = [before, written[name]] if written and name in written else [before]
+        # By their text too, as NaN is not equal to itself.
+        same = after in known or repr(after) in map(repr, known)
+        if not (same or name == LENGTH or (default and name == _WARMUP)):
+            lines.append(f"{name}: {shown(before)} then, {shown(after)} now")
+    return lines
 
 
 Goal = Literal["lowest", "highest"]

@@ -6,24 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.parts import merge, open_parts
-from zeromesh.checkpoint.verify import find_damage
+from zeromesh.checkpoint.io.reader import CheckpointReader, find_damage
+from zeromesh.checkpoint.loader import merge, open_parts
 from zeromesh.errors import CheckpointError, counted, some
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint import reading
-from zeromesh.trainer.tools.checkpoint.diff import diff_checkpoints
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, checkpoint_at, checkpoints_at, part_text
 
 _SHOWN_TENSORS = 20
 
 
 def run_checkpoint(options: argparse.Namespace) -> int:
-    """Run one of the commands; returns its exit code.
-
-    Raises:
-        ZeromeshError: for any failure.
-    """
+    """Run one of the commands; returns its exit code. Raises `ZeromeshError` for any failure."""
     threads = torch.get_num_threads()
     # Copies between files are bound by memory and disk: with threads that wait for each other they took five times as long.
     torch.set_num_threads(1)
@@ -31,11 +25,6 @@ def run_checkpoint(options: argparse.Namespace) -> int:
         return _ACTIONS[options.action](options)
     finally:
         torch.set_num_threads(threads)
-
-
-def _write(text: str) -> int:
-    sys.stdout.write(text)
-    return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -82,12 +71,20 @@ def _merge(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> int:
     one, two = checkpoint_at(options.one), checkpoint_at(options.two)
-    return 0 if diff_checkpoints(one, two, options.tolerance, Console()) else 1
+    return 0 if reading.diff_checkpoints(one, two, options.tolerance, Console()) else 1
+
+
+def _show(options: argparse.Namespace) -> int:
+    if options.action == "list":
+        sys.stdout.write(reading.list_checkpoints(options.path, as_json=options.json))
+    else:
+        sys.stdout.write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json))
+    return 0
 
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": lambda options: _write(reading.list_checkpoints(options.path, as_json=options.json)),
-    "inspect": lambda options: _write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json)),
+    "list": _show,
+    "inspect": _show,
     "verify": _verify,
     "export": _export,
     "merge": _merge,

@@ -5,8 +5,8 @@ paths and settings of this machine.
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.modelcard import TrainingSummary
 
 from zeromesh.environment import secret_values
-from zeromesh.errors import ConfigError, StorageError, ZeromeshError
+from zeromesh.errors import ConfigError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.trainer.callbacks.dispatcher import arguments_of
 from zeromesh.trainer.config.redact import Redaction
@@ -65,16 +65,12 @@ def open_repository(trainer: Any, token: str | None, private: bool | None) -> st
     name, private = hub.repository or trainer.config.run.name, hub.private if private is None else private
 
     def make() -> str:
-        with _library_errors(
-            token,
-            lambda why: ConfigError(
-                f"the repository {name!r} of the Hub cannot be written to: {why}; {_TOKEN}", where="hub.repository"
-            ),
-        ):
-            api = huggingface_hub.HfApi()
-            return while_posting(
-                mesh, lambda: api.create_repo(name, token=token, private=private, exist_ok=True)
-            ).repo_id
+        create = partial(huggingface_hub.HfApi().create_repo, name, token=token, private=private, exist_ok=True)
+        try:
+            return while_posting(mesh, create).repo_id
+        except Exception as error:  # noqa: BLE001 - a library's and the network's
+            problem = f"the repository {name!r} of the Hub cannot be written to: {_described(error, token)}; {_TOKEN}"
+            raise ConfigError(problem, where="hub.repository") from None
 
     return str(mesh.world.all_or_raise("repository on the Hub", make, ConfigError, first=True)[0])
 
@@ -82,11 +78,8 @@ def open_repository(trainer: Any, token: str | None, private: bool | None) -> st
 def push(
     trainer: Any, message: str | None, *, token: str | None, revision: str | None, card: Mapping[str, Any]
 ) -> CommitInfo | None:
-    """Upload the current model to `trainer.hub_model_id`; all ranks call it. Returns the commit on rank 0.
-
-    Raises:
-        StorageError: on all ranks, if saving or uploading fails; saved files stay in `hub-upload`.
-    """
+    """Upload the current model to `trainer.hub_model_id`; all ranks call it. Returns the commit on rank 0. Raises `StorageError`
+    on all ranks, if saving or uploading fails; saved files stay in `hub-upload`."""
     directory, repository = trainer.run_directory / FOLDER, trainer.hub_model_id
     commits: list[CommitInfo] = []
     trainer.save(directory)
@@ -103,11 +96,12 @@ def push(
         )
 
     def work() -> None:
-        cure = f"It is in {directory}: upload it with `hf upload {repository} {directory}`"
-        with _library_errors(
-            token, lambda why: StorageError(f"the model could not be uploaded to {repository}: {why}. {cure}")
-        ):
+        try:
             commits.append(while_posting(trainer.mesh, upload))
+        except Exception as error:  # noqa: BLE001 - a library's and the network's
+            problem = f"the model could not be uploaded to {repository}: {_described(error, token)}"
+            cure = f"It is in {directory}: upload it with `hf upload {repository} {directory}`"
+            raise StorageError(f"{problem}. {cure}") from None
 
     trainer.mesh.world.all_or_raise("upload to the Hub", work, StorageError, first=True)
     if not commits:
@@ -117,10 +111,6 @@ def push(
     return commits[0]
 
 
-@contextmanager
-def _library_errors(token: str | None, error: Callable[[str], ZeromeshError]) -> Iterator[None]:
-    """Convert errors inside the block to `error` of their description, without secrets."""
-    try:
-        yield
-    except Exception as met:  # noqa: BLE001 - a library's and the network's
-        raise error(describe_error(met, Redaction([*filter(None, [token]), *secret_values()]))) from None
+def _described(error: Exception, token: str | None) -> str:
+    """Describe an error of a library or the network without secrets."""
+    return describe_error(error, Redaction([*filter(None, [token]), *secret_values()]))

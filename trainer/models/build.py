@@ -25,6 +25,7 @@ from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
+from zeromesh.checkpoint.io.tensor_files import TensorFiles
 from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes
@@ -36,7 +37,7 @@ from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
-from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, TensorFiles, match
+from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, match
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, canonical_names
 from zeromesh.zero.hooks import parameters_made
 
@@ -196,10 +197,10 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
 
     with _library_errors("model.config", f"{made.model_type} cannot be built: "):
         built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored_names(model, files))
-    if directory is None:
+    if directory is None or files is None:
         return built
     model: Any = built.model
-    streamed = SafetensorsSource(directory, model, built.source)
+    streamed = SafetensorsSource(files, model, built.source)
     generation = directory / "generation_config.json"
     # The generation settings are no weight, but belong to the directory and are written with the model again.
     if generation.is_file() and model.can_generate():

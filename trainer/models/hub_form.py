@@ -26,7 +26,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from zeromesh.errors import CheckpointError, ConfigError, some, summary
+from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, some, summary
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.weights.safetensors_source import read_class
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names, is_pretrained_model
@@ -47,13 +47,14 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 class HubNames:
-    """The Hub names of a model's tensors; `note` explains why names stay unchanged, if they do."""
+    """The form on the Hub of a model's tensors; `note` explains why names stay unchanged, if they do."""
 
-    def __init__(self, model: Any, note: str = "") -> None:
-        """Take a transformers model, whose tensors are not read, or None to leave names unchanged."""
+    def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor], note: str = "") -> None:
+        """Take a transformers model, whose tensors are not read, or None to leave names unchanged, and the meta tensors to convert.
+        Raises `CheckpointError` if transformers cannot revert one."""
         self.note = note
         self._model: Any = None
-        self._converters: list[Any] = []
+        converters: list[Any] = []
         found = getattr(model, "_weight_conversions", None)
         if model is not None and found is None:
             # The conversions that transformers itself reverts for a model that was not loaded from files.
@@ -62,37 +63,40 @@ class HubNames:
         if found:
             self._model = SimpleNamespace(config=model.config, _weight_conversions=found)
             reverse = [each.reverse_transform() for each in reversed(found)]
-            self._converters = [each for each in reverse if isinstance(each, WeightConverter)]
+            converters = [each for each in reverse if isinstance(each, WeightConverter)]
+        members: dict[tuple[str, bool], list[str]] = {}
+        for name in sorted(tensors, key=dot_natural_key):
+            target, pattern = rename_source_key(name, [], converters)
+            members.setdefault((target, pattern is not None), []).append(name)
+        self.groups = [
+            Group(
+                names=tuple(names), converted=converted, outputs=self._revert({name: tensors[name] for name in names})
+            )
+            for (_, converted), names in members.items()
+        ]
+        """The tensors by the conversion that reverts them."""
+        self.outputs = {name: each for group in self.groups for name, each in group.outputs.items()}
+        """The converted tensors by name, on the meta device."""
 
     @classmethod
-    def of_directory(cls, directory: Path) -> Self:
-        """Return the names of the model in a directory's `config.json`. Raises `CheckpointError` if it cannot be built."""
+    def of_directory(cls, directory: Path, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """Return the form of meta tensors of the model in a directory's `config.json`. Raises `CheckpointError` if it cannot be
+        built."""
         if not (directory / "config.json").is_file():
-            return cls(None, "no config.json: only the weights are written, under the model's own names")
+            return cls(None, tensors, "no config.json: only the weights are written, under the model's own names")
         model_class, config, reason = read_class(directory)
         if model_class is None:
-            return cls(None, f"{reason}: names stay as they are")
+            return cls(None, tensors, f"{reason}: names stay as they are")
         try:
             with torch.device("meta"):
-                return cls(model_class(config))
+                model = model_class(config)
         except INITIALISER_ERRORS as error:
             raise CheckpointError(
                 f"{model_class.__name__} cannot be built from config.json: {summary(error, lines=2)}"
             ) from error
+        return cls(model, tensors)
 
-    def groups(self, tensors: Mapping[str, torch.Tensor]) -> list[Group]:
-        """Group meta tensors by the conversion that reverts them. Raises `CheckpointError` if transformers cannot revert one."""
-        found: dict[tuple[str, bool], list[str]] = {}
-        for name in sorted(tensors, key=dot_natural_key):
-            target, pattern = rename_source_key(name, [], self._converters)
-            found.setdefault((target, pattern is not None), []).append(name)
-        return [
-            Group(names=tuple(names), converted=converted, outputs=self.revert({name: tensors[name] for name in names}))
-            for (_, converted), names in found.items()
-        ]
-
-    def revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the Hub form of one group's tensors. Raises `CheckpointError` if transformers cannot revert them."""
+    def _revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._model is None:
             return dict(tensors)
         try:
@@ -104,10 +108,10 @@ class HubNames:
             ) from error
         return reverted
 
-    def convert(self, weights: Named, groups: Iterable[Group]) -> Named:
-        """Yield the Hub form of `weights`, `(name, tensor)` of all members of the groups; tensors of a conversion wait for the last
-        of them."""
-        group_of = {name: group for group in groups for name in group.names}
+    def convert(self, weights: Named) -> Named:
+        """Yield the Hub form of `weights`, `(name, tensor)` of all tensors; those of a conversion wait for the last of them. Raises
+        `CheckpointError` if transformers cannot revert them."""
+        group_of = {name: group for group in self.groups for name in group.names}
         waiting: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
             group = group_of[name]
@@ -117,7 +121,7 @@ class HubNames:
             parts = waiting.setdefault(id(group), {})
             parts[name] = tensor if len(group.names) == 1 else tensor.clone()
             if len(parts) == len(group.names):
-                yield from self.revert(waiting.pop(id(group))).items()
+                yield from self._revert(waiting.pop(id(group))).items()
 
 
 class HubForm:
@@ -173,34 +177,30 @@ class HubForm:
             name: torch.empty_like(each, device="meta") for name, each in self._in_files(iter(plain.items()))
         }
 
-    def of(self, weights: Named, dtype: torch.dtype) -> Named:
+    def of(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:
         """Yield the Hub form of `weights`, `(name, tensor)` of each parameter and persistent buffer; floating-point tensors in
         `dtype`.
 
-        A few tensors are kept meanwhile, those of one conversion or of one layer with adapters. Raises `ConfigError` for adapters
+        A few tensors are kept meanwhile, those of one conversion or of one layer with adapters. Raises `failure` for adapters
         that cannot be merged and weights that transformers cannot convert.
         """
-        if self._why_not:
-            raise ConfigError(self._why_not)
         try:
+            if self._why_not:
+                raise ConfigError(self._why_not)
             merged = self._in_files(self._merged(weights))
             typed = ((name, each.to(dtype) if each.is_floating_point() else each) for name, each in merged)
-            yield from self._names.convert(typed, self._groups)
-        except CheckpointError as error:
-            raise ConfigError(str(error)) from error
+            yield from self._names.convert(typed)
+        except (CheckpointError, ConfigError) as error:
+            raise failure(str(error)) from error
 
     @cached_property
     def _names(self) -> HubNames:
-        return HubNames(self._library_model)
-
-    @cached_property
-    def _groups(self) -> list[Group]:
-        return self._names.groups(self._tensors)
+        return HubNames(self._library_model, self._tensors)
 
     @property
     def outputs(self) -> dict[str, torch.Tensor]:
         """The tensors that `of` yields by name, on the meta device in the model's dtypes."""
-        return {name: tensor for group in self._groups for name, tensor in group.outputs.items()}
+        return self._names.outputs
 
     def _in_files(self, weights: Named) -> Named:
         """Yield the base model's weights that are stored in files, by their names there."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorSpec, index_files, plan_files
+from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorSpec, index_files, plan_files, spec_of
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
@@ -47,16 +47,29 @@ def save_model(
     """
     path = Path(os.path.abspath(path))
     adapter = gathered_adapter(model, state, mesh) if is_adapted(model) else None
-    whole = _stored_tensors(model) if state is None else {}
-    specs = [TensorSpec(kind="model", name=name, dtype=t.dtype, shape=tuple(t.shape)) for name, t in whole.items()]
-    specs = specs if state is None else state.stored_specs()
-    tensors = iter(whole.items() if state is None else state.stored())
-    if adapter is not None:
-        specs, tensors = [], iter(())
+    specs: list[TensorSpec] = []
+    tensors: Iterator[tuple[str, Tensor]] = iter(())
+    if adapter is None and state is not None:
+        specs, tensors = state.stored_specs(), state.stored()
+    elif adapter is None:
+        whole = _stored_tensors(model)
+        specs, tensors = [spec_of(name, tensor) for name, tensor in whole.items()], iter(whole.items())
+
+    def fill(folder: Path) -> None:
+        if adapter is not None:
+            _write_adapter(model, adapter, folder)
+            _save_part(processing_class, folder)
+            return
+        write_weights(folder, specs, tensors, lambda: mesh.post(Activity.SAVE))
+        # `from_pretrained` loads a model in a single dtype: the widest stored floating-point one.
+        found = [spec.dtype for spec in specs if spec.dtype.is_floating_point]
+        widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
+        save_configuration(model, widest, processing_class, folder)
+
     failure = ""
     if mesh.rank == 0:
         try:
-            _write_directory(path, model, specs, tensors, mesh, processing_class, adapter)
+            _replace_files(path, fill)
         except CollectiveError:
             raise
         except Exception as error:  # noqa: BLE001 - of somebody else's `save_pretrained` too; all ranks have to know
@@ -68,15 +81,8 @@ def save_model(
     return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
 
 
-def _write_directory(
-    path: Path,
-    model: nn.Module,
-    specs: Sequence[TensorSpec],
-    tensors: Iterator[tuple[str, Tensor]],
-    mesh: Mesh,
-    processing_class: Any,
-    adapter: dict[str, Tensor] | None,
-) -> None:
+def _replace_files(path: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder, which becomes a new `path` as a whole, or whose files replace those of an existing one, weights last."""
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
     # `path` may already have the longest possible name.
@@ -85,16 +91,19 @@ def _write_directory(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        if adapter is not None:
-            _write_adapter(model, adapter, folder)
-            _save_part(processing_class, folder)
-        else:
-            write_weights(folder, specs, tensors, lambda: mesh.post(Activity.SAVE))
-            # `from_pretrained` loads a model in a single dtype: the widest stored floating-point one.
-            found = [spec.dtype for spec in specs if spec.dtype.is_floating_point]
-            widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
-            save_configuration(model, widest, processing_class, folder)
-        _move(folder, path)
+        fill(folder)
+        if not path.exists():
+            folder.rename(path)
+            return
+        names = os.listdir(folder)
+        for name in sorted(names, key=lambda name: name.endswith((".safetensors", INDEX))):
+            if (path / name).is_dir():
+                shutil.rmtree(path / name)
+            os.replace(folder / name, path / name)
+        if any(name.endswith(".safetensors") and name != ADAPTER_WEIGHTS for name in names):
+            numbered = [file.name for file in path.glob("model-*-of-*.safetensors")]
+            for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES}.difference(names):
+                (path / stale).unlink(missing_ok=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -110,47 +119,31 @@ def write_weights(
     layouts = plan_files(specs, 1)
     if len(layouts) == 1:
         layouts = (replace(layouts[0], path=SINGLE),)
-    places: dict[str, tuple[PositionalFile, TensorSpec, int]] = {}
+    places: dict[str, tuple[PositionalFile, TensorSpec]] = {}
     with ExitStack() as opened:
         for layout in layouts:
             file = opened.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
             file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
-            places |= {each.spec.name: (file, each.spec, each.begin) for each in layout.tensors}
+            places |= {each.name: (file, each) for each in layout.tensors}
         unsynced = 0
         for name, tensor in tensors:
-            file, spec, at = places[name]
+            file, spec = places[name]
             if tuple(tensor.shape) != spec.shape:
                 raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
             data = tensor_bytes(tensor.to("cpu", spec.dtype))
             for start in range(0, data.numel(), _SYNCED_BYTES):
                 part = data[start : start + _SYNCED_BYTES]
-                file.write(part, at + start)
+                file.write(part, spec.begin + start)
                 unsynced += part.numel()
                 if unsynced >= _SYNCED_BYTES:
                     file.sync()
                     unsynced = 0
                 on_progress()
-        for file in {file for file, _, _ in places.values()}:
+        for file in {file for file, _ in places.values()}:
             file.sync()
     for path, text in index_files(layouts).items() if len(layouts) > 1 else ():
         write_whole(folder / path, text)
     return len(layouts)
-
-
-def _move(folder: Path, path: Path) -> None:
-    """Move `folder` to a new `path` as a whole, or to an existing one part by part, weights last."""
-    if not path.exists():
-        folder.rename(path)
-        return
-    names = os.listdir(folder)
-    for name in sorted(names, key=lambda name: name.endswith((".safetensors", INDEX))):
-        if (path / name).is_dir():
-            shutil.rmtree(path / name)
-        os.replace(folder / name, path / name)
-    if any(name.endswith(".safetensors") and name != ADAPTER_WEIGHTS for name in names):
-        numbered = [file.name for file in path.glob("model-*-of-*.safetensors")]
-        for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES}.difference(names):
-            (path / stale).unlink(missing_ok=True)
 
 
 def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> dict[str, Tensor]:

@@ -10,11 +10,9 @@ in `models/hub_form.py`.
 """
 
 import copy
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,12 +31,11 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import logging
 
-from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, StoredTensor, parse_json, read_header
-from zeromesh.checkpoint.io.reader import manifest_of
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, counted, library_errors, some
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint.io.tensor_files import TensorFiles
+from zeromesh.errors import ConfigError, LayoutError, counted, library_errors, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
-from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.weight_init.weight_sources import (
     INITIALISER_ERRORS,
     LostValuesError,
@@ -89,7 +86,7 @@ class Matched:
         return name in self.direct or name in self.converted
 
 
-def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
+def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
     """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta.
 
     Parameters outside of the base model and poolers may be absent (a new head) or unused (another head). A classifier's parameters
@@ -99,7 +96,7 @@ def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     direct, groups, unexpected = _rename(model, entries, state)
     converted: dict[str, Conversion] = {}
-    shapes = {name: entries[source].spec.shape for name, source in direct.items()}
+    shapes = {name: entries[source].shape for name, source in direct.items()}
     for conversion in groups:
         for name, value in _planned(conversion, entries, model).items():
             if name in state:
@@ -115,8 +112,10 @@ def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
         """Return True for a tensor outside of the base model, if that is `apart`, or of a pooler, which only some heads use."""
         return (apart and not name.startswith(f"{base}.")) or "pooler" in name.split(".")
 
-    for name in [name for name in direct if in_head(name, apart=has_base) and _counts_classes(model, state[name])]:
-        if shapes[name][:1] != state[name].shape[:1] and shapes[name][1:] == state[name].shape[1:]:
+    classes = getattr(model.config, "num_labels", None)
+    for name in [name for name in direct if in_head(name, apart=has_base)]:
+        here, there = tuple(state[name].shape), shapes[name]
+        if here[:1] == (classes,) != there[:1] and here[1:] == there[1:]:
             del direct[name], shapes[name]
     # Parameters without a value. One of several names of a tied parameter is enough, and buffers can be recomputed.
     canonical = canonical_names(model)
@@ -139,12 +138,8 @@ def match(model: Any, entries: Mapping[str, StoredTensor]) -> Matched:
     return Matched(direct=direct, converted=converted, new=tuple(new), unused=tuple(shown))
 
 
-def _counts_classes(model: Any, tensor: torch.Tensor) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == getattr(model.config, "num_labels", None)
-
-
 def _rename(
-    model: Any, entries: Mapping[str, StoredTensor], state: Mapping[str, torch.Tensor]
+    model: Any, entries: Mapping[str, TensorSpec], state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, str], list[Conversion], list[str]]:
     """Match names in the order of the library's `convert_and_load_state_dict_in_model`; returns direct, converted and unexpected
     names."""
@@ -170,9 +165,9 @@ def _rename(
     return direct, list(groups.values()), unexpected
 
 
-def _planned(conversion: Conversion, entries: Mapping[str, StoredTensor], model: Any) -> dict[str, torch.Tensor]:
+def _planned(conversion: Conversion, entries: Mapping[str, TensorSpec], model: Any) -> dict[str, torch.Tensor]:
     def empty(name: str) -> torch.Tensor:
-        return torch.empty(entries[name].spec.shape, dtype=entries[name].spec.dtype, device="meta")
+        return torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")
 
     try:
         return conversion.run(empty, model)
@@ -223,238 +218,98 @@ def quiet_library() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-MAX_INDEX_BYTES = 100_000_000
-_READ_AHEAD = 256 << 20
-"""Bytes that are prefetched into the page cache."""
-_CHUNK = 1 << 22
-"""Elements per prefetch."""
-_WINDOW = 1 << 20
-"""Elements per dtype conversion."""
-
-
-class TensorFiles:
-    """The tensors of a Hugging Face model directory by name; files are opened on first read."""
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Read and check the headers. Raises `ConfigError` with the damaged file and the reason."""
-        self.directory = Path(directory)
-        try:
-            self.entries: Mapping[str, StoredTensor] = _read_headers(self.directory)
-        except CheckpointError as error:  # The error is reported for the setting that names the file.
-            raise ConfigError(f"{error}; download or save it again", where="model.source") from None
-        self._files: dict[str, PositionalFile] = {}
-        self._expected: Iterator[tuple[str, int, int]] = iter(())
-        self._ahead = 0
-        """Bytes of prefetches in progress."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        """The prefetch thread; its read errors are raised by `fill`, which reads again."""
-
-    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Prefetch elements [start, end) of tensors in this order, up to `_READ_AHEAD` bytes ahead of `fill`."""
-        self._expected = (
-            (name, begin, min(begin + _CHUNK, end))
-            for name, start, end in ranges
-            for begin in range(start, end, _CHUNK)
-        )
-        self._advance(0)
-
-    def _advance(self, done: int) -> None:
-        """Count `done` bytes as read, and prefetch more."""
-        self._ahead -= done
-        while self._ahead < _READ_AHEAD and (found := next(self._expected, None)) is not None:
-            name, start, end = found
-            entry = self.entries[name]
-            size = entry.spec.dtype.itemsize
-            file, length, offset = self._file(entry.path), (end - start) * size, entry.begin + start * size
-            if not file.in_memory(offset + length - 1):
-                self._thread.submit(file.read_ahead, offset, length)
-            self._ahead += length
-
-    def _file(self, path: str) -> PositionalFile:
-        if path not in self._files:
-            # The Hub's cache has symbolic links, which are not followed otherwise.
-            self._files[path] = PositionalFile((self.directory / path).resolve(), direct=False, constant=True)
-        return self._files[path]
-
-    def read(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """Read elements [start, end) of the flattened tensor `name`: 1-D, on CPU, in the file's dtype.
-
-        Raises `StorageError` if the file gives fewer bytes than its header promises.
-        """
-        spec = self.entries[name].spec
-        stop = spec.numel if end is None else end
-        out = torch.empty(stop - start, dtype=spec.dtype, device="cpu")
-        if out.numel():
-            self.fill(name, StridedRows.whole(spec.numel), Interval(start=start, end=stop), out)
-        return out
-
-    def fill(self, name: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows`, converted to its dtype.
-
-        Raises as `read` does.
-        """
-        entry = self.entries[name]
-        if out.device.type != "cpu" or out.dtype != entry.spec.dtype:
-            for part in rows.windows(interval, _WINDOW):
-                hull = rows.hull(part)
-                there = out[part.start - interval.start : part.end - interval.start]
-                rows.take(self.read(name, hull.start, hull.end), hull.start, part, there)
-            return
-        size, data = entry.spec.dtype.itemsize, out.view(torch.uint8)
-        for row, count, parts in rows.blocks(interval):
-            columns = [(start * size, length * size) for start, _, length in parts]
-            stride = rows.width * size
-            offset = entry.begin + row * stride
-            data = data[self._file(entry.path).read_rows(data, offset, rows=count, columns=columns, stride=stride) :]
-        self._advance(rows.hull(interval).length * size)
-
-    def read_whole(self, name: str) -> torch.Tensor:
-        return self.read(name).reshape(self.entries[name].spec.shape)
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-        while self._files:
-            self._files.popitem()[1].close()
-
-
-def _read_headers(directory: Path) -> dict[str, StoredTensor]:
-    if not directory.is_dir():
-        raise ConfigError(
-            f"{directory} is not a directory; a model of the Hub is downloaded first: "
-            "`hf download NAME --local-dir DIR`",
-            where="model.source",
-        )
-    _refuse_part(directory)
-    if (directory / INDEX).is_file():
-        return _read_indexed(directory)
-    if (directory / SINGLE).is_file():
-        return read_header(directory / SINGLE)
-    pickled = sorted(path.name for path in directory.glob("*.bin"))
-    cure = "save it as safetensors (`model.save_pretrained(DIR)` of transformers does)"
-    found = f"{', '.join(pickled[:3])} is pickle, which runs code when it is loaded: {cure}" if pickled else cure
-    raise ConfigError(f"{directory} has neither {INDEX} nor {SINGLE}; {found}", where="model.source")
-
-
-def _refuse_part(directory: Path) -> None:
-    """Raise `ConfigError` for one host's part of a checkpoint, as the parts of other hosts would be read as zeros."""
-    try:
-        index, count = manifest_of(directory)[1].part
-    except CheckpointError:
-        return  # Other tools write files of the same name.
-    if count > 1:
-        raise ConfigError(
-            f"{directory} is part {index + 1} of {count} of a checkpoint, one of each host; put them together first: "
-            "`zeromesh checkpoint merge PART PART ... --out DIR`",
-            where="model.source",
-        )
-
-
-def _read_indexed(directory: Path) -> dict[str, StoredTensor]:
-    index = directory / INDEX
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise CheckpointError(f"{index} is larger than {MAX_INDEX_BYTES} bytes")
-    names = parse_json(index, index.read_bytes()).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise CheckpointError(f"{index} has no `weight_map` of names to files")
-    files = sorted(set(names.values()))
-    for file in files:
-        if file in ("", ".", "..") or "/" in file or "\\" in file or "\0" in file:
-            raise CheckpointError(f"{index} names the file {file!r}, which is not a plain name in the same directory")
-    problems = [f"{file} is in {INDEX} and not in {directory}" for file in files if not (directory / file).is_file()]
-    if not problems:
-        headers = {file: read_header(directory / file) for file in files}
-        missing = [name for name, file in names.items() if name not in headers[file]]
-        problems = [f"{name} is not in {names[name]}, where {INDEX} says it is" for name in missing[:20]]
-    if problems:
-        raise ConfigError(problems, where="model.source")
-    return {name: headers[file][name] for name, file in names.items()}
-
-
 _COMPARED_ELEMENTS = 16384
 
 
-class SafetensorsSource:
-    """The parameters and buffers of `model` from the safetensors files of `directory`.
+class SafetensorsSource(ParameterSource):
+    """The parameters and buffers of `model` from the safetensors files of a model directory.
 
     Args:
-        directory: with `model.safetensors`, or `model.safetensors.index.json` and its files.
+        files: the directory's files, which are closed with the source.
         model: a Hugging Face model of the same architecture, which may be on the meta device.
         fallback: the source of parameters that no file has (a new classification head).
 
     `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another
-    shape, and for files that are broken; `LostValuesError` for values that neither the files nor `fallback` have.
+    shape; `LostValuesError` for values that neither the files nor `fallback` have.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        model: Any,
-        fallback: ParameterSource,
-    ) -> None:
-        self._files = TensorFiles(directory)
-        self._matched = match(model, self._files.entries)
+    def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource) -> None:
+        self._files = files
+        self._matched = matched = match(model, files.entries)
         self._skeleton = Skeleton(model)
         self._fallback = fallback
-        self._origin = _origins(model, self._matched)
+        canonical = canonical_names(model)
+        stored: dict[str, str] = {}
+        for name, first in canonical.items():
+            if matched.provides(name) and not matched.provides(first):
+                stored.setdefault(first, name)
+        self._origin = {name: stored.get(first, first) for name, first in canonical.items()}
+        """The name of each parameter, under any of its names, that the files have."""
         self._numel = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
         lost = fallback.lost() if isinstance(fallback, SeededSource) else ()
-        if unknown := tuple(name for name in lost if not self._matched.provides(self._origin.get(name, name))):
+        if unknown := tuple(name for name in lost if not matched.provides(self._origin.get(name, name))):
             raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
         self._made: dict[str, dict[str, torch.Tensor]] = {}
         """The tensors of the latest conversion, by its target."""
         remarks = {
-            "not in {}, or there for other classes, so newly initialised": self._matched.new,
-            "in {} and not used by this model": self._matched.unused,
+            "not in {}, or there for other classes, so newly initialised": matched.new,
+            "in {} and not used by this model": matched.unused,
         }
-        where = self._files.directory
-        self.notes = tuple(f"{text.format(where)}: {some(names, 6)}" for text, names in remarks.items() if names)
+        self.notes = tuple(
+            f"{text.format(files.directory)}: {some(names, 6)}" for text, names in remarks.items() if names
+        )
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         """Return elements [start, end) of a parameter in the file's dtype. Raises `StorageError` for a truncated file."""
-        name = self._checked(fqn, start, end)
+        found = self._stored(self._checked(fqn, start, end), start, end)
+        return self._fallback.read(fqn, start, end) if found is None else found
+
+    def _stored(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor | None:
+        """Return elements [start, end) of a flattened tensor of the model; None if the files do not have it."""
         if name in self._matched.direct:
-            return self._files.read(self._matched.direct[name], start, end)
-        if name in self._matched.converted:
-            return self._converted(self._matched.converted[name])[name].reshape(-1)[start:end]
-        return self._fallback.read(fqn, start, end)
+            return self._files.elements(self._matched.direct[name], start, end)
+        conversion = self._matched.converted.get(name)
+        if conversion is None:
+            return None
+        if conversion.target not in self._made:
+            self._made.clear()
+            self._made[conversion.target] = conversion.run(self._files.whole, self._skeleton.root)
+        return self._made[conversion.target][name].reshape(-1)[start:end]
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
         """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows` of a parameter, converted to its
         dtype; equal dtypes are read directly from the file. Raises as `read` does."""
         hull = rows.hull(interval)
-        name = self._matched.direct.get(self._checked(fqn, hull.start, hull.end), "")
-        if name:
+        name = self._matched.direct.get(self._checked(fqn, hull.start, hull.end))
+        if name is not None:
             self._files.fill(name, rows, interval, out)
         else:
-            rows.take(self.read(fqn, hull.start, hull.end), hull.start, interval, out)
+            super().fill(fqn, rows, interval, out)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Prefetch elements [start, end) of parameters, and all inputs of their conversions."""
-        self._files.expect(self._stored_ranges(ranges))
 
-    def _stored_ranges(self, ranges: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
-        """Map element ranges of parameters to ranges of file tensors."""
-        begun = set()
-        for fqn, start, end in ranges:
-            name = self._origin[fqn]
-            conversion = self._matched.converted.get(name)
-            if name in self._matched.direct:
-                yield self._matched.direct[name], start, end
-            elif conversion is not None and conversion.target not in begun:
-                begun.add(conversion.target)
-                for _, source in conversion.sources:
-                    yield source, 0, self._files.entries[source].spec.numel
+        def stored_ranges() -> Iterator[tuple[str, int, int]]:
+            begun = set()
+            for fqn, start, end in ranges:
+                name = self._origin[fqn]
+                conversion = self._matched.converted.get(name)
+                if name in self._matched.direct:
+                    yield self._matched.direct[name], start, end
+                elif conversion is not None and conversion.target not in begun:
+                    begun.add(conversion.target)
+                    for _, source in conversion.sources:
+                        yield source, 0, self._files.entries[source].numel
+
+        self._files.expect(stored_ranges())
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """Return the file and byte offset of a parameter's elements; None if they need conversion."""
-        name = self._matched.direct.get(self._checked(fqn, start, start), "")
-        if not name or self._files.entries[name].spec.dtype != dtype:
+        entry = self._files.entries.get(self._matched.direct.get(self._checked(fqn, start, start), ""))
+        if entry is None or entry.dtype != dtype or entry.begin % dtype.itemsize:
             return None
-        entry = self._files.entries[name]
-        begin = entry.begin + start * dtype.itemsize
-        # The Hub's cache has symbolic links, which are not followed otherwise.
-        return None if begin % dtype.itemsize else ((self._files.directory / entry.path).resolve(), begin)
+        return self._files.path_of(entry.path), entry.begin + start * dtype.itemsize
 
     def _checked(self, fqn: str, start: int, end: int) -> str:
         """Return a parameter's name in the files. Raises `LayoutError` for an interval out of range."""
@@ -465,11 +320,8 @@ class SafetensorsSource:
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """Return the stored value of a persistent buffer in the file's dtype, or None."""
-        if name in self._matched.direct:
-            return self._files.read_whole(self._matched.direct[name])
-        if name in self._matched.converted:
-            return self._converted(self._matched.converted[name])[name]
-        return None
+        found = self._stored(name)
+        return None if found is None else found.view(self._skeleton.root.get_buffer(name).shape)
 
     def release(self, fqn: str) -> None:
         self._fallback.release(fqn)
@@ -479,12 +331,6 @@ class SafetensorsSource:
         self._made.clear()
         self._fallback.close()
 
-    def _converted(self, conversion: Conversion) -> dict[str, torch.Tensor]:
-        if conversion.target not in self._made:
-            self._made.clear()
-            self._made[conversion.target] = conversion.run(self._files.read_whole, self._skeleton.root)
-        return self._made[conversion.target]
-
     def _compare_tied(self) -> None:
         """Raise `ConfigError` if the names of a tied parameter have different values in the files, as one would be lost."""
         problems = []
@@ -493,20 +339,11 @@ class SafetensorsSource:
             if name == origin or first is None or second is None or first == second:
                 continue
             count = self._numel[name]
-            starts = {0, count // 2, max(0, count - _COMPARED_ELEMENTS)}
-            ranges = [(start, min(count, start + _COMPARED_ELEMENTS)) for start in starts]
-            if not all(torch.equal(self._files.read(first, *each), self._files.read(second, *each)) for each in ranges):
-                problems.append(f"{name} and {origin} are one parameter in the model and differ in the files")
+            for start in {0, count // 2, max(0, count - _COMPARED_ELEMENTS)}:
+                end = min(count, start + _COMPARED_ELEMENTS)
+                if not torch.equal(*(self._files.elements(each, start, end) for each in (first, second))):
+                    problems.append(f"{name} and {origin} are one parameter in the model and differ in the files")
+                    break
         if problems:
             problems.append("set model.config.tie_word_embeddings: false to train them apart")
             raise ConfigError(problems, where="model.source")
-
-
-def _origins(model: Any, matched: Matched) -> dict[str, str]:
-    """Map each parameter name to the name of the same parameter that the files have."""
-    canonical = canonical_names(model)
-    stored: dict[str, str] = {}
-    for name, first in canonical.items():
-        if matched.provides(name) and not matched.provides(first):
-            stored.setdefault(first, name)
-    return {name: stored.get(first, first) for name, first in canonical.items()}

@@ -1,18 +1,36 @@
-"""Collective loading of a checkpoint: all ranks choose alike, each verifies what it reads, and any layout is possible."""
+"""Collective loading of a checkpoint: all ranks choose alike, each verifies what it reads, and any layout is possible.
 
-from collections.abc import Iterator, Sequence
+Hosts without a shared disk have a part each of one checkpoint, which all ranks read together, or which is merged. Each part is a
+directory with the same files at their full sizes, and its manifest lists the pieces that the part contains:
+
+    part 0 of 2    pieces  [0, 4 MiB)               [8 MiB, 9 MiB)
+    part 1 of 2    pieces            [4 MiB, 8 MiB)
+    merged         pieces  [0, 4 MiB) [4 MiB, 8 MiB) [8 MiB, 9 MiB)
+
+`PartsReader` receives the missing pieces of other parts over the network: all ranks exchange lists of their missing pieces. Of
+the ranks that see the part with a piece, one reads and verifies the piece and sends it to all ranks, in rounds of one piece from
+each rank.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
-from zeromesh.checkpoint.io.reader import CheckpointReader, OpenedCheckpoint
-from zeromesh.checkpoint.parts import PartsReader, check_parts
-from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, LayoutError
+from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
+from zeromesh.checkpoint.store import CheckpointStore, fresh_directory
+from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError
+from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.event_ring import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
@@ -33,12 +51,9 @@ class Loader:
         rows = self._mesh.world.all_or_raise(f"looking into {store.root}", store.steps, CheckpointError)
         return sorted(set().union(*rows), reverse=True)
 
-    def open(self, directory: Path) -> OpenedCheckpoint:
-        """Open the checkpoint in a directory that all ranks see, or of which each host's directory has a part.
-
-        Raises:
-            CheckpointError: when the checkpoint is incomplete, or ranks see different checkpoints.
-        """
+    def open(self, directory: Path) -> CheckpointReader:
+        """Open the checkpoint in a directory that all ranks see, or of which each host's directory has a part. Raises
+        `CheckpointError` when the checkpoint is incomplete, or ranks see different checkpoints."""
         world, rank = self._mesh.world, self._mesh.rank
         reader: CheckpointReader | None = None
 
@@ -73,20 +88,17 @@ class Loader:
         ordered = sorted(zip(parts, holders.values(), strict=True), key=lambda pair: pair[0].part[0])
         return PartsReader(directory, reader, [part for part, _ in ordered], [ranks for _, ranks in ordered], world)
 
-    def document(self, opened: OpenedCheckpoint, path: str) -> dict[str, Any]:
+    def document(self, opened: CheckpointReader, path: str) -> dict[str, Any]:
         """Read a JSON object of the checkpoint. Raises `CheckpointError` on all ranks if one rank cannot read it."""
         found: list[dict[str, Any]] = []
         what = f"reading {opened.directory / path}"
         self._mesh.world.all_or_raise(what, lambda: found.append(opened.document(path)), CheckpointError)
         return found[0]
 
-    def fill(self, reader: OpenedCheckpoint, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]) -> None:
-        """Fill the ranks' shards of `tensors` with the checkpoint's values; each rank verifies what it reads.
-
-        Raises:
-            LayoutError: when the checkpoint's tensors are not those of the model and the optimizer; nothing is changed then.
-            CheckpointError: when some rank found damage; part of the shards has the checkpoint's values then.
-        """
+    def fill(self, reader: CheckpointReader, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]) -> None:
+        """Fill the ranks' shards of `tensors` with the checkpoint's values; each rank verifies what it reads. Raises `LayoutError`
+        when the checkpoint's tensors are not those of the model and the optimizer; nothing is changed then; `CheckpointError` when
+        some rank found damage; part of the shards has the checkpoint's values then."""
         targets: list[PlacedValues] = []
 
         def compare() -> None:
@@ -99,40 +111,184 @@ class Loader:
         world.all_or_raise(f"reading {reader.directory}", read, CheckpointError, kept=LayoutError)
 
 
-def _compare(reader: OpenedCheckpoint, tensors: Sequence[TensorSpec]) -> None:
+def _compare(reader: CheckpointReader, tensors: Sequence[TensorSpec]) -> None:
     """Raise `LayoutError` that names the missing parameters, those of another shape, and those that are too many."""
     problems: list[str] = []
     for spec in tensors:
         stored = _stored(reader, spec.kind, spec.name)
         if stored is None:
             problems.append(f"{spec.name} has no {spec.kind} in it")
-        elif stored.spec.shape != spec.shape:
-            problems.append(f"{spec.name} is {list(stored.spec.shape)} in it and {list(spec.shape)} here ({spec.kind})")
+        elif stored.shape != spec.shape:
+            problems.append(f"{spec.name} is {list(stored.shape)} in it and {list(spec.shape)} here ({spec.kind})")
     names = {spec.name for spec in tensors}
-    extra = {tensor.spec.name for tensor in reader.manifest.tensors} - names - set(reader.manifest.aliases)
+    extra = {tensor.name for tensor in reader.manifest.tensors} - names - set(reader.manifest.aliases)
     problems += [f"{name} is in it and not in the model" for name in sorted(extra)]
     if problems:
-        shown = "; ".join(problems[:_NAMED]) + (
-            f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        )
+        more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
+        shown = "; ".join([*problems[:_NAMED], *more])
         raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
 
 
-def places_of(reader: OpenedCheckpoint, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
+def places_of(reader: CheckpointReader, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
     """Yield the file places of shards' elements: one per selection of columns, else one per contiguous run."""
     for shard in shards:
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:
             raise LayoutError(f"{reader.directory} has no {shard.spec.kind} of {shard.spec.name}")
-        rows, dtype, first = shard.region.rows(), stored.spec.dtype, shard.interval.start
+        rows = shard.region.rows()
         if rows is not None:
-            yield PlacedValues(
-                path=stored.path, origin=stored.begin, dtype=dtype, rows=rows, values=shard.values, first=first
-            )
+            yield PlacedValues(tensor=stored, rows=rows, values=shard.values, first=shard.interval.start)
         else:
             yield from PlacedValues.runs(stored, shard)
 
 
-def _stored(reader: OpenedCheckpoint, kind: str, name: str) -> StoredTensor | None:
+def _stored(reader: CheckpointReader, kind: str, name: str) -> TensorSpec | None:
     found = reader.tensor(kind, name)
     return found if found is not None or kind not in _FALLBACKS else reader.tensor(_FALLBACKS[kind], name)
+
+
+def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
+    """Open the parts of one checkpoint, in order. Raises `CheckpointError` when the parts are of several checkpoints, one is
+    missing, or pieces do not cover each byte once."""
+    readers = [CheckpointReader(directory, parts=True) for directory in directories]
+    found: dict[int, CheckpointReader] = {}
+    for reader in readers:
+        index, count = reader.manifest.part
+        if count == 1:
+            raise CheckpointError(
+                f"{reader.directory} is a whole checkpoint, not a part of one; there is nothing to merge"
+            )
+        if index in found:
+            raise CheckpointError(
+                f"{found[index].directory} and {reader.directory} are both part {index + 1} of {count}"
+            )
+        found[index] = reader
+    check_parts([(str(reader.directory), reader.manifest) for reader in readers])
+    return [found[index] for index in sorted(found)]
+
+
+def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
+    """Raise `CheckpointError` unless these parts, each with a name for messages, are all parts of one checkpoint."""
+    name, first = parts[0]
+
+    def facts(part: Manifest, other: Manifest) -> dict[str, Any]:
+        return {
+            "step": part.step,
+            "number of parts": part.part[1],
+            "the sizes of files": {path: each.nbytes for path, each in part.files.items() if path in other.files},
+            "tensors": set(part.tensors),
+            "aliases": dict(part.aliases),
+            "layout": dict(part.layout),
+        }
+
+    for other, manifest in parts[1:]:
+        theirs = facts(manifest, first)
+        differ = [what for what, fact in facts(first, manifest).items() if fact != theirs[what]]
+        if differ:
+            raise CheckpointError(
+                f"{name} and {other} are not parts of one checkpoint: they differ in {', '.join(differ)}"
+            )
+    there, count = {manifest.part[0] for _, manifest in parts}, first.part[1]
+    absent = [str(index + 1) for index in range(count) if index not in there]
+    if absent:
+        raise CheckpointError(
+            f"of the checkpoint in {name}, part {', '.join(absent[:5])} of {count} is missing; give the directories of all hosts"
+        )
+
+
+def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
+    """Merge the manifests of all parts. Raises `CheckpointError` if pieces overlap or leave a gap."""
+    files = {}
+    for path in {path: None for part in parts for path in part.files}:
+        records = [part.files[path] for part in parts if path in part.files]
+        pieces = sorted((piece for each in records for piece in each.pieces), key=lambda piece: piece.begin)
+        nbytes, end = records[0].nbytes, 0
+        for begin, stop in [*((piece.begin, piece.end) for piece in pieces), (nbytes, nbytes)]:
+            if begin > end:
+                raise CheckpointError(
+                    f"{path}: bytes [{end:,}, {begin:,}) are in no part: the checkpoint was never complete"
+                )
+            if begin < end:
+                raise CheckpointError(f"{path}: bytes [{begin:,}, {end:,}) are in two parts")
+            end = stop
+        files[path] = FileRecord(nbytes=nbytes, pieces=tuple(pieces))
+    return replace(parts[0], files=files, part=(0, 1))
+
+
+def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[int], None]) -> Manifest:
+    """Write the whole checkpoint to `out`, verifying every piece; `on_progress` receives the bytes of each piece. Raises
+    `CheckpointError` when a piece is not what was written, or pieces are not each byte once; `ConfigError` or `StorageError` where
+    `out` cannot be written."""
+    whole = merged_manifest([part.manifest for part in parts])
+    text = whole.to_json()
+    manifests.parse(out / manifests.NAME, text)
+    with fresh_directory(out, whole.nbytes) as directory:
+        for path in whole.files:
+            if not whole.is_elsewhere(path):
+                copy_file(parts, path, directory, on_progress)
+        write_whole(directory / manifests.NAME, text)
+    return whole
+
+
+class PartsReader(CheckpointReader):
+    """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
+
+    `reader` reads the part that this rank sees in `directory`, and is None if it sees none; `parts` are the manifests of all
+    parts, in order, and `holders` the ranks that see each part. Raises `CheckpointError` when the parts do not make a whole.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        reader: CheckpointReader | None,
+        parts: Sequence[Manifest],
+        holders: Sequence[Sequence[int]],
+        world: ProcessSet,
+    ) -> None:
+        super().__init__(directory, checked=False, manifest=merged_manifest(parts))
+        self._reader = reader
+        self._world = world
+        self._pieces = self.pieces()
+        part_of = {
+            piece: ranks
+            for part, ranks in zip(parts, holders, strict=True)
+            for record in part.files.values()
+            for piece in record.pieces
+        }
+        # The ranks that see a part take turns reading its pieces for the other ranks.
+        self._servers = [part_of[piece][number % len(part_of[piece])] for number, piece in enumerate(self._pieces)]
+        self._here = set(reader.pieces()) if reader is not None else set()
+
+    def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
+        """Stream as `CheckpointReader.stream`, this host's pieces first. An error of one rank is raised on all."""
+        wanted, world = set(pieces), self._world
+
+        def read_here() -> list[int]:
+            if self._reader is not None:
+                self._reader.stream([piece for piece in pieces if piece in self._here], use)
+            return [number for number, piece in enumerate(self._pieces) if piece in wanted - self._here]
+
+        missing = world.all_or_raise("reading this host's part of the checkpoint", read_here, CheckpointError)
+        queues: list[list[ChecksumPiece]] = [[] for _ in range(world.size)]
+        for number in sorted(set().union(*missing)):
+            queues[self._servers[number]].append(self._pieces[number])
+
+        def own_bytes(served: Sequence[ChecksumPiece | None]) -> bytes:
+            piece, found = served[world.index], [b""]
+            if piece is not None and self._reader is not None:
+                self._reader.stream([piece], lambda _, data: found.append(data.numpy().tobytes()))
+            return found[-1]
+
+        problem: ZeromeshError | None = None
+        for served in zip_longest(*queues):
+            what = "reading other hosts' parts of the checkpoint"
+            found = world.all_bytes_or_raise(what, partial(own_bytes, served), CheckpointError)
+            for piece, data in zip(served, found, strict=True):
+                if piece not in wanted or piece in self._here or problem is not None:
+                    continue
+                try:
+                    use(piece, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+                except ZeromeshError as error:  # The other ranks go on to the next round, so this rank must too.
+                    problem = error
+        if problem is not None:
+            raise problem

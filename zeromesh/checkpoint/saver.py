@@ -5,15 +5,18 @@
     poll     between steps: goes to the save's next stage once all ranks are done with the present one (`_stages`)
     finish   goes through all stages, waiting
 
-If each host has its own directory, each gets a part: the same files, with the bytes written by the host's ranks. Background
-threads never take part in collectives: ranks agree between steps, in their main thread.
+All ranks see one directory on a shared file system; if each host has its own, only the ranks of a host do, and each host gets a
+part: the same files, with the bytes written by its ranks. Background threads never take part in collectives: ranks agree between
+steps, in their main thread.
 """
 
+import contextlib
+import os
 import secrets
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from io import BytesIO
 from pathlib import Path
@@ -25,13 +28,12 @@ from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manif
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.row_exchange import columns_to_rows
-from zeromesh.checkpoint.io.write_plan import WritePlan
-from zeromesh.checkpoint.io.writer import ShardWriter, in_thread
-from zeromesh.checkpoint.shared_storage import SharedStorage, find_sharing
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan, in_thread
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
-from zeromesh.files import disk_call, write_whole
+from zeromesh.files import disk_call, open_regular, refusals, write_whole
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import Ledger, Purpose, Tier
 from zeromesh.telemetry.event_ring import Activity
 
 
@@ -67,6 +69,44 @@ class Saved:
     warning: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedStorage:
+    """`places` lists the ranks that see one directory, each place in rank order; `place` is the number of this rank's place, and of
+    its part of a checkpoint. The first rank of a place `leads` it: it creates and commits the content of the directory."""
+
+    places: tuple[tuple[int, ...], ...]
+    place: int
+    leads: bool
+
+
+def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
+    """Find how the ranks of a mesh share a directory, which is created if absent; all ranks call it.
+
+    Every rank creates a file in the directory, which proves write access, and looks for the files of lower ranks: the lowest rank
+    whose file it sees leads its place. Raises `StorageError` on all ranks, where some rank cannot write there.
+    """
+    world, rank, what = mesh.world, mesh.rank, "look at the directory"
+    token = world.gather_json(secrets.token_hex(8), what)[0]
+    marks = [directory / f".seen-{token}-{each}" for each in range(mesh.world_size)]
+
+    def put() -> None:
+        if rank == 0 or not mesh.one_host:
+            with refusals(directory, "written"):
+                directory.mkdir(parents=True, exist_ok=True)
+                os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
+
+    try:
+        world.all_or_raise(what, put, StorageError)
+        leader = 0 if mesh.one_host else next(other for other, mark in enumerate(marks) if os.path.exists(mark))
+        leaders = [row[0] for row in world.gather_integers([leader])]
+    finally:
+        with contextlib.suppress(OSError):
+            marks[rank].unlink(missing_ok=True)
+    firsts = sorted(set(leaders))
+    places = (tuple(each for each, found in enumerate(leaders) if found == first) for first in firsts)
+    return SharedStorage(places=tuple(places), place=firsts.index(leader), leads=leader == rank)
+
+
 _Stages = Generator[None, None, Saved]
 
 
@@ -74,9 +114,12 @@ class Saver:
     """Saves to a store. All ranks make one and call every method alike. The first rank that sees a directory creates and commits
     its content."""
 
-    def __init__(self, store: CheckpointStore, mesh: Mesh) -> None:
+    def __init__(self, store: CheckpointStore, mesh: Mesh, ledger: Ledger | None = None) -> None:
+        """`ledger` counts the copies in host memory that a save of tensor ranks holds (`row_exchange`) until it ends."""
         self.store = store
         self._mesh = mesh
+        self._ledger = ledger or Ledger()
+        self._copied = 0
         self.in_flight: int | None = None
         """The step whose checkpoint is being written, or None."""
         self._writer: ShardWriter | None = None
@@ -92,36 +135,46 @@ class Saver:
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk. Of several disks, each
         gets bytes in proportion to its ranks."""
-        nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
+        nbytes = (
+            sum(spec.nbytes for spec in tensors) * len(self.sharing.places[self.sharing.place]) // self._mesh.world_size
+        )
         require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
         self._mesh.world.all_or_raise("look for room", require, StorageError)
 
     def begin(self, step: int, content: SaveContent) -> None:
-        """Begin to write a checkpoint; none may be in flight.
-
-        Raises:
-            CheckpointError: on all ranks, with the errors of the failing ones; the files of the checkpoint are removed then.
-        """
+        """Begin to write a checkpoint; none may be in flight. Raises `CheckpointError` on all ranks, with the errors of the
+        failing ones; the files of the checkpoint are removed then."""
         if self.in_flight is not None:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
         files, mesh, shards = plan_files(content.tensors, self._mesh.world_size), self._mesh, list[TensorShard]()
         try:
-            self._together(lambda: shards.extend(columns_to_rows(content.shards, mesh.tensor, mesh.device)))
+            self._together(lambda: shards.extend(self._rows_of(content.shards)))
             plan = WritePlan.of(files, shards, mesh.rank)
             pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
             part_nbytes = None
             if len(self.sharing.places) > 1:
                 written = mesh.world.gather_integers([sum(piece.where.length for piece in pieces)])
-                part_nbytes = sum(written[rank][0] for rank in self.sharing.ranks)
+                part_nbytes = sum(written[rank][0] for rank in self.sharing.places[self.sharing.place])
             self._together(lambda: self._create(step, content, files, part_nbytes) if self.sharing.leads else None)
         except CheckpointError as error:
+            self._end()
             if self.sharing.leads:
                 self.store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
+        if len(self.sharing.places) > 1:  # So that parts of two saves do not match.
+            save = mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]
+            content = replace(content, layout={**content.layout, "save": save})
         writer = ShardWriter(self.store.temporary(step), pieces, mesh.rank, mesh.device)
-        stages = self._stages(step, files, writer, content, self._layout(content))
+        stages = self._stages(step, files, writer, content)
         next(stages)
         self.in_flight, self._writer, self._remaining = step, writer, stages
+
+    def _rows_of(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
+        copied: list[int] = []
+        found = columns_to_rows(shards, self._mesh.tensor, self._mesh.device, copied.append)
+        self._ledger.add(Tier.HOST, Purpose.STAGING, sum(copied))
+        self._copied = sum(copied)
+        return found
 
     def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> None:
         with disk_call("creation", self.store.temporary(step)):
@@ -143,20 +196,7 @@ class Saver:
                 received += [(path, begin, stream.read(length)) for path, begin, length in heads[rank]]
         return received
 
-    def _layout(self, content: SaveContent) -> Mapping[str, Any]:
-        """Return the layout to record. In parts it has an identifier of the save, so that parts of two saves do not match."""
-        if len(self.sharing.places) == 1:
-            return content.layout
-        return {**content.layout, "save": self._mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]}
-
-    def _stages(
-        self,
-        step: int,
-        files: Sequence[FileLayout],
-        writer: ShardWriter,
-        content: SaveContent,
-        layout: Mapping[str, Any],
-    ) -> _Stages:
+    def _stages(self, step: int, files: Sequence[FileLayout], writer: ShardWriter, content: SaveContent) -> _Stages:
         """Yield at the end of each stage of a save, which all ranks leave together once every rank's work is done."""
         store, sharing, directory = self.store, self.sharing, self.store.temporary(step)
         saved = Saved(step=step, nbytes=sum(file.nbytes for file in files))
@@ -165,19 +205,28 @@ class Saver:
             self._task = writer.start()
             yield
 
-            def written() -> list[list[Any]]:
-                return [[piece.path, *piece.row()] for piece in writer.join(self._post_progress)]
+            def written() -> list[dict[str, Any]]:
+                return [asdict(piece) for piece in writer.join(self._post_progress)]
 
             rows = self._together(written, "checksums of the checkpoint")
             committing = True
+            pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
+            for row in (row for rank in sharing.places[sharing.place] for row in rows[rank]):
+                pieces[row["path"]].append(ChecksumPiece(**row))
+            records = {
+                file.path: FileRecord(
+                    nbytes=file.nbytes, pieces=tuple(sorted(pieces[file.path], key=lambda piece: piece.begin))
+                )
+                for file in files
+            }
             away = content.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
             others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
                 step=step,
-                files={**_records(files, [row for rank in sharing.ranks for row in rows[rank]]), **others},
+                files={**records, **others},
                 tensors=(*(tensor for file in files for tensor in file.tensors), *away.tensors),
                 aliases=content.aliases,
-                layout=layout,
+                layout=content.layout,
                 part=(sharing.place, len(sharing.places)),
                 source=away.source,
             )
@@ -225,8 +274,8 @@ class Saver:
         """Advance the save in flight between two steps if all ranks can; returns its result once it has ended."""
         if self._remaining is None:
             return None
-        busy = int(not self._task.done())
-        busy_anywhere = self._mesh.world.all_reduce_max(torch.tensor([busy]), "progress of the checkpoint")
+        busy = torch.tensor([int(not self._task.done())])
+        busy_anywhere = self._mesh.world.all_reduce_max(busy, "progress of the checkpoint")
         return None if int(busy_anywhere[0]) else self._advance()
 
     def finish(self) -> Saved | None:
@@ -240,18 +289,20 @@ class Saver:
         """Go to the next stage together with all ranks; returns the save's result if that was the last one."""
         saved = _next(self._remaining) if self._remaining is not None else None
         if saved is not None:
-            self._forget()
+            self._end()
         return saved
 
-    def _forget(self) -> None:
+    def _end(self) -> None:
         self.in_flight = self._writer = self._remaining = None
+        self._ledger.add(Tier.HOST, Purpose.STAGING, -self._copied)
+        self._copied = 0
 
     def give_up(self) -> None:
         """Abandon the save in flight without a collective call; returns when no thread works on it any more."""
         step = self.in_flight
         if step is None:
             return
-        self._forget()
+        self._end()
         wait([self._task])
         if self.sharing.leads:
             self.store.abandon(step)
@@ -294,10 +345,3 @@ def _next(stages: _Stages) -> Saved | None:
         saved: Saved = end.value
         return saved
     return None
-
-
-def _records(files: Sequence[FileLayout], rows: Sequence[list[Any]]) -> dict[str, FileRecord]:
-    pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
-    for path, begin, end, digest, rank in sorted(rows):
-        pieces[path].append(ChecksumPiece(path=path, begin=begin, end=end, checksum=digest, rank=rank))
-    return {file.path: FileRecord(nbytes=file.nbytes, pieces=tuple(pieces[file.path])) for file in files}

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import FileRecord, Manifest
+from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout
 from zeromesh.checkpoint.io.file_slices import record_of
 from zeromesh.checkpoint.io.reader import manifest_of
@@ -54,9 +54,8 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """List the steps of the checkpoints in the directory, newest first, intact or not."""
-        if not self.root.is_dir():
-            return []
-        found = [self.step_of(path) for path in self.root.iterdir() if path.is_dir()]
+        paths = self.root.iterdir() if self.root.is_dir() else ()
+        found = [self.step_of(path) for path in paths if path.is_dir()]
         return sorted((step for step in found if step is not None), reverse=True)
 
     def path(self, step: int) -> Path:
@@ -75,9 +74,7 @@ class CheckpointStore:
 
     def leftovers(self) -> list[str]:
         """List directories and files that are being written or removed, or were when a run was killed."""
-        if not self.root.is_dir():
-            return []
-        names = [path.name for path in self.root.iterdir()]
+        names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
         return sorted(name for name in names if any(kind.fullmatch(name) for kind in (_TMP, _TRASH, MARK)))
 
     def clean(self) -> list[str]:
@@ -94,15 +91,12 @@ class CheckpointStore:
         """Create the temporary directory of a checkpoint, with its files at their full sizes.
 
         `part_nbytes` is the number of bytes that will be written here if the checkpoint is a part, whose files are sparse. None
-        means all bytes.
-
-        Raises:
-            StorageError: without enough space, or if the directory cannot be written.
+        means all bytes. Raises `StorageError` without enough space, or if the directory cannot be written.
         """
         directory = self.temporary(step)
         needed = sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes
         with refusals(directory, "written"):
-            self._discard(self._set_aside(step, directory))  # Left-over files may have other sizes.
+            self._discard(step, directory)  # Left-over files may have other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
         self.require_room(needed)
@@ -121,30 +115,32 @@ class CheckpointStore:
     def commit(self, step: int, manifest: Manifest) -> None:
         """Turn the temporary directory into the checkpoint: write the manifest last, sync everything, then rename.
 
-        `manifest` has the records of the tensor files; those of all other files in the directory are added.
-
-        Raises:
-            StorageError, CheckpointError: before the name appears.
+        `manifest` has the records of the tensor files; those of all other files in the directory are added. Raises `StorageError`
+        or `CheckpointError` before the name appears.
         """
         directory, final = self.temporary(step), self.path(step)
         with refusals(directory, "written"):
-            small = _seal_small_files(directory, manifest.files)
-            whole = replace(manifest, step=step, files={**manifest.files, **small})
-            self._put_manifest(directory, whole)
+            files = dict(manifest.files)
+            for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+                name = path.relative_to(directory).as_posix()
+                if name not in files and name != manifests.NAME:
+                    data = read_whole(path)
+                    write_whole(
+                        path, data
+                    )  # A new copy, since some libraries make files that only their owner may read.
+                    files[name] = record_of(name, BytesIO(data), len(data))
+            self._put_manifest(directory, replace(manifest, step=step, files=files))
             for folder in {path.parent for path in directory.glob("*/*")}:
                 sync_directory(folder)
-            replaced = self._set_aside(step, final)
+            self._discard(step, final)
             directory.rename(final)
             sync_directory(self.root)
-            self._discard(replaced)
 
     def amend(self, step: int, name: str, data: bytes) -> None:
         """Add the small file `name` to a committed checkpoint: first the file, then, atomically, a manifest that lists it.
 
-        A kill leaves the checkpoint as it was, or at worst without `name`.
-
-        Raises:
-            StorageError, CheckpointError: where the checkpoint cannot be read or written.
+        A kill leaves the checkpoint as it was, or at worst without `name`. Raises `StorageError` or `CheckpointError` where the
+        checkpoint cannot be read or written.
         """
         directory = self.path(step)
         _, manifest = manifest_of(directory)
@@ -167,30 +163,25 @@ class CheckpointStore:
     def abandon(self, step: int) -> None:
         """Remove the files of a failed save. What cannot even be renamed is left to the next start."""
         with suppress(OSError):
-            self._discard(self._set_aside(step, self.temporary(step)))
+            self._discard(step, self.temporary(step))
 
     def retire(self, keep: Iterable[int]) -> list[int]:
         """Remove all checkpoints but those of these steps, in the thread of `trash`; returns the removed steps."""
-        kept = set(keep)
         self.trash.wait(left=_MOST_TRASH)
-        gone = [step for step in self.steps() if step not in kept]
+        gone = sorted(set(self.steps()).difference(keep), reverse=True)
         for step in gone:
             self.remove(step)
         return gone
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint if it exists. It is renamed first, so that no half of it is ever read."""
-        self._discard(self._set_aside(step, self.path(step)))
+        """Remove a checkpoint if it exists."""
+        self._discard(step, self.path(step))
 
-    def _set_aside(self, step: int, path: Path) -> Path | None:
-        if not path.exists():
-            return None
-        trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
-        path.rename(trash)
-        return trash
-
-    def _discard(self, trash: Path | None) -> None:
-        if trash is not None:
+    def _discard(self, step: int, path: Path) -> None:
+        """Remove a directory, if it exists, in a thread. It is renamed first, so that no half of it is ever read."""
+        if path.exists():
+            trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
+            path.rename(trash)
             self.trash.remove(trash)
 
 
@@ -202,27 +193,12 @@ def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
         )
 
 
-def _seal_small_files(directory: Path, known: Iterable[str]) -> dict[str, FileRecord]:
-    """Sync the files that are not known to disk as new copies, since some libraries make files that only their owner may read."""
-    found = {}
-    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        name = path.relative_to(directory).as_posix()
-        if name not in known and name != manifests.NAME:
-            data = read_whole(path)
-            write_whole(path, data)
-            found[name] = record_of(name, BytesIO(data), len(data))
-    return found
-
-
 @contextmanager
 def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
     """Inside the block, fill a new directory with about `nbytes` bytes; it becomes `out` when the block ends without an error.
 
-    After an error it is removed. Files written through `PositionalFile` have to be synced inside the block.
-
-    Raises:
-        ConfigError: where there is something at `out` already.
-        StorageError: where there is no room, or it cannot be written.
+    After an error it is removed. Files written through `PositionalFile` have to be synced inside the block. Raises `ConfigError`
+    where there is something at `out` already; `StorageError` where there is no room, or it cannot be written.
     """
     out = Path(os.path.realpath(out))
     # Short, since `out` may have the longest allowed name, and random, since another process may write the same directory.

@@ -29,6 +29,7 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -74,6 +75,7 @@ class StridedRows:
         object.__setattr__(self, "taken", sum(column.length for column in self.columns))
 
     @classmethod
+    @lru_cache
     def whole(cls, numel: int) -> StridedRows:
         """Return all of a tensor of `numel` elements, as one row."""
         return cls(count=1, width=max(1, numel), columns=_all(max(1, numel)))
@@ -157,6 +159,7 @@ class Region:
                 end = interval.end
 
     @classmethod
+    @lru_cache
     def whole(cls, shape: tuple[int, ...]) -> Region:
         return cls(shape=shape, dims=tuple(_all(size) for size in shape))
 

@@ -35,7 +35,6 @@ from zeromesh.intervals import Interval
 from zeromesh.rng import number_of
 
 Table = Literal["_parameters", "_buffers"]
-Initialiser = Callable[[], object]
 
 INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError)
 """The errors that an initialiser raises when it needs a value that is missing on meta."""
@@ -60,15 +59,6 @@ def is_pretrained_model(module: nn.Module) -> bool:
     """Return True if `module` looks like a Hugging Face `PreTrainedModel`, a library that is not imported here."""
     cls = type(module)
     return hasattr(cls, "_init_weights") and hasattr(cls, "initialize_weights") and hasattr(cls, "tie_weights")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recomputed:
-    """The recomputed tensors of one module: `values` on CPU by name, and the names that no code set (`lost`, with `reason`)."""
-
-    values: Mapping[str, torch.Tensor]
-    lost: tuple[str, ...]
-    reason: str
 
 
 class Skeleton:
@@ -118,56 +108,54 @@ class Skeleton:
         """Run the initialisers of the tensors that module `fqn` owns: its own, then those of its ancestors. With `reset_first`, a
         Hugging Face model's module is first reset as its constructor would have done."""
         path = self.path(fqn)
-        found = [_initialiser(path[: depth + 1]) for depth in reversed(range(len(path)))]
+        found: list[Callable[[], object] | None] = [_reset(path[-1]) if reset_first else None]
+        for depth in range(len(path), 0, -1):
+            pretrained: Any = next((each for each in reversed(path[:depth]) if is_pretrained_model(each)), None)
+            module = path[depth - 1]
+            found.append(_reset(module) if pretrained is None else partial(pretrained._init_weights, module))
         with seeded_cpu(seed, fqn):
-            for initialiser in [_reset(path[-1]) if reset_first else None, *found]:
-                if initialiser is not None:
-                    initialiser()
+            for initialiser in filter(None, found):
+                initialiser()
 
     def managed_by_pretrained(self, fqn: str) -> bool:
         """Return True if module `fqn` lies in a Hugging Face model, whose `_init_weights` then initialises it."""
         return any(is_pretrained_model(module) for module in self.path(fqn))
 
-    def recompute(self, fqn: str, table: Table, names: Sequence[str], seed: int) -> Recomputed:
+    def recompute(
+        self, fqn: str, table: Table, names: Sequence[str], seed: int
+    ) -> tuple[Mapping[str, torch.Tensor], tuple[str, ...], str]:
         """Compute the initial values of the parameters or buffers `names` that module `fqn` owns, on CPU, in their own dtypes.
 
-        They depend on `seed` and `fqn` alone. The global random state does not change.
+        They depend on `seed` and `fqn` alone. The global random state does not change. Returns the values by name, the names that
+        no code set, and why.
         """
-        result = self._attempt(fqn, table, names, seed, reset_first=False)
-        if result.lost and self.managed_by_pretrained(fqn):
-            result = self._attempt(fqn, table, names, seed, reset_first=True)
-        return result
-
-    def _attempt(self, fqn: str, table: Table, names: Sequence[str], seed: int, *, reset_first: bool) -> Recomputed:
         owner: dict[str, torch.Tensor] = self.path(fqn)[-1].__dict__[table]
         before = {name: owner[name] for name in names}
-        runs: list[dict[str, torch.Tensor]] = []
-        try:
-            # A remaining NaN marks a value that no code set. Integers and booleans have no NaN: they are computed twice
-            # over different fillings, and a value that no code set differs.
-            for filling in (0,) if all(map(_has_nan, before.values())) else (0, 1):
-                owner.update({name: _filled(tensor, filling) for name, tensor in before.items()})
-                self.initialise(fqn, seed, reset_first=reset_first)
-                runs.append({name: owner[name].detach() for name in names if owner[name] is not None})
-        except INITIALISER_ERRORS as error:
-            return Recomputed(values={}, lost=tuple(names), reason=summary(error))
-        finally:
-            owner.update(before)
-        lost = tuple(name for name in names if not _was_set(before[name], [run.get(name) for run in runs]))
-        return Recomputed(values=runs[0], lost=lost, reason="nothing set them again")
+        values: Mapping[str, torch.Tensor] = {}
+        lost, reason = tuple(names), ""
+        for reset_first in (False, True) if self.managed_by_pretrained(fqn) else (False,):
+            runs: list[dict[str, torch.Tensor]] = []
+            try:
+                # A remaining NaN marks a value that no code set. Integers and booleans have no NaN: they are computed twice
+                # over different fillings, and a value that no code set differs.
+                for filling in (0,) if all(map(_has_nan, before.values())) else (0, 1):
+                    owner.update({name: _filled(tensor, filling) for name, tensor in before.items()})
+                    self.initialise(fqn, seed, reset_first=reset_first)
+                    runs.append({name: owner[name].detach() for name in names if owner[name] is not None})
+                values, reason = runs[0], "nothing set them again"
+                lost = tuple(name for name in names if not _was_set(before[name], [run.get(name) for run in runs]))
+            except INITIALISER_ERRORS as error:
+                values, lost, reason = {}, tuple(names), summary(error)
+            finally:
+                owner.update(before)
+            if not lost:
+                break
+        return values, lost, reason
 
 
-def _initialiser(path: Sequence[nn.Module]) -> Initialiser | None:
-    for ancestor in reversed(path):
-        if is_pretrained_model(ancestor):
-            initialise: Any = ancestor._init_weights
-            return partial(initialise, path[-1])
-    return _reset(path[-1])
-
-
-def _reset(module: nn.Module) -> Initialiser | None:
+def _reset(module: nn.Module) -> Callable[[], object] | None:
     for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
-        reset: Initialiser | None = getattr(module, name, None)
+        reset: Callable[[], object] | None = getattr(module, name, None)
         if callable(reset):
             return reset
     return None
@@ -196,14 +184,8 @@ def _was_set(like: torch.Tensor, results: Sequence[torch.Tensor | None]) -> bool
     return not bool(present[0].isnan().any()) if _has_nan(like) else torch.equal(present[0], present[1])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Write:
-    """One in-place operation on a meta tensor: its name, its plain arguments, and the elements that it wrote."""
-
-    operation: str
-    arguments: str
-    numel: int
-    offset: int
+Write = tuple[str, str, int, int]
+"""One in-place operation on a meta tensor: its name, its plain arguments, the number of elements written, and their offset."""
 
 
 class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -229,8 +211,8 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written = spec.alias_info is not None and spec.alias_info.is_write
             if written and isinstance(arg, torch.Tensor) and arg.is_meta:
                 plain = repr([a for a in args if not isinstance(a, torch.Tensor)])
-                entry = Write(operation=name, arguments=plain, numel=arg.numel(), offset=int(arg.storage_offset()))
                 self._alive.append(arg.untyped_storage())
+                entry = (name, plain, arg.numel(), int(arg.storage_offset()))
                 self._writes.setdefault(_address(arg), []).append(entry)
         return result
 
@@ -354,10 +336,10 @@ class SeededSource(BuiltSource):
         owner, _, leaf = name.rpartition(".")
         if owner not in self._drawn:
             self._drawn.clear()
-            result = self.skeleton.recompute(owner, "_parameters", self._owned[owner], self._seed)
-            if result.lost:
-                raise LostValuesError(tuple(_joined(owner, leaf) for leaf in result.lost), result.reason)
-            self._drawn[owner] = result.values
+            values, lost, reason = self.skeleton.recompute(owner, "_parameters", self._owned[owner], self._seed)
+            if lost:
+                raise LostValuesError(tuple(_joined(owner, leaf) for leaf in lost), reason)
+            self._drawn[owner] = values
         return self._drawn[owner][leaf]
 
     def close(self) -> None:
@@ -390,26 +372,16 @@ class SeededSource(BuiltSource):
                 break  # It may have failed only for want of a value on meta.
             if any(log.of(p) for p in self._values.values() if p.is_meta):
                 return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
-            if all(not p.numel() or any(w.numel >= p.numel() for w in log.of(p)) for p in wanted):
+            if all(not p.numel() or any(numel >= p.numel() for _, _, numel, _ in log.of(p)) for p in wanted):
                 return ()
             if not self.skeleton.managed_by_pretrained(owner):
                 break
         # Some initialisers fail on meta, or do nothing (torch's `trunc_normal_`): they are judged by a real computation.
-        return self.skeleton.recompute(owner, "_parameters", leaves, self._seed).lost
+        return self.skeleton.recompute(owner, "_parameters", leaves, self._seed)[1]
 
 
 def _joined(fqn: str, leaf: str) -> str:
     return f"{fqn}.{leaf}" if fqn else leaf
-
-
-def _meta_attributes(model: nn.Module) -> Iterator[str]:
-    """Yield the names of unregistered tensor attributes that building on meta left without values."""
-    for fqn, module in model.named_modules():
-        for name, value in vars(module).items():
-            for each in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(each, torch.Tensor) and each.is_meta and not isinstance(each, nn.Parameter):
-                    yield _joined(fqn, name)
-                    break
 
 
 def materialize_buffers(
@@ -422,21 +394,27 @@ def materialize_buffers(
     NaN or arbitrary integers, and the model must be built on CPU instead.
     """
     target = torch.device(device)
-    skeleton = Skeleton(model)
+    skeleton = Skeleton(model) if any(buffer.is_meta for buffer in model.buffers()) else None
     moved: dict[int, torch.Tensor] = {}  # one buffer may be registered twice
-    lost: list[str] = list(_meta_attributes(model))
+    lost: list[str] = []
+    for fqn, module in model.named_modules():
+        for name, attribute in vars(module).items():
+            for each in attribute if isinstance(attribute, list | tuple) else (attribute,):
+                if isinstance(each, torch.Tensor) and each.is_meta and not isinstance(each, nn.Parameter):
+                    lost.append(_joined(fqn, name))
+                    break
     for fqn, module in model.named_modules():
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         todo = [name for name, buffer in buffers.items() if buffer.is_meta and id(buffer) not in moved]
-        result = skeleton.recompute(fqn, "_buffers", todo, seed) if todo else None
+        values, unset, _ = skeleton.recompute(fqn, "_buffers", todo, seed) if skeleton and todo else ({}, (), "")
         for name, buffer in buffers.items():
             if id(buffer) not in moved:
                 value: torch.Tensor | None = buffer
-                if result is not None and name in todo:
+                if name in todo:
                     value = source.buffer(_joined(fqn, name)) if source is not None else None
                     if value is None:
-                        value = result.values.get(name)
-                        lost += [_joined(fqn, name)] if name in result.lost else []
+                        value = values.get(name)
+                        lost += [_joined(fqn, name)] if name in unset else []
                 if value is None:
                     value = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else -1)
                 moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
@@ -482,13 +460,22 @@ def build_deferred(
         return _build_on_cpu(build, seed, f"it registers hooks on the gradients of {some(hooked)}")
     source = SeededSource(model, seed)
     kept = frozenset[str]() if stored is None else stored(model)
+
+    def lost_buffers() -> tuple[str, ...]:
+        before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+        found = materialize_buffers(model, "cpu", seed)
+        for table, buffers in before:
+            table.update(buffers)
+        return found
+
+    lost = "building on the meta device loses the values of {}"
     for find, reason in (
-        (source.lost, "building on the meta device loses the values of {}"),
+        (source.lost, lost),
         (
             partial(_initialised_otherwise, model, source.skeleton, log, seed),
             "it initialises {} otherwise than `reset_parameters` does",
         ),
-        (partial(lost_buffers, model, seed), "building on the meta device loses the values of {}"),
+        (lost_buffers, lost),
     ):
         names = tuple(name for name in find() if name not in kept)
         if names:
@@ -499,13 +486,13 @@ def build_deferred(
 def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     """Wrap a model that the user has passed: built, or on the meta device (partly or wholly).
 
-    The construction of weights on meta cannot be observed any more: a note names the modules redrawn by `reset_parameters`,
-    except those of Hugging Face models, which `_init_weights` draws.
-
-    Raises:
-        LostValuesError: if no initialiser would compute some of the parameters on meta.
-        LayoutError: if such parameters have hooks on their gradients, which may refer to tensors without values.
+    The construction of weights on meta cannot be observed any more: a note names the modules redrawn by `reset_parameters`, except
+    those of Hugging Face models, which `_init_weights` draws. Raises `LostValuesError` if no initialiser would compute some of the
+    parameters on meta; `LayoutError` if such parameters have hooks on their gradients, which may refer to tensors without values.
     """
+    owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
+    if not owners:
+        return BuiltModel(model=model, source=BuiltSource(model))
     hooked = [name for name in hooked_parameters(model) if model.get_parameter(name).is_meta]
     if hooked:
         raise LayoutError(
@@ -516,7 +503,6 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     lost = source.lost()
     if lost:
         raise LostValuesError(lost, "nothing sets them again")
-    owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
     drawn = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))
     note = (
         f"the model was passed on the meta device: weights of {some(drawn)} are drawn by `reset_parameters`, and what "
@@ -525,7 +511,7 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
         else "the model was passed on the meta device, where it has no values: its weights are drawn anew, and a model that was "
         "loaded before it was moved there has lost its own; pass that as it was loaded"
     )
-    return BuiltModel(model=model, source=source, notes=(note,) if owners else ())
+    return BuiltModel(model=model, source=source, notes=(note,))
 
 
 def hooked_parameters(model: nn.Module) -> tuple[str, ...]:
@@ -536,15 +522,6 @@ def hooked_parameters(model: nn.Module) -> tuple[str, ...]:
         # A hook on several parameters keeps their gradient accumulators, each of which refers to its parameter.
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter._use_count() > 1  # type: ignore[attr-defined]
     )
-
-
-def lost_buffers(model: nn.Module, seed: int) -> tuple[str, ...]:
-    """Return the buffers on meta whose values no code would recompute; `model` is not changed."""
-    before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    lost = materialize_buffers(model, "cpu", seed)
-    for table, buffers in before:
-        table.update(buffers)
-    return lost
 
 
 def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> BuiltModel:

@@ -15,7 +15,7 @@ import torch
 import xxhash
 from torch import nn
 
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, spec_of
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, ranks_text
 from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
@@ -59,7 +59,7 @@ class CheckpointState:
             if _has(bucket, slot.spec, kind, reading=reading)
         ]
         found += [spec for bucket in self._buckets for spec, _ in self._kept(bucket, None)]
-        found += [_spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
+        found += [spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
         return list(chain.from_iterable(of_stages(found, self._mesh.pipeline, "tensors of all stages")))
 
     def aliases(self) -> dict[str, str]:
@@ -190,10 +190,11 @@ class CheckpointState:
                 owner = self.owner_of(bucket)
                 yield TensorShard(spec=spec, region=region, interval=everything, values=values, owner=owner)
         offset, pieces = interval.start - bucket.interval.start, bucket.layout.pieces(interval)
+        regions = {piece.spec.name: piece.spec.region for piece in pieces}
         for kind, dtype, tensor in self._kinds(bucket, reading=reading):
             for piece in pieces:
                 if _has(bucket, piece.spec, kind, reading=reading):
-                    region, where = piece.spec.region, piece.in_shard
+                    region, where = regions[piece.spec.name], piece.in_shard
                     yield TensorShard(
                         spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
                         region=region,
@@ -230,12 +231,8 @@ def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bo
     return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or spec.fqn in bucket.learned
 
 
-def _spec_of(name: str, buffer: torch.Tensor) -> TensorSpec:
-    return TensorSpec(kind=MODEL, name=name, dtype=buffer.dtype, shape=tuple(buffer.shape))
-
-
 def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
-    spec = _spec_of(name, buffer)
+    spec = spec_of(name, buffer)
     if not buffer.is_contiguous():
         buffer.data = buffer.data.contiguous()
     return TensorShard(
@@ -248,7 +245,7 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
 
 def buffers_of_stages(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
     """List the persistent buffers of each stage that no earlier stage has; all ranks of `pipeline` call this."""
-    specs = [_spec_of(name, buffer) for name, buffer in saved_buffers(model).items()]
+    specs = [spec_of(name, buffer) for name, buffer in saved_buffers(model).items()]
     return of_stages(specs, pipeline, "buffers of all stages")
 
 

@@ -11,11 +11,11 @@ import pytest
 from tests.distributed.checkpoint.test_resume import step, unequal
 from tests.support.workers import CaseError, Pool, PoolOptions, Workers
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.parts import merge, open_parts
+from zeromesh.checkpoint.io.tensor_files import TensorFiles
+from zeromesh.checkpoint.loader import merge, open_parts
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.checkpoints.manager import _metric_of
 from zeromesh.trainer.tools.checkpoint.reading import list_checkpoints
-from zeromesh.trainer.weights.safetensors_source import TensorFiles
 
 STEPS = 15
 TWO = [0, 0, 1, 1]

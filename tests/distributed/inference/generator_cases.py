@@ -17,6 +17,8 @@ import transformers as tf
 from tests.distributed.parallel.parallel_cases import MIXTRAL
 from tests.support.trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, settings
 from zeromesh import Generator, Trainer
+from zeromesh.checkpoint.io import tensor_files
+from zeromesh.checkpoint.io.tensor_files import TensorFiles
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CollectiveError, NonFiniteError, PhaseError, WeightsDifferError, ZeromeshError
 from zeromesh.flat.layout import StridedRows
@@ -25,8 +27,6 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import FileSlot, peak_bytes, resident_bytes
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.trainer.inference.requests import Inbox, Progress
-from zeromesh.trainer.weights import safetensors_source
-from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.units import build
 from zeromesh.units.unit import all_buckets
 
@@ -190,7 +190,7 @@ def agrees(
 ) -> dict[str, Any]:
     """What differs from one process, how far log-probabilities are apart, and what memory is for."""
     reference, directory = sharp(model), Path(folder, model)
-    build._PASSING = safetensors_source._WINDOW = 500  # A parameter comes in many parts.
+    build._PASSING = tensor_files._WINDOW = 500  # A parameter comes in many parts.
     if mesh.rank == 0:
         reference.save_pretrained(directory)
     mesh.world.barrier("the model's directory")

@@ -4,6 +4,7 @@ import json
 import random
 import tempfile
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,12 +30,11 @@ from tests.support.stored_cases import (
 )
 from zeromesh.checkpoint.format import manifest, safetensors_layout
 from zeromesh.checkpoint.format.manifest import Manifest
-from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, index_files, plan_files, read_header
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, plan_files, read_header
 from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.write_plan import WritePiece, WritePlan
-from zeromesh.checkpoint.io.writer import ShardWriter
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePiece, WritePlan
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.offload import TieredTensor
@@ -161,7 +161,7 @@ def test_elements_that_are_wanted_twice_are_given_twice(tmp_path: Path) -> None:
 
 def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
     reader = write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), {"config.json": b'{"a": [1, 2]}'})
-    first = reader.manifest.tensors[0].spec
+    first = reader.manifest.tensors[0]
     assert reader.tensor(first.kind, "tied.weight") == reader.tensor(first.kind, first.name)
     assert reader.tensor("model", "nothing") is None
     assert reader.tensor("nothing", "embed") is None
@@ -178,16 +178,16 @@ def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
 def test_headers_are_padded_and_tensors_dense_and_aligned(wanted: list[TensorSpec], writers: int) -> None:
     with small_units():
         files = plan_files(wanted, writers)
-    assert sorted((each.spec.kind, each.spec.name) for file in files for each in file.tensors) == sorted(
+    assert sorted((each.kind, each.name) for file in files for each in file.tensors) == sorted(
         (s.kind, s.name) for s in wanted
     )
     for file in files:
         assert file.tensors
-        assert len({each.spec.kind for each in file.tensors}) == 1
+        assert len({each.kind for each in file.tensors}) == 1
         assert len(file.header) % BLOCK == 0
         assert int.from_bytes(file.header[:8], "little") == len(file.header) - 8
         at = len(file.header)
-        for placed, begin in ((each.spec, each.begin) for each in file.tensors):
+        for placed, begin in ((each, each.begin) for each in file.tensors):
             assert begin == at
             assert begin % placed.dtype.itemsize == 0
             at += placed.nbytes
@@ -202,10 +202,10 @@ def test_a_header_says_what_was_planned(wanted: list[TensorSpec]) -> None:
             path = Path(folder) / file.path.replace("/", "-")
             path.write_bytes(file.header + bytes(file.nbytes - len(file.header)))
             entries = read_header(path)
-            assert {(e.spec.name, e.spec.dtype, e.spec.shape, e.begin, e.spec.numel) for e in entries.values()} == {
-                (t.spec.name, t.spec.dtype, t.spec.shape, t.begin, t.spec.numel) for t in file.tensors
+            assert {(e.name, e.dtype, e.shape, e.begin, e.numel) for e in entries.values()} == {
+                (t.name, t.dtype, t.shape, t.begin, t.numel) for t in file.tensors
             }
-            assert all(entry.path == path.name and name == entry.spec.name for name, entry in entries.items())
+            assert all(entry.path == path.name and name == entry.name for name, entry in entries.items())
 
 
 def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +231,7 @@ def test_an_index_says_which_file_has_which_tensor(wanted: list[TensorSpec], wri
     totals: dict[str, int] = {}
     for file in files:
         folder, _, name = file.path.rpartition("/")
-        for placed in (each.spec for each in file.tensors):
+        for placed in file.tensors:
             index = ("model" if placed.kind == "model" else f"{folder}/{placed.kind}") + ".safetensors.index.json"
             expected.setdefault(index, {})[placed.name] = name
             totals[index] = totals.get(index, 0) + placed.nbytes
@@ -297,7 +297,7 @@ def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
 
 
 def source(path: str, begin: int, memory: torch.Tensor, owner: int | None = None) -> PlacedValues:
-    stored = StoredTensor(spec=spec("w", tuple(memory.shape), memory.dtype), path=path, begin=begin)
+    stored = replace(spec("w", tuple(memory.shape), memory.dtype), path=path, begin=begin)
     return PlacedValues.stored(stored, 0, TieredTensor.of(memory), owner)
 
 

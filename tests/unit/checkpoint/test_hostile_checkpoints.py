@@ -19,8 +19,7 @@ from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import read_header
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues
-from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.verify import Damage, find_damage
+from zeromesh.checkpoint.io.reader import CheckpointReader, Damage, find_damage
 from zeromesh.errors import CheckpointError
 from zeromesh.offload.io.direct_io import BLOCK
 

@@ -14,6 +14,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from tests.support.architectures import ARCHITECTURES
+from zeromesh.checkpoint.io import tensor_files
+from zeromesh.checkpoint.io.tensor_files import TensorFiles
 from zeromesh.errors import ConfigError, LayoutError, StorageError
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
@@ -21,8 +23,6 @@ from zeromesh.offload.io import direct_io
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.inference.source import find_source
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.weights import safetensors_source
-from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.weight_init.weight_sources import materialize_buffers
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -61,9 +61,9 @@ def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
     saved("llama", tmp_path, "20KB")
     source: Any = load(tmp_path).source
     files, ahead, most = source._files, [], 0
-    monkeypatch.setattr(safetensors_source, "_READ_AHEAD", 4000)
-    monkeypatch.setattr(safetensors_source, "_CHUNK", 300)
-    kind = safetensors_source.PositionalFile
+    monkeypatch.setattr(tensor_files, "_READ_AHEAD", 4000)
+    monkeypatch.setattr(tensor_files, "_CHUNK", 300)
+    kind = tensor_files.PositionalFile
     cached = next(iter(files.entries.values())).path
     monkeypatch.setattr(kind, "in_memory", lambda file, offset: file.path == str(tmp_path / cached))
     monkeypatch.setattr(kind, "read_ahead", lambda file, *extent: ahead.append((file.path, *extent)))
@@ -178,7 +178,7 @@ def test_only_the_wanted_elements_are_read(tmp_path: Path, monkeypatch: pytest.M
         counts.append(preadv(descriptor, [buffers[0][:7]], offset))  # short reads are continued
         return counts[-1]
 
-    monkeypatch.setattr(safetensors_source.os, "preadv", counted)
+    monkeypatch.setattr(tensor_files.os, "preadv", counted)
     value = built.source.read("model.layers.1.mlp.up_proj.weight", 5, 15)
     assert value.shape == (10,)
     assert sum(counts) == 40
@@ -394,7 +394,7 @@ def test_a_file_that_shrinks_is_noticed(tmp_path: Path) -> None:
     files = TensorFiles(file_of(tmp_path, {"a": tensor()}, b"12345678"))
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 3)
     with pytest.raises(StorageError, match="8 were to be read at"):
-        files.read("a")
+        files.elements("a")
     files.close()
 
 

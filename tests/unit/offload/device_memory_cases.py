@@ -11,8 +11,7 @@ import torch
 from tests.simulated import device as sim
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, plan_files
 from zeromesh.checkpoint.io.file_slices import PlacedValues
-from zeromesh.checkpoint.io.write_plan import WritePlan
-from zeromesh.checkpoint.io.writer import ShardWriter
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import FileSettings, Ledger, PinnedBudget, Purpose, Tier, TierChoice, Tiers, accelerator

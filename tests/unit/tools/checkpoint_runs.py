@@ -109,7 +109,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def rewritten(directory: Path, name: str, value: float) -> None:
     """Put a value into the first element of a parameter, as if it had been trained to it."""
     manifest = CheckpointReader(directory).manifest
-    (tensor,) = [each for each in manifest.tensors if (each.spec.kind, each.spec.name) == ("model", name)]
+    (tensor,) = [each for each in manifest.tensors if (each.kind, each.name) == ("model", name)]
     path = directory / tensor.path
     with path.open("rb+") as file:
         file.seek(tensor.begin)

@@ -89,13 +89,13 @@ def test_groups_of_conversions_are_those_of_the_library(tmp_path: Path, kind: st
     model = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.for_model(kind, **{**LLAMA, **fields}))
     model.save_pretrained(tmp_path)
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    names = HubNames.of_directory(tmp_path)
+    names = HubNames.of_directory(tmp_path, {name: tensor.to("meta") for name, tensor in state.items()})
     assert not names.note
-    groups = names.groups({name: tensor.to("meta") for name, tensor in state.items()})
+    groups = names.groups
     assert sorted(name for group in groups for name in group.names) == sorted(state)
     found: dict[str, torch.Tensor] = {}
     for group in groups:
-        outputs = names.revert({name: state[name] for name in group.names})
+        outputs = names._revert({name: state[name] for name in group.names})
         assert {name: each.shape for name, each in outputs.items()} == {
             n: each.shape for n, each in group.outputs.items()
         }
@@ -284,10 +284,10 @@ def test_the_reader_of_the_page_reads_everything(trained: Trained, copied: Calla
         found = {(kind, tensor): array for kind, tensor, array in there["read_checkpoint"](directory)}
         assert len(found) == len(ours.manifest.tensors)
         for stored in ours.manifest.tensors:
-            wanted = torch.empty(stored.spec.shape, dtype=stored.spec.dtype)
+            wanted = torch.empty(stored.shape, dtype=stored.dtype)
             ours.read([PlacedValues.stored(stored, 0, TieredTensor.of(wanted.view(-1)))], lambda: None)
             wanted = wanted.float() if wanted.dtype == torch.bfloat16 else wanted
-            array = found[stored.spec.kind, stored.spec.name]
+            array = found[stored.kind, stored.name]
             assert array.dtype == wanted.numpy().dtype
             assert np.array_equal(array, wanted.numpy())
     directory = copied("llama") / "checkpoints/step-00000002"

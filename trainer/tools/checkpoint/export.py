@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec, parse_json
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, parse_json, spec_of
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import fresh_directory
 from zeromesh.errors import CheckpointError, ConfigError, counted
@@ -31,7 +31,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _PREFIX = "base_model.model."
 """The prefix of module names in PEFT's files, which adapters that are inserted in place lack."""
 
-_Chosen = dict[str, tuple[StoredTensor, torch.dtype]]
+Moved = Callable[[int], object]
+_Chosen = dict[str, tuple[TensorSpec, torch.dtype]]
 """The stored tensor and the target dtype of every tensor of the model, in the order of reading."""
 
 
@@ -41,11 +42,8 @@ def export_checkpoint(
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype.
 
     Other dtypes are converted from the master weights, where there are any. For a model with adapters only these are written, or
-    with `merge` the model with merged weights. `ema` exports averaged weights.
-
-    Raises:
-        ConfigError: where `out` exists, or the dtype cannot hold a weight.
-        CheckpointError, StorageError: when the checkpoint is damaged, or `out` cannot be written.
+    with `merge` the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where `out` exists, or the
+    dtype cannot hold a weight; `CheckpointError` or `StorageError` when the checkpoint is damaged, or `out` cannot be written.
     """
     reader = CheckpointReader(directory)
     chosen = _chosen(reader, dtype, ema=ema)
@@ -54,67 +52,49 @@ def export_checkpoint(
         raise ConfigError(f"--merge is for runs with adapters, and {directory} has none; leave it out")
     if ema and adapted and not merge:
         raise ConfigError("--ema writes whole models: with adapters, give --merge too")
-    moved = Throughput(console, "exporting", sum(source.spec.nbytes for source, _ in chosen.values()))
-    nbytes = sum(source.spec.numel * to.itemsize for source, to in chosen.values())
+    moved = Throughput(console, "exporting", sum(source.nbytes for source, _ in chosen.values()))
+    nbytes = sum(source.numel * to.itemsize for source, to in chosen.values())
     with fresh_directory(out, nbytes) as folder, quiet_library():
-        _copy_documents(reader, folder)
+        for path in reader.manifest.files:
+            weights = path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS
+            if not (weights or path in (NAME, EVALUATED) or reader.manifest.is_elsewhere(path)):
+                copy_file([reader], path, folder)
         if adapted and not merge:
             _convert_adapter(folder, _DTYPES.get(dtype))
             what = "the adapter alone"
         else:
-            if merge:
-                tensors, weights = _merged(reader, chosen, folder, _DTYPES.get(dtype), moved)
-            else:
-                names = HubNames.of_directory(folder)
-                if names.note:
-                    console.note(names.note)
-                tensors, weights = _plain(reader, chosen, names, moved)
-            if dtype != "keep":
-                _put_dtype(folder / "config.json", dtype)
-            specs = [
-                TensorSpec(kind="model", name=name, dtype=each.dtype, shape=tuple(each.shape))
-                for name, each in tensors.items()
-            ]
-            count = write_weights(folder, specs, weights, lambda: None)
+            write = _merged if merge else _plain
+            tensors, values = write(reader, chosen, folder, dtype, moved, console)
+            if dtype != "keep" and (folder / "config.json").is_file():
+                # `from_pretrained` loads the weights in this dtype.
+                content = {**parse_json(folder / "config.json", read_whole(folder / "config.json")), "dtype": dtype}
+                _replace_dtype(content, dtype)
+                write_whole(folder / "config.json", json.dumps(content, indent=2).encode() + b"\n")
+            specs = [spec_of(name, each) for name, each in tensors.items()]
+            count = write_weights(folder, specs, values, lambda: None)
             what = f"{'merged into ' if merge else ''}{counted(count, 'file')}, read {moved}"
     console.note(f"{out}: step {reader.manifest.step}, {dtype}, {what}")
 
 
 def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chosen:
     kinds: tuple[str, ...] = ("model",) if dtype == "keep" else ("model", "master")
-    kept = {t.spec.name: t.spec.dtype for t in reader.manifest.tensors if t.spec.kind == "model"}
+    kept = {t.name: t.dtype for t in reader.manifest.tensors if t.kind == "model"}
     # Frozen weights in their source directory may have another dtype than the compute dtype.
-    away = [t.spec for t in reader.manifest.tensors if reader.manifest.is_elsewhere(t.path)]
+    away = [t for t in reader.manifest.tensors if reader.manifest.is_elsewhere(t.path)]
     compute = getattr(torch, str(reader.manifest.layout.get("compute")), torch.float32)
     kept |= {spec.name: compute for spec in away if spec.dtype.is_floating_point}
     if ema:
         kinds += ("ema",)
         if not reader.document(name_in(reader.manifest.files)).get("averages"):
             raise ConfigError(f"{reader.directory} has no averaged weights (ema.decay); leave --ema out")
-    found = {t.spec.name: t for kind in kinds for t in reader.manifest.tensors if t.spec.kind == kind}
+    found = {t.name: t for kind in kinds for t in reader.manifest.tensors if t.kind == kind}
     if not found:
         raise CheckpointError(f"{reader.directory} holds no model")
     wanted = _DTYPES.get(dtype)
     return {
-        t.spec.name: (t, wanted if wanted is not None and t.spec.dtype.is_floating_point else kept[t.spec.name])
+        t.name: (t, wanted if wanted is not None and t.dtype.is_floating_point else kept[t.name])
         for t in sorted(found.values(), key=lambda tensor: (tensor.path, tensor.begin))
     }
-
-
-def _copy_documents(reader: CheckpointReader, folder: Path) -> None:
-    for path in reader.manifest.files:
-        weights = path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS
-        if not (weights or path in (NAME, EVALUATED) or reader.manifest.is_elsewhere(path)):
-            copy_file([reader], path, folder)
-
-
-def _put_dtype(path: Path, dtype: str) -> None:
-    """Set the dtype in `config.json`, by which `from_pretrained` loads the weights."""
-    if path.is_file():
-        content = parse_json(path, read_whole(path))
-        _replace_dtype(content, dtype)
-        content["dtype"] = dtype
-        write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def _replace_dtype(content: dict[str, Any], dtype: str) -> None:
@@ -139,21 +119,21 @@ def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 
 def _plain(
-    reader: CheckpointReader, chosen: _Chosen, names: HubNames, moved: Callable[[int], object]
+    reader: CheckpointReader, chosen: _Chosen, folder: Path, _dtype: str, moved: Moved, console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
     """Return the tensors of the model on the Hub, on the meta device by name, and an iterator of their values."""
-    order = {name: place for place, name in enumerate(chosen)}
-    groups = names.groups(
-        {name: torch.empty(s.spec.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
-    )
-    groups.sort(key=lambda group: (group.converted, 0 if group.converted else order[group.names[0]]))
-    tensors = {name: each for group in groups for name, each in group.outputs.items()}
-    if len(tensors) != sum(len(group.outputs) for group in groups):
+    tensors = {name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
+    names = HubNames.of_directory(folder, tensors)
+    if names.note:
+        console.note(names.note)
+    if len(names.outputs) != sum(len(group.outputs) for group in names.groups):
         raise CheckpointError(f"{reader.directory}: two tensors would have one name on the hub")
-    members = [name for group in groups for name in group.names]
+    order = {name: place for place, name in enumerate(chosen)}
+    places = sorted(names.groups, key=lambda each: (each.converted, 0 if each.converted else order[each.names[0]]))
+    members = [name for group in places for name in group.names]
     read = read_tensors(reader, [chosen[name][0] for name in members], moved)
     weights = ((name, _converted(name, each, chosen[name][1])) for name, (_, each) in zip(members, read, strict=True))
-    return tensors, names.convert(weights, groups)
+    return names.outputs, names.convert(weights)
 
 
 def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
@@ -173,7 +153,7 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def _merged(
-    reader: CheckpointReader, chosen: _Chosen, folder: Path, dtype: torch.dtype | None, moved: Callable[[int], object]
+    reader: CheckpointReader, chosen: _Chosen, folder: Path, dtype: str, moved: Moved, _console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
     """Do the same with adapters merged into the weights; the model's configuration replaces that of the adapter in `folder`."""
     peft = import_peft()
@@ -189,7 +169,7 @@ def _merged(
     names = {given: given if given.startswith(_PREFIX) else f"{_PREFIX}{given}" for given in chosen}
     for given, (source, _) in chosen.items():
         tensor = state.get(names[given])
-        if tensor is None or tuple(tensor.shape) != source.spec.shape:
+        if tensor is None or tuple(tensor.shape) != source.shape:
             raise CheckpointError(f"{given} of {reader.directory} has no place in {type(model).__name__}")
         missing.discard(first.get(names[given], names[given]))
     if missing:
@@ -201,7 +181,7 @@ def _merged(
     for path in (folder / BASE_MODEL).iterdir():
         path.rename(folder / path.name)
     (folder / BASE_MODEL).rmdir()
-    wanted = dtype or next(source.spec.dtype for source, _ in chosen.values() if source.spec.kind == "model")
+    wanted = _DTYPES.get(dtype) or next(source.dtype for source, _ in chosen.values() if source.kind == "model")
     form = HubForm(model)
     tensors = {name: each.to(wanted) if each.is_floating_point() else each for name, each in form.outputs.items()}
     place: dict[str, int] = {}
@@ -209,18 +189,7 @@ def _merged(
         place.setdefault(form.layer_of.get(name, name), len(place))
     order = sorted(chosen, key=lambda given: place[form.layer_of.get(names[given], names[given])])
     read = read_tensors(reader, [chosen[given][0] for given in order], moved)
-    widest = max(
-        (to.spec.dtype for to, _ in chosen.values() if to.spec.dtype.is_floating_point), key=lambda each: each.itemsize
-    )
-    weights = form.of(
-        ((names[stored.spec.name], each) for stored, each in read), torch.promote_types(torch.float32, widest)
-    )
-    return tensors, ((name, _converted(name, each, tensors[name].dtype)) for name, each in _of_checkpoint(weights))
-
-
-def _of_checkpoint(weights: Named) -> Named:
-    """Yield the same weights, with errors about a checkpoint instead of a run's configuration."""
-    try:
-        yield from weights
-    except ConfigError as error:
-        raise CheckpointError(str(error)) from error
+    widest = max((to.dtype for to, _ in chosen.values() if to.dtype.is_floating_point), key=lambda each: each.itemsize)
+    pairs = ((names[stored.name], each) for stored, each in read)
+    weights = form.of(pairs, torch.promote_types(torch.float32, widest), CheckpointError)
+    return tensors, ((name, _converted(name, each, tensors[name].dtype)) for name, each in weights)

@@ -1,19 +1,22 @@
-"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list` and `inspect`), and common functions of the checkpoint
-tools: paths of the command line, counters, and reading tensors."""
+"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list`, `inspect`), differences of two (`diff`), and common
+functions of the checkpoint tools: paths of the command line, counters, and reading tensors."""
 
 import json
+import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from zeromesh.checkpoint.format.manifest import NAME, Manifest
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, StoredTensor
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
@@ -67,16 +70,16 @@ def part_text(reader: CheckpointReader) -> str:
 
 
 def read_tensors(
-    reader: CheckpointReader, tensors: Iterable[StoredTensor], moved: Callable[[int], object]
-) -> Iterator[tuple[StoredTensor, torch.Tensor]]:
+    reader: CheckpointReader, tensors: Iterable[TensorSpec], moved: Callable[[int], object]
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
     """Yield verified tensors of a checkpoint with their values, and read as many at once as fit into a window, or one.
 
     `moved` gets the bytes of each window. Raises `CheckpointError` where the checkpoint is damaged.
     """
-    window: list[tuple[StoredTensor, torch.Tensor]] = []
+    window: list[tuple[TensorSpec, torch.Tensor]] = []
     nbytes = 0
     for tensor in (*tensors, None):
-        if window and (tensor is None or nbytes + tensor.spec.nbytes > WINDOW_BYTES):
+        if window and (tensor is None or nbytes + tensor.nbytes > WINDOW_BYTES):
             reader.read(
                 [PlacedValues.stored(stored, 0, TieredTensor.of(values.view(-1))) for stored, values in window],
                 lambda: None,
@@ -85,22 +88,21 @@ def read_tensors(
             yield from window
             window, nbytes = [], 0
         if tensor is not None:
-            nbytes += tensor.spec.nbytes
-            window.append((tensor, torch.empty(tensor.spec.shape, dtype=tensor.spec.dtype)))
+            nbytes += tensor.nbytes
+            window.append((tensor, torch.empty(tensor.shape, dtype=tensor.dtype)))
 
 
 class Throughput:
     """Called with the bytes of each finished transfer, shows the progress of all; as text, their bytes and seconds."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
-        self._console, self._what, self._total = console, what, total
+        self._console, self._what, self._total = console, what, human_bytes(total)
         self._done = 0
         self._began = time.monotonic()
 
     def __call__(self, nbytes: int) -> None:
         self._done += nbytes
-        of_total = f"{human_bytes(self._done)} of {human_bytes(self._total)}"
-        self._console.status(f"{self._what}: {of_total}, {self._rate()}")
+        self._console.status(f"{self._what}: {human_bytes(self._done)} of {self._total}, {self._rate()}")
 
     def _rate(self) -> str:
         return f"{human_bytes(self._done / max(time.monotonic() - self._began, 1e-6))}/s"
@@ -115,20 +117,15 @@ _SEPARATE_LINES = frozenset({"step", "tracker", "settings"})
 
 
 def list_checkpoints(path: Path, *, as_json: bool) -> str:
-    """Return the checkpoints of a run or a directory, oldest first.
-
-    Raises:
-        ConfigError: where there are none.
-    """
+    """Return the checkpoints of a run or a directory, oldest first. Raises `ConfigError` where there are none."""
     store = store_at(path)
     found = [summary_of(store, step) for step in reversed(store.steps())]
-    left = store.leftovers()
     if as_json:
-        return _json({"directory": str(store.root), "checkpoints": found, "leftovers": left})
+        return _json({"directory": str(store.root), "checkpoints": found, "leftovers": store.leftovers()})
     rows = [summary_row(each) for each in found]
     lines = [str(store.root), *(table_lines(COLUMNS, rows, _NUMBERS) if rows else ["no checkpoints"])]
     what = "being written or removed, or left behind by a kill; the next start of the run removes it"
-    return _text([*lines, *(f"{name}: {what}" for name in left)])
+    return _text([*lines, *(f"{name}: {what}" for name in store.leftovers())])
 
 
 def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
@@ -191,24 +188,27 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
 
 
 def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str:
-    """Return the contents of a checkpoint; with a pattern also the tensors with matching names.
-
-    Raises:
-        CheckpointError: when it is damaged.
-        ConfigError: where there is none, or no tensor has such a name.
-    """
+    """Return the contents of a checkpoint; with a pattern also the tensors with matching names. Raises `CheckpointError` when it
+    is damaged; `ConfigError` where there is none, or no tensor has such a name."""
     directory = checkpoint_at(path)
     reader = CheckpointReader(directory, checked=False)
-    manifest, whole = reader.manifest, reader.manifest.part[1] == 1
-    if whole:
-        reader = CheckpointReader(directory)
-    state = state_of(reader) if whole else None
+    manifest, state = reader.manifest, None
+    if manifest.part[1] == 1:
+        state = state_of(CheckpointReader(directory))
+    kinds: dict[str, dict[str, Any]] = {}
+    for spec in manifest.tensors:
+        kind = kinds.setdefault(spec.kind, {"tensors": 0, "parameters": 0, "bytes": 0, "dtypes": []})
+        kind["tensors"] += 1
+        kind["parameters"] += spec.numel
+        kind["bytes"] += spec.nbytes
+        if DTYPE_NAMES[spec.dtype] not in kind["dtypes"]:
+            kind["dtypes"].append(DTYPE_NAMES[spec.dtype])
     content = {
         "path": str(directory),
         "date": _date(directory),
         "step": manifest.step,
         "state": None if state is None else asdict(state),
-        "kinds": _kinds(manifest),
+        "kinds": kinds,
         "files": {name: record.nbytes for name, record in sorted(manifest.files.items())},
         "bytes": manifest.nbytes,
         "aliases": dict(manifest.aliases),
@@ -216,42 +216,31 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str
         "part": list(manifest.part),
     }
     if pattern is not None:
-        content["tensors"] = [_tensor(manifest, each) for each in _matching(manifest, pattern)]
+        content["tensors"] = _tensors(manifest, pattern)
     return _json(content) if as_json else _text(_lines(content, manifest, f"{directory}{part_text(reader)}"))
 
 
-def _matching(manifest: Manifest, pattern: str) -> list[StoredTensor]:
+def _tensors(manifest: Manifest, pattern: str) -> list[dict[str, Any]]:
     glob = pattern if any(letter in pattern for letter in "*?[") else f"*{pattern}*"
-    found = [tensor for tensor in manifest.tensors if fnmatchcase(tensor.spec.name, glob)]
+    found = [
+        {
+            "kind": tensor.kind,
+            "name": tensor.name,
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "file": tensor.path,
+            "begin": tensor.begin,
+            "end": tensor.end,
+            "ranks": sorted(
+                {each.rank for each in overlapping(manifest.files[tensor.path].pieces, tensor.begin, tensor.end)}
+            ),
+        }
+        for tensor in manifest.tensors
+        if fnmatchcase(tensor.name, glob)
+    ]
     if not found:
         raise ConfigError(f"--tensors {pattern!r}: no tensor has such a name; --tensors '*' shows all")
     return found
-
-
-def _kinds(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for spec in (tensor.spec for tensor in manifest.tensors):
-        kind = found.setdefault(spec.kind, {"tensors": 0, "parameters": 0, "bytes": 0, "dtypes": []})
-        kind["tensors"] += 1
-        kind["parameters"] += spec.numel
-        kind["bytes"] += spec.nbytes
-        if DTYPE_NAMES[spec.dtype] not in kind["dtypes"]:
-            kind["dtypes"].append(DTYPE_NAMES[spec.dtype])
-    return found
-
-
-def _tensor(manifest: Manifest, tensor: StoredTensor) -> dict[str, Any]:
-    spec, pieces = tensor.spec, manifest.files[tensor.path].pieces
-    return {
-        "kind": spec.kind,
-        "name": spec.name,
-        "dtype": DTYPE_NAMES[spec.dtype],
-        "shape": list(spec.shape),
-        "file": tensor.path,
-        "begin": tensor.begin,
-        "end": tensor.end,
-        "ranks": sorted({piece.rank for piece in overlapping(pieces, tensor.begin, tensor.end)}),
-    }
 
 
 def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterator[str]:
@@ -286,3 +275,97 @@ def _text(lines: Iterator[str] | Sequence[str]) -> str:
 
 def _json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=1) + "\n"
+
+
+_SHOWN = 20
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ABSENT = "(absent)"
+
+
+def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
+    """Show the differences in counters, settings and elements; returns True for bitwise equality, or equality within the
+    tolerance. Raises `CheckpointError` when one of them is damaged."""
+    readers = CheckpointReader(one), CheckpointReader(two)
+    console.note(f"A: {one}")
+    console.note(f"B: {two}")
+    a, b = ({(each.kind, each.name): each for each in reader.manifest.tensors} for reader in readers)
+    shared = [key for key in a if key in b and a[key].shape == b[key].shape]
+    shared.sort(key=lambda key: (a[key].path, a[key].begin))
+    moved = Throughput(console, "comparing", sum(each[key].nbytes for key in shared for each in (a, b)))
+    values = (
+        read_tensors(reader, [held[key] for key in shared], moved) for reader, held in zip(readers, (a, b), strict=True)
+    )
+    rows = (_compared(*here, *there) for here, there in zip(*values, strict=True))
+    apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
+    differences = [
+        [*_facts_apart(*readers, tolerance)],
+        [*_tensors_apart(a, b)],
+        [line for _, line in apart],
+    ]
+    for lines in differences:
+        for line in lines[:_SHOWN]:
+            console.note(line)
+        if len(lines) > _SHOWN:
+            console.note(f"... and {len(lines) - _SHOWN:,} more")
+    if not any(differences):
+        how = "bit by bit" if tolerance is None else f"within {tolerance:g}"
+        count = sum(a[key].numel for key in shared)
+        console.note(f"the same {how}: {counted(len(shared), 'tensor', ',')}, {counted(count, 'element', ',')}")
+        return True
+    both = f"{counted(len(shared), 'tensor', ',')} that both have"
+    console.note(f"{len(apart):,} of {both} differ" if apart or not shared else f"the {both} are the same")
+    return False
+
+
+def _compared(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there: torch.Tensor) -> tuple[float, str]:
+    """Return minus the largest absolute difference of two elements, and a line with its place; an empty line for equal bits."""
+    text, same_dtype = f"{one.kind} {one.name}:", here.dtype == there.dtype
+    if same_dtype:
+        bits = _BITS[here.dtype.itemsize]
+        differ = here.view(bits) != there.view(bits)
+    else:
+        text += f" {DTYPE_NAMES[here.dtype]} in A, {DTYPE_NAMES[there.dtype]} in B;"
+        differ = (here != there) & ~(here.isnan() & there.isnan())
+    places = differ.view(-1).nonzero()[:, 0]
+    if not len(places):
+        return 0.0, "" if same_dtype else f"{text} the values are the same"
+    ours, theirs = (each.view(-1)[places].double() for each in (here, there))
+    distance = (ours - theirs).abs()
+    distance[ours.isnan() & theirs.isnan()] = 0.0
+    distance[distance.isnan()] = math.inf
+    worst = int(distance.argmax())
+    where = [int(each) for each in np.unravel_index(int(places[worst]), one.shape)]
+    return -float(distance[worst]), (
+        f"{text} max |difference| {float(distance[worst]):.6g} at {where} ({float(ours[worst])!r} in A, "
+        f"{float(theirs[worst])!r} in B); {len(places):,} of {one.numel:,} elements differ"
+    )
+
+
+def _facts_apart(one: CheckpointReader, two: CheckpointReader, tolerance: float | None) -> Iterator[str]:
+    """Yield lines about aliases and, of checkpoints of a trainer, counters and settings."""
+    found: list[dict[str, Any]] = []
+    for reader in (one, two):
+        state = state_of(reader)
+        facts = {} if state is None else asdict(state)
+        settings, _ = facts.pop("settings", {}), facts.pop("tracker", None)
+        aliases = {f"alias {name}": first for name, first in reader.manifest.aliases.items()}
+        found.append({**aliases, **facts, **settings})
+    for name in {**found[0], **found[1]}:
+        here, there = (facts.get(name, _ABSENT) for facts in found)
+        close = tolerance is not None and isinstance(here, float) and isinstance(there, float)
+        if here != there and not (close and abs(here - there) <= (tolerance or 0)):
+            yield f"{name}: {here!r} in A, {there!r} in B"
+
+
+def _tensors_apart(a: Mapping[tuple[str, str], TensorSpec], b: Mapping[tuple[str, str], TensorSpec]) -> Iterator[str]:
+    """Yield lines about tensors that only one checkpoint has, in one line for a kind that the other lacks, or of other shapes."""
+    for here, there, which in ((a, b, "A"), (b, a, "B")):
+        kinds = {kind for kind, _ in there}
+        absent = [f"{kind} {name}" if kind in kinds else kind for kind, name in here if (kind, name) not in there]
+        for what, count in Counter(absent).items():
+            several = "" if " " in what else f" ({counted(count, 'tensor', ',')})"
+            yield f"{what}{several}: only in {which}"
+    for (kind, name), tensor in a.items():
+        other = b.get((kind, name), tensor)
+        if tensor.shape != other.shape:
+            yield f"{kind} {name}: {list(tensor.shape)} in A, {list(other.shape)} in B"

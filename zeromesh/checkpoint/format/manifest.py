@@ -28,7 +28,6 @@ from zeromesh.checkpoint.format.safetensors_layout import (
     DTYPE_NAMES,
     DTYPES,
     MAX_DIMS,
-    StoredTensor,
     TensorSpec,
     check_names,
     check_plain,
@@ -59,9 +58,6 @@ class ChecksumPiece:
     checksum: str
     rank: int
 
-    def row(self) -> list[Any]:
-        return [self.begin, self.end, self.checksum, self.rank]
-
 
 def checksum(data: torch.Tensor | bytes) -> str:
     """Return the xxh3-128 of bytes, or of a 1-D uint8 tensor on CPU, as 32 hexadecimal digits."""
@@ -82,7 +78,7 @@ class Manifest:
 
     step: int
     files: Mapping[str, FileRecord]
-    tensors: tuple[StoredTensor, ...] = ()
+    tensors: tuple[TensorSpec, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     part: tuple[int, int] = (0, 1)
@@ -101,16 +97,18 @@ class Manifest:
     def to_json(self) -> bytes:
         """Serialize the manifest with its own hash."""
         tensors: dict[str, dict[str, list[Any]]] = {}
-        for tensor in self.tensors:
-            spec = tensor.spec
-            row = [tensor.path, tensor.begin, DTYPE_NAMES[spec.dtype], list(spec.shape)]
-            tensors.setdefault(spec.kind, {})[spec.name] = row
+        for each in self.tensors:
+            row = [each.path, each.begin, DTYPE_NAMES[each.dtype], list(each.shape)]
+            tensors.setdefault(each.kind, {})[each.name] = row
         content: dict[str, Any] = {
             "format": FORMAT,
             "schema": 2 if self.source else 1,
             "step": self.step,
             "files": {
-                path: {"bytes": record.nbytes, "pieces": [piece.row() for piece in record.pieces]}
+                path: {
+                    "bytes": record.nbytes,
+                    "pieces": [[each.begin, each.end, each.checksum, each.rank] for each in record.pieces],
+                }
                 for path, record in sorted(self.files.items())
             },
             "tensors": tensors,
@@ -119,24 +117,19 @@ class Manifest:
             "part": list(self.part),
             **({"source": self.source} if self.source else {}),
         }
-        return _signed(content, _hash_of(content))
+        return _signed(content)[1]
 
 
-def _signed(content: Mapping[str, Any], digest: str) -> bytes:
-    return json.dumps({**content, "sha256": digest}, separators=(",", ":")).encode()
-
-
-def _hash_of(content: Mapping[str, Any]) -> str:
+def _signed(content: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Return the hash of a manifest's content, as canonical JSON, and the manifest with it."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    return hashlib.sha256(canonical).hexdigest()
+    digest = hashlib.sha256(canonical).hexdigest()
+    return digest, json.dumps({**content, "sha256": digest}, separators=(",", ":")).encode()
 
 
 def parse(path: Path, raw: bytes) -> Manifest:
     """Parse and check a manifest from the bytes of `path`: its own hash, schema, names, sizes, and that pieces tile the files.
-
-    Raises:
-        CheckpointError: with the manifest's first problem.
-    """
+    Raises `CheckpointError` with the manifest's first problem."""
     content = parse_json(path, raw)
     found = content.pop("sha256", None)
     if content.get("format") != FORMAT:
@@ -145,11 +138,11 @@ def parse(path: Path, raw: bytes) -> Manifest:
     if type(schema) is not int or not 1 <= schema <= SCHEMA:
         cure = "; use a newer zeromesh to read it" if type(schema) is int and schema > SCHEMA else ""
         raise CheckpointError(f"{path} has schema {schema!r:.50}, this version reads up to {SCHEMA}{cure}")
-    digest = _hash_of(content)
+    digest, signed = _signed(content)
     if found != digest:
         raise CheckpointError(f"{path} does not agree with its own sha256: it was changed or is damaged")
     # The hash covers the content: trailing blanks or `1E-5` for `1e-5` would not change it.
-    if raw != _signed(content, digest):
+    if raw != signed:
         raise CheckpointError(f"{path} is not written as it was: bytes were added or changed")
 
     def checked(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
@@ -158,14 +151,16 @@ def parse(path: Path, raw: bytes) -> Manifest:
             raise CheckpointError(f"{path}: {name} should be {expected}")
         return value
 
-    def is_object_of_texts(value: Any) -> bool:
-        return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
     def is_part(value: Any) -> bool:
         return isinstance(value, list) and len(value) == 2 and all(map(is_size, value)) and value[0] < value[1]
 
     index, count = checked("part", is_part, "an index and a count that is larger, two whole numbers")
-    files, layout, tensors = (checked(name, _is_object, "an object") for name in ("files", "layout", "tensors"))
+    files, layout, tensors, aliases = (
+        checked(name, lambda value: isinstance(value, dict), "an object")
+        for name in ("files", "layout", "tensors", "aliases")
+    )
+    if not all(isinstance(each, str) for each in aliases.values()):
+        raise CheckpointError(f"{path}: aliases should be an object of texts")
     if len(files) > _MAX_FILES:
         raise CheckpointError(f"{path} names {len(files):,} files; at most {_MAX_FILES:,} are allowed")
     records = {name: _file(path, name, value, whole=count == 1) for name, value in files.items()}
@@ -175,15 +170,11 @@ def parse(path: Path, raw: bytes) -> Manifest:
         step=checked("step", is_size, "a whole number, 0 or more"),
         files=records,
         tensors=_tensors(path, tensors, records),
-        aliases=checked("aliases", is_object_of_texts, "an object of texts"),
+        aliases=aliases,
         layout=layout,
         part=(index, count),
         source=checked("source", lambda value: isinstance(value, str), "the path of a directory"),
     )
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def is_path(name: str) -> bool:
@@ -194,20 +185,15 @@ def is_path(name: str) -> bool:
 def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:
     if not is_path(name):
         raise CheckpointError(f"{path} names the file {name[:300]!r}, which is no plain name inside the checkpoint")
-    match value:
-        case {"pieces": list(rows), "bytes": int(nbytes)} if is_size(nbytes):
-            pass
-        case _:
-            raise CheckpointError(f"{path}: {name} should have a number of bytes and a list of pieces")
-    found, end = [], 0
+    content: Mapping[str, Any] = value if isinstance(value, dict) else {}
+    rows, nbytes = content.get("pieces"), content.get("bytes")
+    if not isinstance(rows, list) or nbytes is None or not is_size(nbytes):
+        raise CheckpointError(f"{path}: {name} should have a number of bytes and a list of pieces")
+    found, end, nothing = [], 0, list[Any]([None] * 4)
     for row in rows:
-        match row:
-            case [begin, stop, str(digest), rank] if _CHECKSUM.fullmatch(digest) and all(
-                map(is_size, (begin, stop, rank))
-            ):
-                pass
-            case _:
-                raise CheckpointError(f"{path}: {name} has a piece that is no [begin, end, checksum, rank]")
+        begin, stop, digest, rank = row if isinstance(row, list) and len(row) == 4 else nothing
+        if not all(map(is_size, (begin, stop, rank))) or not (isinstance(digest, str) and _CHECKSUM.fullmatch(digest)):
+            raise CheckpointError(f"{path}: {name} has a piece that is no [begin, end, checksum, rank]")
         if begin < end or stop <= begin or stop > nbytes or (whole and begin != end):
             raise CheckpointError(
                 f"{path}: {name} has the piece [{begin}, {stop}) after byte {end} of {nbytes}: pieces overlap, leave a gap "
@@ -220,35 +206,35 @@ def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:
     return FileRecord(nbytes=nbytes, pieces=tuple(found))
 
 
-def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecord]) -> tuple[StoredTensor, ...]:
-    found = []
+def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecord]) -> tuple[TensorSpec, ...]:
+    found: list[TensorSpec] = []
     for kind, rows in kinds.items():
         if not re.fullmatch(_PART, kind) or not isinstance(rows, dict):
             raise CheckpointError(f"{path}: tensors {kind[:300]!r} should be an object, under a plain name")
         check_names(path, rows)
-        found += [_tensor(path, kind, name, row, files) for name, row in rows.items()]
+        for name, row in rows.items():
+            match row:
+                case [str(file), begin, str(dtype), list(shape)] if (
+                    file in files and dtype in DTYPES and len(shape) <= MAX_DIMS and all(map(is_size, [begin, *shape]))
+                ):
+                    found.append(
+                        TensorSpec(
+                            kind=kind, name=name, dtype=DTYPES[dtype], shape=tuple(shape), path=file, begin=begin
+                        )
+                    )
+                case _:
+                    raise CheckpointError(
+                        f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"
+                    )
     end, last = 0, ""
     for tensor in sorted(found, key=lambda tensor: (tensor.path, tensor.begin, tensor.end)):
+        nbytes = files[tensor.path].nbytes
+        if tensor.begin % tensor.dtype.itemsize or tensor.end > nbytes:
+            raise CheckpointError(
+                f"{path}: {tensor.kind} {tensor.name} of {tensor.nbytes} bytes at {tensor.begin} does not fit {tensor.path} of "
+                f"{nbytes} bytes"
+            )
         if tensor.path == last and tensor.begin < end:
-            raise CheckpointError(f"{path}: {tensor.spec.name} overlaps another tensor in {tensor.path}")
+            raise CheckpointError(f"{path}: {tensor.name} overlaps another tensor in {tensor.path}")
         last, end = tensor.path, tensor.end
     return tuple(found)
-
-
-def _tensor(path: Path, kind: str, name: str, row: Any, files: Mapping[str, FileRecord]) -> StoredTensor:
-    match row:
-        case [str(file), begin, str(dtype), list(shape)] if (
-            file in files and dtype in DTYPES and len(shape) <= MAX_DIMS and all(map(is_size, [begin, *shape]))
-        ):
-            pass
-        case _:
-            raise CheckpointError(
-                f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"
-            )
-    spec = TensorSpec(kind=kind, name=name, dtype=DTYPES[dtype], shape=tuple(shape))
-    tensor = StoredTensor(spec=spec, path=file, begin=begin)
-    if begin % DTYPES[dtype].itemsize or tensor.end > files[file].nbytes:
-        raise CheckpointError(
-            f"{path}: {kind} {name} of {spec.nbytes} bytes at {begin} does not fit {file} of {files[file].nbytes} bytes"
-        )
-    return tensor

@@ -11,7 +11,8 @@ that tensor data can bypass the page cache.
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,42 +53,40 @@ _MOST_FOR_WRITERS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """A stored whole tensor. `kind` is `model`, `master` or the name of a moment."""
+    """A whole tensor of a model directory, which begins at byte `begin` of the file `path`; without a path it is in no file yet.
+
+    `kind` is `model`, `master` or the name of a moment.
+    """
 
     kind: str
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    path: str = ""
+    begin: int = 0
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
+    end: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        numel = math.prod(self.shape)
+        nbytes = numel * self.dtype.itemsize
+        for name, value in (("numel", numel), ("nbytes", nbytes), ("end", self.begin + nbytes)):
+            object.__setattr__(self, name, value)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor:
-    """A whole tensor that begins at byte `begin` of the file `path`."""
-
-    spec: TensorSpec
-    path: str
-    begin: int
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.spec.nbytes
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Describe a tensor of a model, which is in no file yet."""
+    return TensorSpec(kind="model", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileLayout:
-    """A file to be written: its path within the checkpoint, its header, and its tensors."""
+    """A file to be written: its path within the checkpoint, its header, its tensors, and its size in bytes."""
 
     path: str
     header: bytes
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[TensorSpec, ...]
     nbytes: int
 
 
@@ -106,61 +105,46 @@ def plan_files(specs: Iterable[TensorSpec], writers: int) -> tuple[FileLayout, .
     for kind, members in kinds.items():
         total = sum(spec.nbytes for spec in members)
         count = max(-(-total // _LARGEST_FILE), min(writers, _MOST_FOR_WRITERS, total // _LEAST_FILE), 1)
-        groups = _balanced(members, count)
+        groups: list[list[TensorSpec]] = [[]]
+        filled = 0
+        for spec in members:
+            if groups[-1] and len(groups) < count and filled + spec.nbytes / 2 >= total / count * len(groups):
+                groups.append([])
+            groups[-1].append(spec)
+            filled += spec.nbytes
         for number, group in enumerate(groups, start=1):
-            path = f"{kind_stem(kind)}-{number:05d}-of-{len(groups):05d}.safetensors"
-            files.append(_file(path, group))
+            files.append(_file(f"{kind_stem(kind)}-{number:05d}-of-{len(groups):05d}.safetensors", group))
     return tuple(files)
-
-
-def _balanced(specs: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
-    goal = sum(spec.nbytes for spec in specs) / count
-    groups: list[list[TensorSpec]] = [[]]
-    filled = 0
-    for spec in specs:
-        if groups[-1] and len(groups) < count and filled + spec.nbytes / 2 >= goal * len(groups):
-            groups.append([])
-        groups[-1].append(spec)
-        filled += spec.nbytes
-    return groups
 
 
 def _file(path: str, specs: Sequence[TensorSpec]) -> FileLayout:
     # Wider dtypes come first, as in the format's own writer, so that each tensor begins at a multiple of its element size.
     ordered = sorted(specs, key=lambda spec: -spec.dtype.itemsize)
+    ends = list(accumulate((spec.nbytes for spec in ordered), initial=0))
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for spec in ordered:
-        end = at + spec.nbytes
-        fields[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [at, end]}
-        at = end
+    for spec, offsets in zip(ordered, pairwise(ends), strict=True):
+        fields[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (round_up(8 + len(text), BLOCK) - 8 - len(text))
-    header = len(text).to_bytes(8, "little") + text
-    tensors = tuple(
-        StoredTensor(spec=spec, path=path, begin=len(header) + fields[spec.name]["data_offsets"][0]) for spec in ordered
-    )
-    return FileLayout(path=path, header=header, tensors=tensors, nbytes=len(header) + at)
+    size = round_up(8 + len(text), BLOCK)
+    header = (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+    tensors = tuple(replace(spec, path=path, begin=size + begin) for spec, begin in zip(ordered, ends, strict=False))
+    return FileLayout(path=path, header=header, tensors=tensors, nbytes=size + ends[-1])
 
 
 def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
     """Build the index of each kind by its path: the file of each tensor, in Hugging Face's format."""
     found: dict[str, dict[str, Any]] = {}
-    for file in files:
-        for spec in (tensor.spec for tensor in file.tensors):
-            path = f"{kind_stem(spec.kind)}.safetensors.index.json"
-            index = found.setdefault(path, {"metadata": {"total_size": 0}, "weight_map": {}})
-            index["metadata"]["total_size"] += spec.nbytes
-            index["weight_map"][spec.name] = file.path.rpartition("/")[2]
+    for spec in (tensor for file in files for tensor in file.tensors):
+        path = f"{kind_stem(spec.kind)}.safetensors.index.json"
+        index = found.setdefault(path, {"metadata": {"total_size": 0}, "weight_map": {}})
+        index["metadata"]["total_size"] += spec.nbytes
+        index["weight_map"][spec.name] = spec.path.rpartition("/")[2]
     return {path: json.dumps(index, indent=1).encode() for path, index in found.items()}
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of a file, by name and as of kind `model`, after checking that the header describes the whole file.
-
-    Raises:
-        CheckpointError: with the header's first problem.
-    """
+def read_header(path: Path) -> dict[str, TensorSpec]:
+    """Read the tensors of a file, by name and as of kind `model`, after checking that the header describes the whole file. Raises
+    `CheckpointError` with the header's first problem."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -174,7 +158,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     position = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
         if entry.begin != position:
-            raise CheckpointError(f"{path} leaves a hole or an overlap before {entry.spec.name} (byte {position})")
+            raise CheckpointError(f"{path} leaves a hole or an overlap before {entry.name} (byte {position})")
         position = entry.end
     if position != size:
         raise CheckpointError(
@@ -183,7 +167,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return entries
 
 
-def _entry(path: Path, name: str, fields: Any, origin: int) -> StoredTensor:
+def _entry(path: Path, name: str, fields: Any, origin: int) -> TensorSpec:
     try:
         code, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
     except (KeyError, TypeError, ValueError):
@@ -198,8 +182,8 @@ def _entry(path: Path, name: str, fields: Any, origin: int) -> StoredTensor:
         raise CheckpointError(f"{path} has a shape or offsets for {name} that are not whole numbers below 2**62")
     if end - begin != math.prod(shape) * DTYPES[code].itemsize:
         raise CheckpointError(f"{path} gives {name} {end - begin} bytes, {code}{shape} has another size")
-    spec = TensorSpec(kind="model", name=name, dtype=DTYPES[code], shape=tuple(shape))
-    return StoredTensor(spec=spec, path=path.name, begin=origin + begin)
+    begin += origin
+    return TensorSpec(kind="model", name=name, dtype=DTYPES[code], shape=tuple(shape), path=path.name, begin=begin)
 
 
 def is_size(value: Any) -> bool:
@@ -220,16 +204,17 @@ def check_plain(where: object, name: str, content: Any) -> None:
     """Raise `CheckpointError` if parsed JSON is deeply nested, or has huge integers or numbers that are not finite."""
     level = [content]
     for _ in range(_MOST_LEVELS):
-        if any(isinstance(value, int) and value.bit_length() > _MOST_BITS for value in level):
-            raise CheckpointError(f"{where}: {name} has an integer of more than {_MOST_BITS} bits")
-        if any(isinstance(value, float) and not math.isfinite(value) for value in level):
-            raise CheckpointError(f"{where}: {name} has a number that is not finite")
-        below = [
-            value.values() if isinstance(value, dict) else value for value in level if isinstance(value, dict | list)
-        ]
-        level = [value for values in below for value in values]
-        if not level:
+        below: list[Any] = []
+        for value in level:
+            if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+                raise CheckpointError(f"{where}: {name} has an integer of more than {_MOST_BITS} bits")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise CheckpointError(f"{where}: {name} has a number that is not finite")
+            if isinstance(value, dict | list):
+                below += value.values() if isinstance(value, dict) else value
+        if not below:
             return
+        level = below
     raise CheckpointError(f"{where}: {name} is nested deeper than {_MOST_LEVELS} levels")
 
 

@@ -12,7 +12,7 @@ from typing import BinaryIO, TypeVar
 import torch
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, checksum
-from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, TensorSpec
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval, round_up
 from zeromesh.offload import TieredTensor
@@ -93,19 +93,24 @@ class TensorShard:
     owner: int | None = None
 
 
+def elements_of(data: torch.Tensor, tensor: TensorSpec) -> torch.Tensor:
+    """Return the elements of a stored tensor whose bytes in its file are `data`, 1-D uint8.
+
+    Bytes that are read become elements here and nowhere else; what takes the elements converts them to its own dtype.
+    """
+    return data.view(tensor.dtype)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedValues:
-    """Elements in this process's memory, and the file place of their bytes, for reading or writing.
+    """Elements of a stored tensor in this process's memory, for reading or writing.
 
-    A tensor begins at byte `origin` of the file `path` with elements of `dtype`. `rows` selects columns of its rows, and `values`
-    are the elements of the selection from `first` on, in the file's order; bytes of other elements may lie between them. Values
-    of another dtype than the file's are converted. `owner` is the bucket whose update changes them; None if they stay unchanged
-    during a save.
+    `rows` selects columns of the tensor's rows, and `values` are the elements of the selection from `first` on, in the file's
+    order; bytes of other elements may lie between them. Values of another dtype than the file's are converted. `owner` is the
+    bucket whose update changes them; None if they stay unchanged during a save.
     """
 
-    path: str
-    origin: int
-    dtype: torch.dtype
+    tensor: TensorSpec
     rows: StridedRows
     values: TieredTensor
     first: int = 0
@@ -117,23 +122,22 @@ class PlacedValues:
     def __post_init__(self) -> None:
         hull = self.rows.hull(self.interval) if self.values.numel else Interval(start=0, end=0)
         for name, element in (("begin", hull.start), ("end", hull.end)):
-            object.__setattr__(self, name, self.origin + element * self.dtype.itemsize)
+            object.__setattr__(self, name, self.tensor.begin + element * self.tensor.dtype.itemsize)
 
     @classmethod
     def of_bytes(cls, path: str, begin: int, data: bytes) -> PlacedValues:
         """Place raw bytes in the file `path` at byte `begin`."""
         values = TieredTensor.of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return cls(path=path, origin=begin, dtype=torch.uint8, rows=StridedRows.whole(len(data)), values=values)
+        tensor = TensorSpec(kind="", name="", dtype=torch.uint8, shape=(len(data),), path=path, begin=begin)
+        return cls.stored(tensor, 0, values)
 
     @classmethod
-    def stored(cls, tensor: StoredTensor, first: int, values: TieredTensor, owner: int | None = None) -> PlacedValues:
+    def stored(cls, tensor: TensorSpec, first: int, values: TieredTensor, owner: int | None = None) -> PlacedValues:
         """Place the elements of a flattened tensor from `first` on."""
-        dtype, rows = tensor.spec.dtype, StridedRows.whole(values.numel)
-        origin = tensor.begin + first * dtype.itemsize
-        return cls(path=tensor.path, origin=origin, dtype=dtype, rows=rows, values=values, owner=owner)
+        return cls(tensor=tensor, rows=StridedRows.whole(tensor.numel), values=values, first=first, owner=owner)
 
     @classmethod
-    def runs(cls, tensor: StoredTensor, shard: TensorShard) -> Iterator[PlacedValues]:
+    def runs(cls, tensor: TensorSpec, shard: TensorShard) -> Iterator[PlacedValues]:
         """Yield each contiguous run of elements of a tensor's shard."""
         for run in shard.region.runs(shard.interval):
             first = run.local - shard.interval.start
@@ -146,11 +150,12 @@ class PlacedValues:
 
     @property
     def nbytes(self) -> int:
-        return self.values.numel * self.dtype.itemsize
+        return self.values.numel * self.tensor.dtype.itemsize
 
     def cut(self, window: Interval) -> PlacedValues:
         """Cut out the elements in the file's bytes `window`, which may be longer but must not split an element."""
-        start, end = (self.rows.before((b - self.origin) // self.dtype.itemsize) for b in (window.start, window.end))
+        begin, size = self.tensor.begin, self.tensor.dtype.itemsize
+        start, end = (self.rows.before((byte - begin) // size) for byte in (window.start, window.end))
         inside = self.interval.intersect(Interval(start=start, end=max(start, end))).after(self.first)
         return replace(self, first=self.first + inside.start, values=self.values.slice(inside.start, inside.end))
 
@@ -162,15 +167,17 @@ class PlacedValues:
 
     def fill(self, out: torch.Tensor) -> None:
         """Copy the bytes of all elements, in order, into `out`, `[nbytes]` uint8."""
-        self.values.copy_to(out.view(self.dtype))
+        self.values.copy_to(out.view(self.tensor.dtype))
 
     def take(self, data: torch.Tensor, begin: int) -> None:
         """Copy elements from `data`, 1-D uint8, which is the file's bytes from `begin` on and splits no element."""
         window = Interval(start=max(self.begin, begin), end=min(self.end, begin + data.numel()))
-        part, data = self.cut(window), data[window.start - begin : window.end - begin]
+        part = self if (window.start, window.end) == (self.begin, self.end) else self.cut(window)
+        data = data[window.start - begin : window.end - begin]
         if part.nbytes != data.numel():
-            words, found = _WORDS[self.dtype.itemsize], torch.empty(part.nbytes, dtype=torch.uint8)
-            start = (window.start - self.origin) // self.dtype.itemsize
+            size = self.tensor.dtype.itemsize
+            words, found = _WORDS[size], torch.empty(part.nbytes, dtype=torch.uint8)
+            start = (window.start - self.tensor.begin) // size
             self.rows.take(data.view(words), start, part.interval, found.view(words))
             data = found
-        part.values.copy_from(data.view(self.dtype))
+        part.values.copy_from(elements_of(data, self.tensor))

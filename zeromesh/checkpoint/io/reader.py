@@ -1,11 +1,12 @@
-"""Reads the bytes of a checkpoint that a layout needs, and verifies every piece before use."""
+"""Reads the bytes of a checkpoint that a layout needs, verifies every piece before use, and finds all damage on disk."""
 
 import os
 import stat
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, Manifest, checksum
-from zeromesh.checkpoint.format.safetensors_layout import StoredTensor, parse_json
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, parse_json, read_header
 from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, overlapping
 from zeromesh.errors import CheckpointError, ZeromeshError, some
 from zeromesh.files import read_whole
@@ -31,17 +32,32 @@ _PAYLOADS = frozenset(
 """Suffixes of files that hold weights. Such a file that the manifest does not list is foreign."""
 
 
-class OpenedCheckpoint(ABC):
-    """A readable checkpoint, whole or in parts on several hosts."""
+class CheckpointReader:
+    """A checkpoint with a valid manifest, whose files all exist with their sizes.
 
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
+    `parts` True also accepts a part of a checkpoint. `checked` False accepts that and directories with wrong files, which
+    `problems` lists, for diagnostic tools. `manifest` replaces the directory's.
+
+    Raises:
+        CheckpointError: at construction, naming the first problem.
+    """
+
+    def __init__(
+        self, directory: Path, *, checked: bool = True, parts: bool = False, manifest: Manifest | None = None
+    ) -> None:
         self.directory = directory
-        self.manifest = manifest
-        self.source = Path(manifest.source)
+        self.digest, self.manifest = manifest_of(directory) if manifest is None else ("", manifest)
+        self.source = Path(self.manifest.source)
         """The directory of frozen weights that the checkpoint only refers to."""
-        self._tensors = {(tensor.spec.kind, tensor.spec.name): tensor for tensor in manifest.tensors}
+        self._tensors = {(tensor.kind, tensor.name): tensor for tensor in self.manifest.tensors}
+        index, count = self.manifest.part
+        if checked and not parts and count > 1:
+            raise CheckpointError(part_problem(directory, index, count))
+        if checked:
+            for _, problem in self.problems():
+                raise CheckpointError(problem)
 
-    def tensor(self, kind: str, name: str) -> StoredTensor | None:
+    def tensor(self, kind: str, name: str) -> TensorSpec | None:
         """Look up a stored tensor by its own name or that of a tied tensor."""
         return self._tensors.get((kind, name)) or self._tensors.get((kind, self.manifest.aliases.get(name, name)))
 
@@ -80,7 +96,7 @@ class OpenedCheckpoint(ABC):
         users: dict[ChecksumPiece, list[PlacedValues]] = {}
         for target in targets:
             if target.values.numel:
-                size, pieces = target.dtype.itemsize, self.manifest.files[target.path].pieces
+                size, pieces = target.tensor.dtype.itemsize, self.manifest.files[target.tensor.path].pieces
                 for piece in overlapping(pieces, target.begin, target.end):
                     if piece.begin % size or min(piece.end, target.end) % size:  # Only a hostile manifest does that.
                         where = f"{piece.path}: the piece [{piece.begin}, {piece.end})"
@@ -99,9 +115,8 @@ class OpenedCheckpoint(ABC):
         tensors = sorted(
             (each for each in self.manifest.tensors if each.path == pieces[0].path), key=lambda each: each.begin
         )
-        return [each.spec.name for each in tensors if any(each.begin < p.end and p.begin < each.end for p in pieces)]
+        return [each.name for each in tensors if any(each.begin < p.end and p.begin < each.end for p in pieces)]
 
-    @abstractmethod
     def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
         """Read and verify pieces, and hand each to `use`, 1-D uint8.
 
@@ -109,40 +124,16 @@ class OpenedCheckpoint(ABC):
             CheckpointError: naming the file, the bytes and a tensor in them, when a piece is not what was written.
             StorageError: when the system cannot read.
         """
+        with closing(self.fetched(pieces)) as fetched:
+            for piece, data, read in fetched:
+                read.result()
+                use(piece, data)
 
-
-class CheckpointReader(OpenedCheckpoint):
-    """A checkpoint with a valid manifest, whose files all exist with their sizes.
-
-    `parts` True also accepts a part of a checkpoint. `checked` False accepts that and directories with wrong files, which
-    `problems` lists, for diagnostic tools. `manifest` replaces the directory's.
-
-    Raises:
-        CheckpointError: at construction, naming the first problem.
-    """
-
-    def __init__(
-        self, directory: Path, *, checked: bool = True, parts: bool = False, manifest: Manifest | None = None
-    ) -> None:
-        self.digest, manifest = manifest_of(directory) if manifest is None else ("", manifest)
-        super().__init__(directory, manifest)
-        index, count = manifest.part
-        if checked and not parts and count > 1:
-            raise CheckpointError(
-                f"{directory} is part {index + 1} of {count}, one of each host; put them together first: "
-                "`zeromesh checkpoint merge PART PART ... --out DIR`"
-            )
-        if checked:
-            for _, problem in self.problems():
-                raise CheckpointError(problem)
-
-    def stream(
-        self,
-        pieces: Sequence[ChecksumPiece],
-        use: Callable[[ChecksumPiece, torch.Tensor], None],
-        failed: Callable[[ChecksumPiece, ZeromeshError], None] | None = None,
-    ) -> None:
-        """Stream as `OpenedCheckpoint.stream`, in order and a few ahead; `failed` receives damaged pieces and their errors."""
+    def fetched(
+        self, pieces: Sequence[ChecksumPiece]
+    ) -> Generator[tuple[ChecksumPiece, torch.Tensor, Future[None]], None, None]:
+        """Yield pieces in order, each with its bytes, 1-D uint8, and a finished future, which has the error of a damaged piece.
+        The bytes are valid until the next one; a few pieces are read ahead."""
         for piece in pieces:
             if piece.end - piece.begin > GRID:
                 raise CheckpointError(
@@ -159,14 +150,8 @@ class CheckpointReader(OpenedCheckpoint):
                     if not in_flight:
                         return
                     piece, buffer, future = in_flight.popleft()
-                    try:
-                        future.result()
-                    except ZeromeshError as error:
-                        if failed is None:
-                            raise
-                        failed(piece, error)
-                    else:
-                        use(piece, buffer[: piece.end - piece.begin])
+                    wait([future])
+                    yield piece, buffer[: piece.end - piece.begin], future
                     pool.give(buffer)
             finally:
                 threads.shutdown(cancel_futures=True)
@@ -192,12 +177,18 @@ class CheckpointReader(OpenedCheckpoint):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield path and problem of files that are no plain files of their sizes, or hold weights and are foreign. Files without
         a piece in a part may be absent. Files of the source of frozen weights are checked when read."""
-        for path, record in self.manifest.files.items():
+        known = self.manifest.files
+        for path, record in known.items():
             if (record.pieces or self.manifest.part[1] == 1) and not self.manifest.is_elsewhere(path):
                 problem = self._problem(path, record.nbytes)
                 if problem:
                     yield path, problem
-        foreign = list(_foreign_weights(self.directory, self.manifest.files))
+        foreign = []
+        for folder, _, names in os.walk(self.directory, followlinks=False):
+            for name in names:
+                path = (Path(folder) / name).relative_to(self.directory).as_posix()
+                if path not in known and not _PAYLOADS.isdisjoint((name.lower(), Path(name.lower()).suffix)):
+                    foreign.append(path)
         if foreign:
             yield (
                 foreign[0],
@@ -253,9 +244,59 @@ def manifest_of(directory: Path) -> tuple[str, Manifest]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _foreign_weights(directory: Path, known: Container[str]) -> Iterator[str]:
-    for folder, _, names in os.walk(directory, followlinks=False):
-        for name in names:
-            path = (Path(folder) / name).relative_to(directory).as_posix()
-            if path not in known and not _PAYLOADS.isdisjoint((name.lower(), Path(name.lower()).suffix)):
-                yield path
+def part_problem(directory: Path, index: int, count: int, of: str = "") -> str:
+    """Return the message about part `index` of `count` of a checkpoint, where a whole one is needed; `of` follows the count."""
+    return (
+        f"{directory} is part {index + 1} of {count}{of}, one of each host; put them together first: "
+        "`zeromesh checkpoint merge PART PART ... --out DIR`"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Damage:
+    """A damaged file: its first reasons, and the tensors that have a byte in its damaged pieces."""
+
+    path: str
+    reasons: tuple[str, ...]
+    tensors: tuple[str, ...] = ()
+
+
+def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) -> Iterator[Damage]:
+    """Verify every piece of every file, with a reader made unchecked; `on_progress` receives the bytes of each verified piece.
+    Damage in the files is yielded, never raised."""
+    problems = dict(reader.problems())
+    for path, record in reader.manifest.files.items():
+        bad: list[ChecksumPiece] = []
+        reasons: list[str] = []
+        try:
+            for piece, _, read in reader.fetched(record.pieces):
+                if (error := read.exception()) is not None:
+                    bad.append(piece)
+                    reasons.append(str(error))
+                on_progress(piece.end - piece.begin)
+        except ZeromeshError as error:
+            bad, reasons = list(record.pieces), [str(error)]
+        if len(bad) > 1 and len(reasons) > 1:
+            reasons = [reasons[0], f"so are {len(bad) - 1:,} more of its {len(record.pieces):,} pieces"]
+        if path in problems:
+            reasons = [problems.pop(path), *reasons]
+        elif not reasons and not reader.manifest.is_elsewhere(path) and path.endswith(".safetensors"):
+            # The header of a source has its own names, and parts have no whole files.
+            reasons = _disagreement(reader, path) if reader.manifest.part[1] == 1 else []
+        if reasons:
+            yield Damage(path=path, reasons=tuple(reasons), tensors=tuple(reader.tensors_in(bad)) if bad else ())
+    yield from (Damage(path=path, reasons=(problem,)) for path, problem in problems.items())
+
+
+def _disagreement(reader: CheckpointReader, name: str) -> list[str]:
+    """Return the differences between a sound file's header, which other programs read, and the manifest."""
+    path = reader.directory / name
+    try:
+        found = {each.name: (each.dtype, each.shape, each.begin) for each in read_header(path).values()}
+    except (ZeromeshError, OSError) as error:
+        return [str(error)]
+    tensors = {t.name: (t.dtype, t.shape, t.begin) for t in reader.manifest.tensors if t.path == name}
+    if not tensors:
+        return []  # A document, such as adapters for other programs, whose tensors the manifest does not list.
+    names = sorted(name for name in found.keys() | tensors.keys() if found.get(name) != tensors.get(name))
+    return [f"{path}: its header and the manifest do not agree about {', '.join(names[:3])}"] if names else []

@@ -7,7 +7,7 @@ A file has whole tensors, in which the ranks' bytes would otherwise alternate in
 Each rank gets about as many rows as the others, as a copy in host memory that no update changes and that is freed once written.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -26,21 +26,30 @@ LONGEST_ROW = 512 << 10
 """The longest row, in bytes, that is exchanged. Runs of longer rows are few enough to be separate pieces."""
 
 
-def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
-    """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it.
+def columns_to_rows(
+    shards: Iterable[TensorShard],
+    axis: ProcessSet,
+    device: torch.device,
+    on_copy: Callable[[int], None] = lambda nbytes: None,
+) -> list[TensorShard]:
+    """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it. `on_copy`
+    receives the bytes of each copy in host memory.
 
-    Rows that are not on all ranks, such as the first and the last one of a shard, stay where they are.
-
-    Raises:
-        StorageError: after the exchange, where this rank could not read its own values.
+    Rows that are not on all ranks, such as the first and the last one of a shard, stay where they are. Raises `StorageError` after
+    the exchange, where this rank could not read its own values.
     """
-    found, columns = list(shards), dict[str, tuple[int, StridedRows]]()
+    found, columns, own = list(shards), dict[str, tuple[int, StridedRows]](), dict[str, Any]()
     failures: list[StorageError] = []
     for number, shard in enumerate(found if axis.size > 1 else ()):
         rows, spec = shard.region.rows(), shard.spec
         if rows is not None and shard.region.is_strided and rows.width * spec.dtype.itemsize <= LONGEST_ROW:
             columns[f"{spec.kind} {spec.name}"] = number, rows
-    own = {name: _describe(rows, found[number].interval) for name, (number, rows) in columns.items()}
+            own[f"{spec.kind} {spec.name}"] = {  # The rows of which this rank has all its columns.
+                "taken": rows.taken,
+                "first": -(-shard.interval.start // rows.taken),
+                "last": shard.interval.end // rows.taken,
+                "columns": [[each.start, each.end] for each in rows.columns],
+            }
     everyone = axis.gather_json(own, "columns of divided tensors") if axis.size > 1 else [{}]
     for name in sorted(set.intersection(*map(set, everyone))):
         parts = [row[name] for row in everyone]
@@ -56,27 +65,22 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
         for begin, end in edges:
             rest = shard.values.slice(begin - start, end - start)
             found.append(replace(shard, interval=Interval(start=begin, end=end), values=rest))
-        there = given.whole(device) if given.dtype == shard.spec.dtype else None
-        values = torch.empty(given.numel, dtype=shard.spec.dtype, device=device) if there is None else there
-        try:
-            if there is None:
+        values = given.whole(device) if given.dtype == shard.spec.dtype else None
+        if values is None:
+            values = torch.empty(given.numel, dtype=shard.spec.dtype, device=device)
+            try:
                 given.read(0, values).wait()
-        except StorageError as error:  # The other ranks go on, so this rank must too.
-            failures.append(error)
-        whole = _exchange(values, rows, cuts, [part["columns"] for part in parts], axis)
+            except StorageError as error:  # The other ranks go on, so this rank must too.
+                failures.append(error)
+        whole = TieredTensor.of(_exchange(values, rows, cuts, [part["columns"] for part in parts], axis))
+        on_copy(whole.nbytes)
         interval = Interval(start=cuts[axis.index] * rows.width, end=cuts[axis.index + 1] * rows.width)
-        region = Region.whole(shard.spec.shape)
-        found[number] = TensorShard(spec=shard.spec, region=region, interval=interval, values=TieredTensor.of(whole))
+        found[number] = TensorShard(
+            spec=shard.spec, region=Region.whole(shard.spec.shape), interval=interval, values=whole
+        )
     if failures:
         raise failures[0]
     return found
-
-
-def _describe(rows: StridedRows, interval: Interval) -> dict[str, Any]:
-    """Describe this rank's columns, and the rows of which it holds all those columns, to the other ranks."""
-    first, last = -(-interval.start // rows.taken), interval.end // rows.taken
-    columns = [[each.start, each.end] for each in rows.columns]
-    return {"taken": rows.taken, "first": first, "last": last, "columns": columns}
 
 
 def _exchange(

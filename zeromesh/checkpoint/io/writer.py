@@ -1,4 +1,14 @@
-"""Streams a rank's part of a checkpoint from live shards to files through staging buffers, with checksums.
+"""Plans which bytes of files each rank writes, and streams them from live shards to files, with checksums.
+
+A rank's bytes are contiguous runs, which are rounded to whole disk blocks. Each whole block has one writer, the rank of the block's
+first byte, which first receives the other ranks' bytes of the block:
+
+    block           |      0      |      1      |      2      |
+    elements of     | rank 0               | rank 1           |
+    sent to rank 0                |  r1's  |
+    written by      | rank 0      | rank 0      | rank 1      |
+
+Each rank's bytes are cut at multiples of `GRID` bytes of the file into pieces with a checksum each.
 
 The state is not copied as a whole, except rows exchanged between tensor ranks (`row_exchange`), so a save takes a few staging
 buffers of memory. Elements that the next update changes first are written first, and the update waits for elements that are not
@@ -9,19 +19,31 @@ work launched before the save.
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, checksum
-from zeromesh.checkpoint.io.file_slices import GRID
-from zeromesh.checkpoint.io.write_plan import WritePiece
+from zeromesh.checkpoint.format.safetensors_layout import FileLayout
+from zeromesh.checkpoint.io.file_slices import (
+    GRID,
+    PlacedValues,
+    TensorShard,
+    cut_at_grid,
+    merged,
+    overlapping,
+    starts_in_blocks_of_others,
+    written_blocks,
+)
 from zeromesh.errors import CheckpointError
+from zeromesh.intervals import Interval
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import PositionalFile
@@ -31,6 +53,67 @@ CPU = torch.device("cpu")
 STAGING_BUFFERS = 4
 _IO_THREADS = 2
 _PROGRESS_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WritePiece:
+    """Bytes `where` of a file, which are copied from `sources`; the updates of the buckets `owners` change some of them."""
+
+    path: str
+    where: Interval
+    sources: tuple[PlacedValues, ...]
+    owners: frozenset[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WritePlan:
+    """One rank's planned writes: contiguous `runs` by file, in order."""
+
+    files: Sequence[FileLayout]
+    runs: Mapping[str, Sequence[PlacedValues]]
+
+    @classmethod
+    def of(cls, files: Sequence[FileLayout], shards: Iterable[TensorShard], rank: int) -> Self:
+        """Plan the writes of a rank's shards; rank 0 also writes the headers."""
+        tensors = {(each.kind, each.name): each for file in files for each in file.tensors}
+        headers = [PlacedValues.of_bytes(file.path, 0, file.header) for file in files] if rank == 0 else []
+        runs = (PlacedValues.runs(tensors[shard.spec.kind, shard.spec.name], shard) for shard in shards)
+        return cls(files=files, runs=_by_file(chain(headers, *runs)))
+
+    def bytes_for_others(self) -> list[tuple[str, int, bytes]]:
+        """List this rank's parts of blocks that other ranks write: the file, the first byte, and the bytes."""
+        found = []
+        for path, runs in self.runs.items():
+            for edge in starts_in_blocks_of_others(_extents(runs)):
+                cuts = (run.cut(edge).to_bytes() for run in overlapping(runs, edge.start, edge.end))
+                found.append((path, edge.start, b"".join(cuts)))
+        return found
+
+    def pieces(self, received: Iterable[tuple[str, int, bytes]], order: Mapping[int, int]) -> list[WritePiece]:
+        """List the pieces that this rank writes, with the bytes received from other ranks, those that are updated first at the
+        front. `order` has the position of each owner in the next update."""
+        content = _by_file(chain(*self.runs.values(), (PlacedValues.of_bytes(*each) for each in received)))
+        sizes = {file.path: file.nbytes for file in self.files}
+        found = []
+        for path, runs in self.runs.items():
+            for where in chain.from_iterable(map(cut_at_grid, written_blocks(_extents(runs), sizes[path]))):
+                sources = tuple(each.cut(where) for each in overlapping(content[path], where.start, where.end))
+                owners = frozenset(each.owner for each in sources if each.owner is not None)
+                found.append(WritePiece(path=path, where=where, sources=sources, owners=owners))
+        last = len(order)
+        return sorted(found, key=lambda piece: min((order.get(owner, last) for owner in piece.owners), default=last))
+
+
+def _by_file(sources: Iterable[PlacedValues]) -> dict[str, list[PlacedValues]]:
+    found: dict[str, list[PlacedValues]] = {}
+    for source in sorted(sources, key=lambda each: (each.tensor.path, each.begin)):
+        if source.values.numel:
+            found.setdefault(source.tensor.path, []).append(source)
+    return found
+
+
+def _extents(runs: Sequence[PlacedValues]) -> list[Interval]:
+    return merged(Interval(start=run.begin, end=run.end) for run in runs)
 
 
 def in_thread(name: str, work: Callable[[], Any], *, daemon: bool = False) -> Future[Any]:
@@ -60,30 +143,24 @@ class ShardWriter:
         """The number of pieces with elements of each owner that are not copied yet."""
         self._changed = threading.Condition()
         self._checksums: list[ChecksumPiece] = []
-        self._done = 0
         self._written: Future[Any] = Future()
 
     def start(self) -> Future[Any]:
         """Begin to write in a thread; the future is done when all writing has ended."""
-        work = self._write_all
+        launched = None
         if is_accelerator(self._device):
-            work = partial(self._write_beside, accelerator.record(accelerator.current_stream(self._device)))
-        self._written = in_thread("save", work, daemon=True)
+            launched = accelerator.record(accelerator.current_stream(self._device))
+        self._written = in_thread("save", partial(self._write_all, launched), daemon=True)
         return self._written
 
     def release(self, owner: int, on_progress: Callable[[], None]) -> float:
         """Wait until the elements of `owner` may change, because they were copied or the save has failed. `on_progress` is called
         now and then while writing goes on. Returns the seconds waited."""
-        if not self._left.get(owner):
-            return 0.0
-        return self._wait(lambda: not self._left.get(owner), on_progress)
+        return self._wait(lambda: not self._left.get(owner), on_progress) if self._left.get(owner) else 0.0
 
     def join(self, on_progress: Callable[[], None]) -> list[ChecksumPiece]:
-        """Wait until everything is on the disk; returns the pieces that this rank has written.
-
-        Raises:
-            StorageError, CheckpointError, OSError: for the failure of the thread.
-        """
+        """Wait until everything is on the disk; returns the pieces that this rank has written. Raises `StorageError` or
+        `CheckpointError` or `OSError` for the failure of the thread."""
         self._wait(self._written.done, on_progress)
         self._written.result()
         return sorted(self._checksums, key=lambda piece: (piece.path, piece.begin))
@@ -92,22 +169,22 @@ class ShardWriter:
         began = time.monotonic()
         seen = -1
         while not over():
-            if self._done != seen:  # Peers wait for a rank whose disk is at work, not for one whose disk hangs.
-                seen = self._done
+            if (
+                len(self._checksums) != seen
+            ):  # Peers wait for a rank whose disk is at work, not for one whose disk hangs.
+                seen = len(self._checksums)
                 on_progress()
             with self._changed:
                 self._changed.wait_for(over, timeout=_PROGRESS_SECONDS)
         return time.monotonic() - began
 
-    def _write_beside(self, launched: torch.Event) -> None:
-        """Write from a device, on a stream that waits for `launched` and for nothing later."""
-        with accelerator.beside(launched):
-            self._write_all()
-
-    def _write_all(self) -> None:
+    def _write_all(self, launched: torch.Event | None) -> None:
+        """Write all pieces; those of a device are copied on a stream that waits for `launched` and for nothing later."""
         try:
-            pool = StagingPool(STAGING_BUFFERS, GRID, accelerator.pinned if is_accelerator(self._device) else pages)
             with ExitStack() as stack, ThreadPoolExecutor(_IO_THREADS) as threads:
+                if launched is not None:
+                    stack.enter_context(accelerator.beside(launched))
+                pool = StagingPool(STAGING_BUFFERS, GRID, pages if launched is None else accelerator.pinned)
                 files = {
                     path: stack.enter_context(PositionalFile(self._directory / path, write=True))
                     for path in {piece.path for piece in self._pieces}
@@ -116,9 +193,8 @@ class ShardWriter:
                 while self._pieces:
                     piece = self._pieces.popleft()  # Dropped here with its memory, if that is a copy.
                     buffer = pool.take()
-                    data = buffer[: piece.where.length]
-                    self._fill(piece, data)
-                    in_flight.append(threads.submit(self._store, files[piece.path], piece, data, buffer, pool))
+                    self._fill(piece, buffer[: piece.where.length])
+                    in_flight.append(threads.submit(self._store, files[piece.path], piece, buffer, pool))
                     while in_flight and (in_flight[0].done() or len(in_flight) > STAGING_BUFFERS):
                         in_flight.popleft().result()
                 for future in in_flight:
@@ -147,18 +223,14 @@ class ShardWriter:
                 self._left[owner] -= 1
             self._changed.notify_all()
 
-    def _store(
-        self, file: PositionalFile, piece: WritePiece, data: torch.Tensor, buffer: torch.Tensor, pool: StagingPool
-    ) -> None:
-        where = piece.where
+    def _store(self, file: PositionalFile, piece: WritePiece, buffer: torch.Tensor, pool: StagingPool) -> None:
+        where, data = piece.where, buffer[: piece.where.length]
         try:
             digest = checksum(data)
             file.write(data, where.start)
         finally:
             pool.give(buffer)
+        row = ChecksumPiece(path=piece.path, begin=where.start, end=where.end, checksum=digest, rank=self._rank)
         with self._changed:
-            self._checksums.append(
-                ChecksumPiece(path=piece.path, begin=where.start, end=where.end, checksum=digest, rank=self._rank)
-            )
-            self._done += 1
+            self._checksums.append(row)
             self._changed.notify_all()
