@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-import torch
 import yaml
 from pydantic import Field
 
@@ -285,11 +284,3 @@ class Machine(Section):
         return yaml.dump(
             data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
         )
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype with a name as in `precision.compute`. Raises `ConfigError` for an unknown name."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"{name} is no dtype of torch; allowed is a name such as bfloat16")
-    return dtype

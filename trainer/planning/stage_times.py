@@ -7,15 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 
-from zeromesh.pipeline.schedule import (
-    Action,
-    Kind,
-    PipelineSchedule,
-    ScheduleName,
-    Timeline,
-    make_schedule,
-    simulate,
-)
+from zeromesh.pipeline.schedule import Action, Kind, make_schedule, simulate
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
@@ -27,16 +19,7 @@ from zeromesh.trainer.planning.tracing.work import Work
 _OVERHEAD_LAUNCHES = 400
 """The overhead of the engine and the loop around forward or backward of a microbatch (random states, hooks, checks), in launches.
 Measured with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does this ahead."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SegmentSeconds:
-    """Seconds of a segment with the exchanges of tensor ranks; `weights` is the part of backward for gradients of weights."""
-
-    forward: float
-    backward: float
-    weights: float
-    exchanges: float
+schedule_of = lru_cache(4096)(make_schedule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +36,7 @@ class Chunk:
     forward: float
     backward: float
     weights: float
+    """Seconds of the part of backward for gradients of weights."""
     exchanges: float
     """Seconds of exchanges between tensor ranks, which `forward` and `backward` include."""
 
@@ -73,16 +57,11 @@ class StageChunks:
         """Seconds that each rank computes per microbatch."""
         return [sum(each.forward + each.backward for each in self.of_rank(rank)) for rank in range(self.ranks)]
 
-    @cached_property
-    def ends(self) -> Sequence[float]:
-        """Seconds of each rank before the first and after the last action of a step."""
-        times = [each.forward + each.backward - each.weights for each in self.chunks[: self.ranks - 1]]
-        return list(accumulate(times, initial=0.0))
-
     def bound(self, microbatches: int, transfer: float) -> float:
         """Return a lower bound of the step's seconds: a rank's compute time, and the time before its first and after its last
         action."""
-        both = enumerate(zip(self.busy, self.ends, strict=True))
+        times = (each.forward + each.backward - each.weights for each in self.chunks[: self.ranks - 1])
+        both = enumerate(zip(self.busy, accumulate(times, initial=0.0), strict=True))
         return max(microbatches * busy + ends + 2 * rank * transfer for rank, (busy, ends) in both)
 
 
@@ -92,7 +71,7 @@ class StageTimes:
     def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
         """`host` is the number of ranks per host."""
         self._subject, self._machine, self._host = subject, machine, host
-        self._seconds: dict[tuple[int, int, int], _SegmentSeconds] = {}
+        self._seconds: dict[tuple[int, int, int], tuple[float, ...]] = {}
         self._stages: dict[tuple[int, int, int, int], StageChunks] = {}
         self.collective_seconds = cache(machine.collective_seconds)
 
@@ -114,10 +93,11 @@ class StageTimes:
     def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> Chunk:
         base = forward_peak = backward_peak = deferred = 0
         times = [self._segment_seconds(segment, layout) for segment in segments]
+        forward, backward, weights, exchanges = map(sum, zip(*times, strict=True))
         later = segments[0] is not trace.segments[0]
         around = self._around(layout)
         # Each stage computes the masks and positions of its blocks.
-        prepares = self._segment_seconds(trace.segments[0], layout).forward if later else 0.0
+        prepares = self._segment_seconds(trace.segments[0], layout)[0] if later else 0.0
         for segment in segments:
             forward_peak = max(forward_peak, base + segment.forward_peak)
             backward_peak = max(backward_peak, base + segment.backward_peak)
@@ -129,19 +109,21 @@ class StageTimes:
             backward_peak=backward_peak,
             deferred=deferred,
             received=trace.segments[1].output if later else 0,
-            forward=around + prepares + sum(each.forward for each in times),
-            backward=around + sum(each.backward for each in times),
-            weights=sum(each.weights for each in times),
-            exchanges=sum(each.exchanges for each in times),
+            forward=around + prepares + forward,
+            backward=around + backward,
+            weights=weights,
+            exchanges=exchanges,
         )
 
-    def _segment_seconds(self, segment: Segment, layout: Layout) -> _SegmentSeconds:
+    def _segment_seconds(self, segment: Segment, layout: Layout) -> tuple[float, ...]:
+        """Return the seconds of forward and backward with the exchanges of tensor ranks, of the part of backward for gradients of
+        weights, and of the exchanges."""
         busy = min(self._host, layout.ranks)
-        key = (id(segment.forward), id(segment.backward), busy)
+        forward, backward = segment.forward, segment.backward
+        key = (id(forward), id(backward), busy)
         if key not in self._seconds:
-            machine, forward, backward = self._machine, segment.forward, segment.backward
             weights = Work(products=tuple(each for each in forward.products if each[0].around))
-            computes = [machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
+            computes = [self._machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
                     count * self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=busy)
@@ -149,32 +131,22 @@ class StageTimes:
                 )
                 for work in (forward, backward)
             ]
-            self._seconds[key] = _SegmentSeconds(
-                forward=computes[0] + exchanges[0],
-                backward=computes[1] + exchanges[1],
-                weights=computes[2],
-                exchanges=sum(exchanges),
-            )
+            both = (computes[0] + exchanges[0], computes[1] + exchanges[1])
+            self._seconds[key] = (*both, computes[2], sum(exchanges))
         return self._seconds[key]
 
     def length(self, layout: Layout, pipeline: StageChunks, *, exact: bool) -> float:
-        """Return the seconds of all forwards and backwards of a step."""
-        if not exact:
-            return pipeline.bound(layout.accumulation, self._transfer(layout, pipeline))
-        return self.timeline(layout, pipeline).duration
-
-    def _transfer(self, layout: Layout, pipeline: StageChunks) -> float:
-        hidden = max(each.received for each in pipeline.chunks)
+        """Return the seconds of all forwards and backwards of a step over several pipeline ranks, simulated if `exact`, else a
+        lower bound."""
+        chunks, ranks, around = pipeline.chunks, layout.pipeline, self._around(layout)
         across = layout.data * layout.tensor >= self._host
         hosts = 2 if across and layout.ranks > self._host else 1
-        busy = min(self._host, layout.ranks)
-        return self.collective_seconds(
+        busy, hidden = min(self._host, layout.ranks), max(each.received for each in chunks)
+        transfer = self.collective_seconds(
             Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts, ranks_on_host=busy
         )
-
-    def timeline(self, layout: Layout, pipeline: StageChunks) -> Timeline:
-        """Simulate the schedule of a step."""
-        chunks, ranks, around = pipeline.chunks, layout.pipeline, self._around(layout)
+        if not exact:
+            return pipeline.bound(layout.accumulation, transfer)
 
         def seconds(rank: int, action: Action) -> float:
             chunk = chunks[action.chunk * ranks + rank]
@@ -186,15 +158,10 @@ class StageTimes:
                 return chunk.weights + around
             return chunk.backward - chunk.weights
 
-        schedule = schedule_of(layout.schedule, ranks, layout.accumulation, layout.chunks)
-        return simulate(schedule, seconds, transfer=self._transfer(layout, pipeline) if ranks > 1 else 0.0)
+        schedule = schedule_of(layout.schedule, ranks=ranks, microbatches=layout.accumulation, chunks=layout.chunks)
+        return simulate(schedule, seconds, transfer=transfer).duration
 
     def _around(self, layout: Layout) -> float:
         machine = self._machine
         launches = _OVERHEAD_LAUNCHES * machine.device.launch_seconds if machine.is_cpu else 0.0
         return launches * machine.crowding(min(self._host, layout.ranks))
-
-
-@lru_cache(4096)
-def schedule_of(name: ScheduleName, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
-    return make_schedule(name, ranks=ranks, microbatches=microbatches, chunks=chunks)

@@ -44,7 +44,7 @@ def _counting(found: Counter[str], name: str, call: Callable[..., Any]) -> Calla
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the dear parts of a plan are called."""
     found: Counter[str] = Counter()
-    parts = ((Tracer, "trace"), (StageTimes, "_chunk"), (estimate, "predict_layouts"), (stage_times, "simulate"))
+    parts = ((Tracer, "trace"), (StageTimes, "_chunk"), (estimate, "MemoryModel"), (stage_times, "simulate"))
     for owner, name in parts:
         monkeypatch.setattr(owner, name, _counting(found, name, getattr(owner, name)))
     return found
@@ -84,5 +84,5 @@ def _assert_shared(calls: Counter[str], plan: Plan) -> None:
     """Few schedules are simulated, and what ranks and stages of many layouts have in common is worked out once."""
     layouts = [row.estimate.layout for row in plan.rows]
     assert 0 < calls["simulate"] <= 48
-    assert calls["predict_layouts"] < sum(min(each.pipeline, 5) for each in layouts) / 4
+    assert calls["MemoryModel"] < sum(min(each.pipeline, 5) for each in layouts) / 4
     assert calls["_chunk"] < sum(each.pipeline * each.chunks for each in layouts) / 50

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
-from zeromesh.trainer.planning.tracing.without_values import call_without_values
+from zeromesh.trainer.planning.tracing.operations import call_without_values
 from zeromesh.trainer.planning.tracing.work import Product, TensorExchange, Work
 from zeromesh.zero.hooks import on_gradient_of
 
@@ -168,16 +168,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        call = call_without_values(func, args, dict(kwargs or {}))
-        for tensor in call.made:
+        out, made, cost = call_without_values(func, args, dict(kwargs or {}))
+        for tensor in made:
             self._hold(tensor)
-        if call.cost is not None:
+        if cost is not None:
             span = self._spans[-1]
             span.operations += 1
-            if call.cost.product is not None:
-                span.products.append(call.cost.product)
-            span.moved += call.cost.moved
-        return call.out
+            if isinstance(cost, Product):
+                span.products.append(cost)
+            else:
+                span.moved += cost
+        return out
 
     def exchanged(self, kind: ExchangeKind, nbytes: int) -> None:
         """Record an exchange of `nbytes` between tensor ranks."""

@@ -1,4 +1,7 @@
-"""The costs of operators, by PyTorch's FLOP formulas and by the bytes that they move; and fused attention without values."""
+"""Operators without values, and their costs by PyTorch's FLOP formulas and by the bytes that they move.
+
+Floating-point results are on the meta device, integers are real.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
 from zeromesh.kernels import chunked_cross_entropy
@@ -18,29 +22,94 @@ from zeromesh.overrides import replaced
 from zeromesh.trainer.planning.tracing.work import Product
 
 
-class Cost(NamedTuple):
-    """The cost of one operator call: matrix products, or else the bytes that it moves."""
+def call_without_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Sequence[Tensor], Product | int | None]:
+    """Call an operator so that floating-point results have no values, and integer results do.
 
-    product: Product | None = None
-    moved: int = 0
+    Returns the result, its tensors, and the cost: matrix products, or else the bytes that it moves; None for a view.
+    """
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
+        return tensors[0].dtype == torch.bool or 1, (), None
+    out = _without_floats(func, args, kwargs, tensors)
+    made = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
+    return out, made, _cost_of(func, args, tensors, out, made)
 
 
-def cost_of(
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    if not any(each.is_meta for each in tensors):
+        if torch.device(kwargs.get("device") or "cpu").type == "meta":
+            wanted = kwargs.get("dtype") or torch.get_default_dtype()
+            if func.overloadpacket.__name__ == "arange" and kwargs.get("dtype") is None:
+                wanted = torch.int64 if all(isinstance(each, int) for each in args) else wanted
+            kwargs["device"] = "meta" if wanted.is_floating_point else "cpu"
+        return pytree.tree_map_only(Tensor, _as_meta_float, func(*args, **kwargs))
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    real = {id(each): each for each in tensors if not each.is_meta}
+    if not real:
+        out = func(*args, **kwargs)
+        plain = isinstance(out, Tensor) and out.is_floating_point()
+        return out if plain else pytree.tree_map_only(Tensor, partial(_found, func, args, tensors), out)
+    moved: dict[int, Tensor] = {}
+
+    def to_meta(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
+        if id(tensor) not in moved:
+            moved[id(tensor)] = _empty_like(tensor)
+        return moved[id(tensor)]
+
+    out = func(*pytree.tree_map_only(Tensor, to_meta, args), **pytree.tree_map_only(Tensor, to_meta, kwargs))
+    back = {id(copy): real[key] for key, copy in moved.items()}
+
+    def from_meta(tensor: Tensor) -> Tensor:
+        return back[id(tensor)] if id(tensor) in back else _found(func, args, tensors, tensor)
+
+    return pytree.tree_map_only(Tensor, from_meta, out)
+
+
+def _found(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
+    """Return a result as it is, or with values if it is a new integer tensor."""
+    if made.is_floating_point() or made.is_complex() or not made.is_meta or any(made is each for each in given):
+        return made
+    return _chosen(func, args, made)
+
+
+def _as_meta_float(tensor: Tensor) -> Tensor:
+    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return _empty_like(tensor)
+
+
+def _chosen(func: Any, args: Any, like: Tensor) -> Tensor:
+    """Return values for integers that depend on floating-point inputs: indices are round-robin, so that experts get equally many
+    tokens, and comparisons are unequal."""
+    if like.dtype == torch.bool or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return torch.zeros(like.shape, dtype=like.dtype)
+    places = args[0].shape[-1] if args[0].dim() else 1
+    return (torch.arange(like.numel()) % max(1, places)).to(like.dtype).view(like.shape)
+
+
+def _cost_of(
     func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], out: Any, made: Sequence[Tensor]
-) -> Cost | None:
-    """Return the cost of a call, whose arguments include `tensors` and whose result `out` includes the tensors `made`; None for a
-    view."""
+) -> Product | int | None:
     if _is_view(func):
         return None
     moved = sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values()))
     kernel = func.overloadpacket
     if kernel not in _FLOPS:
-        return Cost(moved=moved)
+        return moved
     dtype = str(made[0].dtype if made else tensors[0].dtype).removeprefix("torch.")
     flops = _FLOPS[kernel](*args, out_val=out)
     weight = _WEIGHTS.get(kernel)
     around = 0 if weight is None else moved - _bytes_moved(args[weight])
-    return Cost(product=Product(dtype, flops, moved, around))
+    return Product(dtype, flops, moved, around)
 
 
 def _bytes_moved(tensor: Tensor) -> int:
