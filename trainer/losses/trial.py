@@ -17,7 +17,7 @@ from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
 from zeromesh.trainer.data.collate import count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
 from zeromesh.trainer.models.adapters import output_layer
-from zeromesh.trainer.models.small_copy import ERRORS, InFloat64, small_copy
+from zeromesh.trainer.models.small_copy import ERRORS, InFloat64, apart, gradients_of, small_copy
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
@@ -121,11 +121,9 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
         return str(error) if isinstance(error, PhaseError) else summary(error)
     finally:
         small.eval()
-    # Some gradients are zero up to rounding (attention is invariant to a bias of its keys).
     rounding = 1e-4 * max(float(gradient.norm()) for gradient in own.values())
     for name, gradient in own.items():
-        difference = float((found[name] - gradient).norm())
-        if not difference <= _TOLERANCE * (float(gradient.norm()) + rounding):
+        if not apart(found[name], gradient, rounding) <= _TOLERANCE:
             return f"the {'loss' if name == '' else 'gradient of ' + name} differs"
     return change
 
@@ -136,13 +134,10 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the loss under the empty name, and the gradients of all trained parameters (zeros for unused ones)."""
-    named = {name: parameter for name, parameter in small.named_parameters() if parameter.requires_grad}
+    """Return the loss under the empty name, and the gradients of all trained parameters."""
     with seeded_cpu(0, _TRIAL), torch.enable_grad():
         loss = evaluate()
-        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    pairs = zip(named.items(), gradients, strict=True)
-    return {"": loss.detach(), **{name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}}
+        return {"": loss.detach(), **gradients_of(small, [loss])}
 
 
 def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:

@@ -11,21 +11,25 @@ communicate, so both count.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property, lru_cache
+from itertools import accumulate
 
 import torch
 
 from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
-from zeromesh.pipeline.schedule import Kind
+from zeromesh.pipeline.schedule import Action, Kind, make_schedule, simulate
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.planning.layouts import TIERS, Layout
 from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.stage_times import StageTimes, schedule_of
 from zeromesh.trainer.planning.subject import StageUnits, Subject
+from zeromesh.trainer.planning.tracing.meter import Segment
+from zeromesh.trainer.planning.tracing.trace import Trace
+from zeromesh.trainer.planning.tracing.work import Work
 from zeromesh.zero.memory_model import MemoryModel
 
 LIBRARY, GATHERED, ACTIVATIONS = "libraries", "parameters around their use", "activations"
@@ -76,10 +80,59 @@ class Estimate:
         return PlanCheck(layout=str(self.layout), phases=phases, memory=memory, peak=self.device_bytes)
 
 
+_OVERHEAD_LAUNCHES = 400
+"""The overhead of the engine and the loop around forward or backward of a microbatch (random states, hooks, checks), in launches.
+Measured with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does this ahead."""
 _ESTIMATED_RANKS = 4
 """The number of pipeline ranks whose memory is estimated: the first ones and the last one."""
 _PEAK_ROUNDS = 4
 """The rounds of microbatches after which memory has reached its peak."""
+
+
+_schedule_of = lru_cache(4096)(make_schedule)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A pipeline rank's model chunk, with its costs per microbatch."""
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    deferred: int
+    """Bytes kept until a deferred computation of gradients of weights."""
+    received: int
+    """Bytes received from the previous stage."""
+    forward: float
+    backward: float
+    weights: float
+    """Seconds of the part of backward for gradients of weights."""
+    exchanges: float
+    """Seconds of exchanges between tensor ranks, which `forward` and `backward` include."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageChunks:
+    """The chunks of all stages in order, assigned round-robin to `ranks` pipeline ranks."""
+
+    chunks: Sequence[Chunk]
+    ranks: int
+
+    def of_rank(self, rank: int) -> Sequence[Chunk]:
+        """Return the chunks of a rank."""
+        return self.chunks[rank :: self.ranks]
+
+    @cached_property
+    def busy(self) -> Sequence[float]:
+        """Seconds that each rank computes per microbatch."""
+        return [sum(each.forward + each.backward for each in self.of_rank(rank)) for rank in range(self.ranks)]
+
+    def bound(self, microbatches: int, transfer: float) -> float:
+        """Return a lower bound of the step's seconds: a rank's compute time, and the time before its first and after its last
+        action."""
+        times = (each.forward + each.backward - each.weights for each in self.chunks[: self.ranks - 1])
+        both = enumerate(zip(self.busy, accumulate(times, initial=0.0), strict=True))
+        return max(microbatches * busy + ends + 2 * rank * transfer for rank, (busy, ends) in both)
 
 
 class Estimator:
@@ -89,9 +142,11 @@ class Estimator:
         """`host` is the number of ranks per host."""
         self.subject, self.machine, self.host = subject, machine, host
         self.device = torch.device(machine.device.kind)
-        self.times = StageTimes(subject, machine, host)
+        self.collective_seconds = cache(machine.collective_seconds)
         self._options: dict[object, ZeroOptions] = {}
         self._memory: dict[object, MemoryModel] = {}
+        self._seconds: dict[object, tuple[float, ...]] = {}
+        self._stages: dict[object, StageChunks] = {}
         self.peaks: dict[object, int] = {}
         """Peak bytes of activations by chunks and schedule."""
 
@@ -132,6 +187,73 @@ class Estimator:
             self._memory[key] = MemoryModel(units.layouts, options, layout.shard, transport, self.device)
         return self._memory[key]
 
+    def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> StageChunks:
+        """Return the chunks of all stages, cached by the fields that matter."""
+        key = (id(trace), len(cut), layout.pipeline, min(self.host, layout.ranks))
+        if key not in self._stages:
+            alike: dict[tuple[int, ...], Chunk] = {}
+            chunks = []
+            for stage in range(len(cut)):
+                segments = self.subject.segments(trace, stage, cut)
+                kinds = tuple(id(segment.forward) for segment in segments)
+                if kinds not in alike:
+                    alike[kinds] = self._chunk(trace, segments, layout)
+                chunks.append(alike[kinds])
+            self._stages[key] = StageChunks(chunks=chunks, ranks=layout.pipeline)
+        return self._stages[key]
+
+    def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> Chunk:
+        base = forward_peak = backward_peak = deferred = 0
+        times = [self._segment_seconds(segment, layout) for segment in segments]
+        forward, backward, weights, exchanges = map(sum, zip(*times, strict=True))
+        later = segments[0] is not trace.segments[0]
+        around = self.around(layout)
+        # Each stage computes the masks and positions of its blocks.
+        prepares = self._segment_seconds(trace.segments[0], layout)[0] if later else 0.0
+        for segment in segments:
+            forward_peak = max(forward_peak, base + segment.forward_peak)
+            backward_peak = max(backward_peak, base + segment.backward_peak)
+            base += segment.kept
+            deferred += sum(count * product.around for product, count in segment.forward.products)
+        return Chunk(
+            kept=base,
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+            deferred=deferred,
+            received=trace.segments[1].output if later else 0,
+            forward=around + prepares + forward,
+            backward=around + backward,
+            weights=weights,
+            exchanges=exchanges,
+        )
+
+    def _segment_seconds(self, segment: Segment, layout: Layout) -> tuple[float, ...]:
+        """Return the seconds of forward and backward with the exchanges of tensor ranks, of the part of backward for gradients of
+        weights, and of the exchanges."""
+        busy = min(self.host, layout.ranks)
+        forward, backward = segment.forward, segment.backward
+        key = (id(forward), id(backward), busy)
+        if key not in self._seconds:
+            weights = Work(products=tuple(each for each in forward.products if each[0].around))
+            computes = [self.machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
+            exchanges = [
+                sum(
+                    count * self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=busy)
+                    for each, count in work.exchanges
+                )
+                for work in (forward, backward)
+            ]
+            both = (computes[0] + exchanges[0], computes[1] + exchanges[1])
+            self._seconds[key] = (*both, computes[2], sum(exchanges))
+        return self._seconds[key]
+
+    def around(self, layout: Layout) -> float:
+        """Return the seconds of the engine and the loop around forward or backward of a microbatch."""
+        if not self.machine.is_cpu:
+            return 0.0
+        launches = _OVERHEAD_LAUNCHES * self.machine.device.launch_seconds
+        return launches * self.machine.crowding(min(self.host, layout.ranks))
+
 
 class _LayoutCosts:
     """The bytes and seconds of one layout."""
@@ -146,7 +268,7 @@ class _LayoutCosts:
         trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
         cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
-        self._pipeline = known.times.stages(trace, cut, layout)
+        self._pipeline = known.stages(trace, cut, layout)
         self._transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts)
         self._units = [
             subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.shard)
@@ -206,7 +328,7 @@ class _LayoutCosts:
         layout, own = self._layout, self._pipeline.of_rank(rank)
         # After a few rounds of microbatches a schedule is periodic.
         few = min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks)
-        schedule = schedule_of(layout.schedule, ranks=layout.pipeline, microbatches=few, chunks=layout.chunks)
+        schedule = _schedule_of(layout.schedule, ranks=layout.pipeline, microbatches=few, chunks=layout.chunks)
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
         key = (shape, rank, tuple(map(id, own)), layout.activations, layout.recompute)
         if key not in self._known.peaks:
@@ -235,7 +357,7 @@ class _LayoutCosts:
         share = exchanges / (forward + backward) if forward + backward else 0.0
         length = forward + backward
         if layout.pipeline > 1:
-            length = self._known.times.length(layout, pipeline, exact=exact)
+            length = self._length(exact=exact)
         compute = (forward + backward) - exchanges
         distinct = {id(units): (units, memory) for units, memory in zip(self._units, self._memory, strict=True)}
         data = [self._data_seconds(units, memory, compute) for units, memory in distinct.values()]
@@ -251,6 +373,33 @@ class _LayoutCosts:
         bubble = 1 - (forward + backward) / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
 
+    def _length(self, *, exact: bool) -> float:
+        """Return the seconds of all forwards and backwards of a step over several pipeline ranks, simulated if `exact`, else a
+        lower bound."""
+        layout, known, ranks = self._layout, self._known, self._layout.pipeline
+        chunks, around = self._pipeline.chunks, known.around(layout)
+        across = layout.data * layout.tensor >= known.host
+        hosts = 2 if across and layout.ranks > known.host else 1
+        hidden = max(each.received for each in chunks)
+        transfer = known.collective_seconds(
+            Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts, ranks_on_host=self._busy
+        )
+        if not exact:
+            return self._pipeline.bound(layout.accumulation, transfer)
+
+        def seconds(rank: int, action: Action) -> float:
+            chunk = chunks[action.chunk * ranks + rank]
+            if action.kind is Kind.FORWARD:
+                return chunk.forward
+            if action.kind is Kind.BACKWARD:
+                return chunk.backward
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                return chunk.weights + around
+            return chunk.backward - chunk.weights
+
+        schedule = _schedule_of(layout.schedule, ranks=ranks, microbatches=layout.accumulation, chunks=layout.chunks)
+        return simulate(schedule, seconds, transfer=transfer).duration
+
     def _data_seconds(self, units: StageUnits, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""
         layout, options, is_cpu = self._layout, self._options, self._machine.is_cpu
@@ -262,7 +411,7 @@ class _LayoutCosts:
 
         def moved(kind: Collective, nbytes: float, ranks: int = shard, hosts: int = self._hosts) -> float:
             # One collective per unit.
-            return number * self._known.times.collective_seconds(
+            return number * self._known.collective_seconds(
                 kind.value, nbytes / number, ranks=ranks, hosts=hosts, ranks_on_host=self._busy
             )
 

@@ -16,8 +16,9 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.models.small_copy import apart
 from zeromesh.trainer.verification.certificate import Difference
-from zeromesh.trainer.verification.observe import Recorder, apart, bytes_of, differences_of
+from zeromesh.trainer.verification.observe import Recorder, bytes_of, differences_of
 from zeromesh.trainer.verification.reference import PlainRun, batches_of, loss_sum, tensors_of, whole_model
 from zeromesh.trainer.verification.shrink import SmallRun
 from zeromesh.zero.hooks import watch_outputs

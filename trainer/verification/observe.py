@@ -7,7 +7,6 @@ them. A difference on some ranks is thereby attributed to these ranks.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from zeromesh.parallelize import Divided
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.models.small_copy import whole_passes_in_float64
+from zeromesh.trainer.models.small_copy import apart, whole_passes_in_float64
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
 from zeromesh.units.unit import all_buckets
@@ -29,16 +28,6 @@ from zeromesh.zero.hooks import watch_outputs
 
 EXACT = 1e-9
 """The relative tolerance in float64, where another order of summation changes values by about 1e-14."""
-
-
-def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
-    """Return the norm of the difference of two tensors over the norm of `wanted` and `scale`; infinite for another shape."""
-    if found.shape != wanted.shape:
-        return float("inf")
-    distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
-    if distance != distance:
-        return float("inf")
-    return distance / max(float(wanted.norm()) + scale, 1e-300) if distance else 0.0
 
 
 class Recorder(Callback):
@@ -91,10 +80,9 @@ class Observer(Recorder):
         self.step = 1
         self._outputs: dict[str, list[list[Tensor]]] = {}
         self._sums: list[tuple[float, int]] = []
-        places: dict[str, int] = {
-            name: max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
+        self._places: dict[str, int] = {
+            name: -max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
         }
-        self._places = {name: -place for name, place in places.items()}
         """The parameters in the order of backward, assumed to reverse the order of finished forwards."""
 
     def on_train_begin(self, trainer: Any) -> None:
@@ -134,8 +122,7 @@ class Observer(Recorder):
             self._note("gradient", name, size, place=self._places[name])
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
-        self._compare_outputs(trainer)
-        self._compare_sums(trainer)
+        self._compare_passes(trainer)
         self._compare_own(trainer, self.plain.steps[step - 1].parameters, "parameter", step)
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
@@ -175,54 +162,56 @@ class Observer(Recorder):
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
                 self._note(kind, name, size, place=self._places.get(name, 0))
 
-    def _compare_sums(self, trainer: Any) -> None:
-        wanted = self.plain.steps[self.step - 1].sums
+    def _compare_passes(self, trainer: Any) -> None:
+        """Compare the sums of losses and the outputs of modules of this rank's microbatches."""
+        turns, plain = own_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
         # With correct outputs of all modules, the error is after the last of them: in the head, or in its loss.
         head = max((name for name in self.plain.order if name), key=self.plain.order.__getitem__, default="")
-        for (total, count), number in zip(self._sums, own_microbatches(trainer.config, trainer.mesh), strict=False):
-            plain, targets = wanted[number]
-            size = float("inf") if count != targets else relative(total, plain)
-            self._note("loss", head, size, microbatch=number)
-
-    def _compare_outputs(self, trainer: Any) -> None:
-        turns, rounds = own_microbatches(trainer.config, trainer.mesh), trainer.run.plan.accumulation
-        plain = self.plain.steps[self.step - 1].outputs
+        for (total, count), turn in zip(self._sums, turns, strict=False):
+            wanted, targets = plain.sums[turn]
+            size = float("inf") if count != targets else relative(total, wanted)
+            self._note("loss", head, size, microbatch=turn)
         for name, calls in self._outputs.items():
-            expected = len(plain[turns[0]].get(name, ())) if turns else 0
-            if not expected or len(calls) != expected * rounds:
+            expected = len(plain.outputs[turns[0]].get(name, ())) if turns else 0
+            if not expected or len(calls) != expected * trainer.run.plan.accumulation:
                 continue
             for call, found in enumerate(calls[: expected * len(turns)]):
                 turn = turns[call // expected]
-                wanted = plain[turn][name][call % expected]
-                for own, whole in zip(found, wanted, strict=True) if len(found) == len(wanted) else ():
-                    self._compare_output(trainer, name, turn, own, whole)
+                whole = plain.outputs[turn][name][call % expected]
+                for pair in zip(found, whole, strict=True) if len(found) == len(whole) else ():
+                    self._compare_output(trainer, name, turn, *pair)
 
     def _compare_output(self, trainer: Any, name: str, microbatch: int, own: Tensor, whole: Tensor) -> None:
-        share = _share(trainer, name, whole, own)
-        elsewhere = trainer.run.model.divided.pipeline is not None and bool(
-            own.isnan().all()
-        )  # Modules of another stage are missing.
-        if share is not None and not elsewhere:
+        # Modules of another stage are missing.
+        elsewhere = trainer.run.model.divided.pipeline is not None and bool(own.isnan().all())
+        share = None if elsewhere else _share(trainer, name, whole, own)
+        if share is not None:
             self.compared += 1
             size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
             self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
 
 
+def errors_of(
+    found: Recorder | PlainRun, plain: PlainRun, rate: float, *, first: int = 0
+) -> Iterator[tuple[str, int, str, float]]:
+    """Yield kind, step, name and relative difference of the losses, norms and last parameters of a run that began after step
+    `first` of the plain process."""
+    last = len(plain.steps)
+    for kind, own, wanted in (("loss", found.losses, plain.losses), ("norm", found.norms, plain.norms)):
+        for step, (one, other) in enumerate(zip(own, wanted[first:], strict=True), start=first + 1):
+            if kind == "loss" or one == one:
+                yield kind, step, "", relative(one, other)
+    for name, value in plain.parameters.items():
+        yield "parameter", last, name, apart(found.parameters[name], value, rate * last * value.numel() ** 0.5)
+
+
 def differences_of(
     recorder: Recorder, plain: PlainRun, rate: float, *, run: str, first: int = 0
 ) -> Iterator[Difference]:
-    """Yield the differences between the plain process and a run without hooks, which began after step `first`: losses, norms and
-    the last parameters."""
-    note = partial(Difference, run=run, detail=run)
-    steps = zip(plain.steps[first:], recorder.losses, recorder.norms, strict=True)
-    for number, (step, *found) in enumerate(steps, start=first + 1):
-        for kind, own, wanted in zip(("loss", "norm"), found, (step.loss, step.norm), strict=True):
-            if (kind == "loss" or own == own) and not (size := relative(own, wanted)) <= EXACT:
-                yield note(kind=kind, step=number, name="", size=size)
-    last = len(plain.steps)
-    for name, value in plain.steps[-1].parameters.items():
-        if not (size := apart(recorder.parameters[name], value, rate * last * value.numel() ** 0.5)) <= EXACT:
-            yield note(kind="parameter", step=last, name=name, size=size)
+    """Yield the differences between the plain process and a run without hooks, as `errors_of` does."""
+    for kind, step, name, size in errors_of(recorder, plain, rate, first=first):
+        if not size <= EXACT:
+            yield Difference(kind=kind, step=step, name=name, size=size, run=run, detail=run)
 
 
 def own_microbatches(config: TrainerConfig, mesh: Mesh) -> range:

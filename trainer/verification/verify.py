@@ -30,11 +30,10 @@ from zeromesh.trainer.verification.observe import (
     EXACT,
     Observer,
     Recorder,
-    apart,
     bytes_of,
     differences_of,
+    errors_of,
     own_microbatches,
-    relative,
 )
 from zeromesh.trainer.verification.reference import PlainRun, train_plainly
 from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink
@@ -118,12 +117,10 @@ class Verification:
         self.run(config, recorder)
         self.differences += observer.differences
         self.differences += differences_of(recorder, plain, config.optimizer.lr, run="while nobody watched")
-        self.passes["exact"] = PassRecord(
-            losses=observer.losses,
-            plain_losses=[step.loss for step in plain.steps],
-            norms=observer.norms,
-            plain_norms=[step.norm for step in plain.steps],
-            bound=EXACT,
+        self.passes["exact"] = _record(
+            observer,
+            plain,
+            EXACT,
             gradients=dict(observer.gradient_sizes),
             parameters=dict(observer.parameter_sizes),
             outputs=observer.compared,
@@ -132,41 +129,36 @@ class Verification:
     def own_pass(self) -> None:
         """Train in the user's precision; the error may be a few times that of a plain process in that precision."""
         config, rate = self.subject.config, self.subject.config.optimizer.lr
-        true, plain = (train_plainly(self.subject, each, self.inputs) for each in (_wide(config), config))
+        wide = exact(config).model_copy(update={"optimizer": config.optimizer})
+        true, plain = (train_plainly(self.subject, each, self.inputs) for each in (wide, config))
         recorder = self.own = Recorder()
         self.run(config, recorder)
-        rows: dict[str, list[tuple[int, str, float, float]]] = {"loss": [], "norm": [], "parameter": []}
-        """The errors by kind: step, name, and the relative errors of the layout and of a plain process against float64."""
-        numbers = zip(recorder.losses, recorder.norms, plain.steps, true.steps, strict=True)
-        for step, (loss, norm, one, exactly) in enumerate(numbers, start=1):
-            rows["loss"].append((step, "", relative(loss, exactly.loss), relative(one.loss, exactly.loss)))
-            if norm == norm:
-                rows["norm"].append((step, "", relative(norm, exactly.norm), relative(one.norm, exactly.norm)))
-        last = len(plain.steps)
-        for name, value in true.steps[-1].parameters.items():
-            sizes = [
-                apart(each[name], value, rate * last * value.numel() ** 0.5)
-                for each in (recorder.parameters, plain.steps[-1].parameters)
-            ]
-            rows["parameter"].append((last, name, sizes[0], sizes[1]))
-        bounds, compute = [], config.precision.compute
-        for kind, row in rows.items():
-            rounding = max((plainly for *_, plainly in row), default=0.0)
-            bounds.append(max(EXACT, _ROUNDING * rounding + _EPSILONS * torch.finfo(getattr(torch, compute)).eps))
-            for step, name, size, _ in row:
-                if not size <= bounds[-1]:
-                    what = f"the {kind}{f' of {name}' if name else ''} in {compute} (bound {bounds[-1]:.2g})"
-                    self.differences.append(
-                        Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
-                    )
-        self.passes[compute] = PassRecord(
-            losses=recorder.losses,
-            plain_losses=[step.loss for step in plain.steps],
-            norms=recorder.norms,
-            plain_norms=[step.norm for step in plain.steps],
-            bound=max(bounds),
-            parameters={name: size for _, name, size, _ in rows["parameter"]},
-        )
+        compute = config.precision.compute
+        least = _EPSILONS * torch.finfo(getattr(torch, compute)).eps
+        bounds = dict.fromkeys(("loss", "norm", "parameter"), max(EXACT, least))
+        for kind, _, _, size in errors_of(plain, true, rate):
+            bounds[kind] = max(bounds[kind], _ROUNDING * size + least)
+        parameters = {}
+        for kind, step, name, size in errors_of(recorder, true, rate):
+            if kind == "parameter":
+                parameters[name] = size
+            if not size <= bounds[kind]:
+                what = f"the {kind}{f' of {name}' if name else ''} in {compute} (bound {bounds[kind]:.2g})"
+                self.differences.append(
+                    Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
+                )
+        self.passes[compute] = _record(recorder, plain, max(bounds.values()), parameters=parameters)
+
+
+def _record(recorder: Recorder, plain: PlainRun, bound: float, **compared: Any) -> PassRecord:
+    return PassRecord(
+        losses=recorder.losses,
+        plain_losses=plain.losses,
+        norms=recorder.norms,
+        plain_norms=plain.norms,
+        bound=bound,
+        **compared,
+    )
 
 
 def verify(
@@ -222,10 +214,6 @@ def verify(
             out.parent.mkdir(parents=True, exist_ok=True)
             write_whole(out, certificate.to_json().encode())
     return certificate
-
-
-def _wide(config: TrainerConfig) -> TrainerConfig:
-    return exact(config).model_copy(update={"optimizer": config.optimizer})
 
 
 @contextmanager

@@ -38,6 +38,8 @@ def call_without_values(
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -48,7 +50,11 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
             if func.overloadpacket.__name__ == "arange" and kwargs.get("dtype") is None:
                 wanted = torch.int64 if all(isinstance(each, int) for each in args) else wanted
             kwargs["device"] = "meta" if wanted.is_floating_point else "cpu"
-        return pytree.tree_map_only(Tensor, _as_meta_float, func(*args, **kwargs))
+        return pytree.tree_map_only(
+            Tensor,
+            lambda made: _empty_like(made) if made.is_floating_point() or made.is_complex() else made,
+            func(*args, **kwargs),
+        )
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
     real = {id(each): each for each in tensors if not each.is_meta}
@@ -56,22 +62,14 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
         out = func(*args, **kwargs)
         plain = isinstance(out, Tensor) and out.is_floating_point()
         return out if plain else pytree.tree_map_only(Tensor, partial(_found, func, args, tensors), out)
-    moved: dict[int, Tensor] = {}
-
-    def to_meta(tensor: Tensor) -> Tensor:
-        if tensor.is_meta:
-            return tensor
-        if id(tensor) not in moved:
-            moved[id(tensor)] = _empty_like(tensor)
-        return moved[id(tensor)]
-
-    out = func(*pytree.tree_map_only(Tensor, to_meta, args), **pytree.tree_map_only(Tensor, to_meta, kwargs))
+    moved = {key: _empty_like(tensor) for key, tensor in real.items()}
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: moved.get(id(tensor), tensor), (args, kwargs))
     back = {id(copy): real[key] for key, copy in moved.items()}
 
     def from_meta(tensor: Tensor) -> Tensor:
         return back[id(tensor)] if id(tensor) in back else _found(func, args, tensors, tensor)
 
-    return pytree.tree_map_only(Tensor, from_meta, out)
+    return pytree.tree_map_only(Tensor, from_meta, func(*args, **kwargs))
 
 
 def _found(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
@@ -79,12 +77,6 @@ def _found(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tenso
     if made.is_floating_point() or made.is_complex() or not made.is_meta or any(made is each for each in given):
         return made
     return _chosen(func, args, made)
-
-
-def _as_meta_float(tensor: Tensor) -> Tensor:
-    if tensor.is_meta or not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor
-    return _empty_like(tensor)
 
 
 def _chosen(func: Any, args: Any, like: Tensor) -> Tensor:
@@ -127,27 +119,17 @@ def _is_view(func: Any) -> bool:
     )
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any) -> int:
-    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any) -> int:
-    shapes = (each.shape for each in (grad, query, key, value))
-    return int(flop_counter.sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
-
-
-def _grouped(one: Tensor, other: Tensor, *_: Any, out_val: Any) -> int:
-    """Return the FLOPs of a grouped matrix product (experts), or of its gradients."""
-    return 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
-
-
 _aten: Any = torch.ops.aten
+_registry: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
 _FLOPS: Mapping[Any, Callable[..., int]] = {
-    **flop_counter.flop_registry,
-    _aten.addmm_: flop_counter.flop_registry[_aten.addmm],
-    _aten._grouped_mm: _grouped,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **_registry,
+    _aten.addmm_: _registry[_aten.addmm],
+    # Experts, and the gradients of their products.
+    _aten._grouped_mm: lambda one, other, *_, out_val: 2 * math.prod(one.shape[-2:]) * other.shape[-1],
+    _aten._scaled_dot_product_flash_attention_for_cpu: _registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
 }
 _WEIGHTS = {_aten.mm: 1, _aten.addmm: 2, _aten.addmm_: 2, _aten._grouped_mm: 1, _aten.convolution: 1}
 """The index of the weight argument of operators that multiply activations by a weight."""

@@ -154,11 +154,10 @@ class Tracer:
             meter.know(tensor)
         with meter, kernels_of(self._device):
             total = self.loss(model, dict(batch), seed=1.0)
-            meter.turn()
+            meter.begin(AFTER, backward=True)
             if total.requires_grad:
                 total.backward(torch.ones_like(total))  # type: ignore[no-untyped-call]
             del total
-            meter.close()
         return meter
 
 
