@@ -16,11 +16,12 @@ from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import make_loss
+from zeromesh.trainer.machines.cards import named_in
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.layouts import FIELDS, NAMES, TIERS, with_layout
 from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.machine_files import find_machine, named_in
+from zeromesh.trainer.planning.machine_files import find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject, tokens_of
 from zeromesh.trainer.setup.model import build_whole_model

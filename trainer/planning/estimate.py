@@ -26,10 +26,10 @@ from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.planning.layouts import TIERS, Layout
 from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.subject import StageUnits, Subject
+from zeromesh.trainer.planning.subject import Subject, UnitLayouts
 from zeromesh.trainer.planning.tracing.meter import Segment
+from zeromesh.trainer.planning.tracing.operations import Work
 from zeromesh.trainer.planning.tracing.trace import Trace
-from zeromesh.trainer.planning.tracing.work import Work
 from zeromesh.zero.memory_model import MemoryModel
 
 LIBRARY, GATHERED, ACTIVATIONS = "libraries", "parameters around their use", "activations"
@@ -178,13 +178,13 @@ class Estimator:
             )
         return self._options[key]
 
-    def states(self, layout: Layout, units: StageUnits, transport: str) -> MemoryModel:
+    def states(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
         """Return the memory of the states of a rank with these units."""
         tiers = layout.optimizer, layout.parameters
         key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
         if key not in self._memory:
             options = self.options(layout)
-            self._memory[key] = MemoryModel(units.layouts, options, layout.shard, transport, self.device)
+            self._memory[key] = MemoryModel(units, options, layout.shard, transport, self.device)
         return self._memory[key]
 
     def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> StageChunks:
@@ -270,11 +270,11 @@ class _LayoutCosts:
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
         self._pipeline = known.stages(trace, cut, layout)
         self._transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts)
-        self._units = [
+        every = (
             subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.shard)
             for rank in self._ranks
-        ]
-        self._memory = [known.states(layout, units, self._transport) for units in self._units]
+        )
+        self._memory = [known.states(layout, units, self._transport) for units in every]
 
     def estimate(self, *, exact: bool) -> Estimate:
         layout, library, is_cpu = self._layout, self._machine.library, self._machine.is_cpu
@@ -359,10 +359,10 @@ class _LayoutCosts:
         if layout.pipeline > 1:
             length = self._length(exact=exact)
         compute = (forward + backward) - exchanges
-        distinct = {id(units): (units, memory) for units, memory in zip(self._units, self._memory, strict=True)}
-        data = [self._data_seconds(units, memory, compute) for units, memory in distinct.values()]
-        optimizer, offload = max((self._update_seconds(units) for units, _ in distinct.values()), key=sum)
-        away = max(self._offload_seconds(units, compute) for units, _ in distinct.values())
+        distinct = {id(memory): memory for memory in self._memory}.values()
+        data = [self._data_seconds(memory, compute) for memory in distinct]
+        optimizer, offload = max(map(self._update_seconds, distinct), key=sum)
+        away = max(self._offload_seconds(memory, compute) for memory in distinct)
         phases = {
             StepPhase.FORWARD: forward * (1 - share),
             StepPhase.BACKWARD: backward * (1 - share),
@@ -400,13 +400,13 @@ class _LayoutCosts:
         schedule = _schedule_of(layout.schedule, ranks=ranks, microbatches=layout.accumulation, chunks=layout.chunks)
         return simulate(schedule, seconds, transfer=transfer).duration
 
-    def _data_seconds(self, units: StageUnits, memory: MemoryModel, compute: float) -> float:
+    def _data_seconds(self, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""
         layout, options, is_cpu = self._layout, self._options, self._machine.is_cpu
-        shard, count, number = layout.shard, layout.accumulation, max(1, len(units.layouts))
+        shard, count, number = layout.shard, layout.accumulation, max(1, len(memory.units))
         wire = sum(
             whole * options.wire_dtype(dtype, on_device=not is_cpu).itemsize
-            for dtype, (whole, _) in units.trained.items()
+            for dtype, (whole, _) in memory.trained.items()
         )
 
         def moved(kind: Collective, nbytes: float, ranks: int = shard, hosts: int = self._hosts) -> float:
@@ -415,15 +415,15 @@ class _LayoutCosts:
                 kind.value, nbytes / number, ranks=ranks, hosts=hosts, ranks_on_host=self._busy
             )
 
-        total = count * self._sum_seconds(units)
+        total = count * self._sum_seconds(memory)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
         if shard > 1:
             total += each * moved(Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER, wire)
             if memory.gathered:
-                total += 2 * count * moved(Collective.ALL_GATHER, units.gathered_bytes)
+                total += 2 * count * moved(Collective.ALL_GATHER, memory.parameters)
             elif not whole and self._transport != "shared":
-                total += moved(Collective.ALL_GATHER, units.gathered_bytes)
+                total += moved(Collective.ALL_GATHER, memory.parameters)
         if layout.replicate > 1:
             spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._known.host))
             total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
@@ -433,18 +433,18 @@ class _LayoutCosts:
         least = total / (number * count)
         return max(total - compute, min(total, least))
 
-    def _sum_seconds(self, units: StageUnits) -> float:
+    def _sum_seconds(self, memory: MemoryModel) -> float:
         """Return the seconds in which a rank accumulates a microbatch's gradients, or copies them to buckets for reduction."""
         options, moved = self._options, 0.0
         sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
-        for dtype, (whole, own) in units.trained.items():
+        for dtype, (whole, own) in memory.trained.items():
             if self._layout.shard == 1 or options.sums_before_reducing:
                 moved += whole * (dtype.itemsize + sums)
             else:
                 moved += whole * 2 * dtype.itemsize + own * sums
         return self._machine.moved_seconds(moved, ranks_on_host=self._busy)
 
-    def _offload_seconds(self, units: StageUnits, compute: float) -> float:
+    def _offload_seconds(self, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of transfers of parameters and activations from and to tiers that are not hidden behind computing."""
         machine, layout, options, count = self._machine, self._layout, self._options, self._layout.accumulation
         offload, hidden, open_ = options.offload, 0.0, 0.0
@@ -455,8 +455,8 @@ class _LayoutCosts:
             return machine.copy_seconds(come, to="device") + machine.copy_seconds(go)
 
         if offload.parameters.leaves(self._device):
-            trained = sum(own * dtype.itemsize for dtype, (_, own) in units.trained.items())
-            resting = units.gathered_bytes / layout.shard
+            trained = sum(own * dtype.itemsize for dtype, (_, own) in memory.trained.items())
+            resting = memory.parameters / layout.shard
             if not offload.optimizer.leaves(self._device) and options.precision.master != options.precision.compute:
                 resting -= trained  # Parameters are made from the master weights on the device.
             seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, trained)
@@ -466,14 +466,14 @@ class _LayoutCosts:
             kept = max(sum(each.kept for each in pipeline.of_rank(rank)) for rank in range(pipeline.ranks))
             passed = count * self._moved_inputs * kept
             hidden += moved(offload.activations, passed, passed)
-        first = hidden / max(1, len(units.layouts) * count)
+        first = hidden / max(1, len(memory.units) * count)
         return open_ + max(hidden - compute, first)
 
-    def _update_seconds(self, units: StageUnits) -> tuple[float, float]:
+    def _update_seconds(self, memory: MemoryModel) -> tuple[float, float]:
         """Return the seconds of the update of a rank's shards, and the further seconds of waiting for tiers."""
         machine, options, busy = self._machine, self._options, self._busy
         whole = options.placements.optimizer is Placement.REPLICATED
-        own = sum(each[0 if whole else 1] for each in units.trained.values())
+        own = sum(each[0 if whole else 1] for each in memory.trained.values())
         moments = len(moment_names(options.optimizer))
         width = options.precision.master.itemsize
         choice = options.offload.optimizer

@@ -26,7 +26,7 @@ from zeromesh.trainer.config.sections.base import (
     Texts,
 )
 from zeromesh.trainer.config.trainer_config import CoreDumper
-from zeromesh.trainer.planning.tracing.work import Product, Work
+from zeromesh.trainer.planning.tracing.operations import Product, Work
 
 Place = Literal["device", "host"]
 _TURN_SECONDS = 2e-3

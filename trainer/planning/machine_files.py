@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,9 @@ from zeromesh.environment import setting
 from zeromesh.errors import ConfigError
 from zeromesh.files import write_whole
 from zeromesh.trainer.config.messages import allowed, known_paths, shown, unknown_key
-from zeromesh.trainer.config.yaml_reader import parse_yaml, read_yaml
+from zeromesh.trainer.config.yaml_reader import read_yaml
+from zeromesh.trainer.machines import cards
 from zeromesh.trainer.planning.machine import Machine
-
-SHIPPED = Path(__file__).resolve().parent.parent / "machines"
-"""The directory of files of common hosts and of the table of cards, from public data."""
 
 
 def machine_file() -> Path:
@@ -26,56 +22,28 @@ def machine_file() -> Path:
     return Path(setting("XDG_CACHE_HOME") or "~/.cache").expanduser() / "zeromesh" / "machine.yaml"
 
 
-def shipped() -> tuple[str, ...]:
-    """Return the names of the known machines."""
-    return tuple(sorted({*(path.stem for path in SHIPPED.glob("*.yaml")), *_cards()["cards"]} - {"cards"}))
-
-
-def named_in(text: str) -> str | None:
-    """Return the known machine whose name covers most of `text`, such as `NVIDIA GeForce RTX 4090`; None for no match."""
-    words = _words(text)
-    parts = {"".join(words[start:end]) for start, end in combinations(range(len(words) + 1), 2)}
-    return max((name for name in shipped() if _plain(name) in parts), key=len, default=None)
-
-
 def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
     """Return the machine with a name (`h100`), a size (`24GB`) or a file, or, for None, the one measured here. `devices` is the
     number of cards per host where the description has none. Raises `ConfigError` for an unknown machine."""
     if given in (None, "cpu") and machine_file().exists():
         return read_machine(machine_file())
-    wanted = _plain("laptop" if given == "cpu" else given or "")
-    name = next((each for each in shipped() if _plain(each) == wanted), None)
+    wanted = cards.plain_name("laptop" if given == "cpu" else given or "")
+    name = next((each for each in cards.shipped() if cards.plain_name(each) == wanted), None)
     if name is not None:
-        own = SHIPPED / f"{name}.yaml"
+        own = cards.SHIPPED / f"{name}.yaml"
         return read_machine(own) if own.exists() else _of_card(name, devices)
     if given is not None and (given.endswith((".yaml", ".yml", ".json")) or Path(given).expanduser().exists()):
         return read_machine(Path(given).expanduser())
     if given is not None and (size := re.fullmatch(r"(\d+(?:\.\d+)?) ?gi?b?", given.lower())):
         return _of_size(float(size[1]), devices)
-    known = f"{', '.join(shipped())}, a size such as 24GB, or the path of a machine file"
+    known = f"{', '.join(cards.shipped())}, a size such as 24GB, or the path of a machine file"
     missing = f"no machine was measured here ({machine_file()}): run zeromesh plan --measure, or name"
     raise ConfigError(f"{missing if given is None else f'no machine is called {given!r}; allowed are'} {known}")
 
 
-def _words(name: str) -> list[str]:
-    """Return the words of a name without vendor and series: `NVIDIA GeForce RTX 4090` is `4090`."""
-    left_out = r"nvidia|geforce|rtx|tesla|amd|instinct|sxm\d?|(?<=\d) ?gb"
-    return re.findall("[a-z0-9]+", re.sub(left_out, " ", name.lower()))
-
-
-def _plain(name: str) -> str:
-    return "".join(_words(name))
-
-
-@cache
-def _cards() -> dict[str, Any]:
-    table: dict[str, Any] = parse_yaml((SHIPPED / "cards.yaml").read_text(encoding="utf-8"), where="cards.yaml")
-    return table
-
-
 def _of_card(name: str, devices: int) -> Machine:
     """Return the machine of a row of the table, with `devices` cards per host; missing fields are those of `every`."""
-    row, every = _cards()["cards"][name], _cards()["every"]
+    row, every = cards.card_table()["cards"][name], cards.card_table()["every"]
     products = {dtype: part * row[dtype] for dtype, part in every["parts_of_peak"].items() if dtype in row}
     copies = {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]}
     return Machine.model_validate(
@@ -103,7 +71,7 @@ def _of_card(name: str, devices: int) -> Machine:
 def _of_size(gigabytes: float, devices: int) -> Machine:
     """Return the slowest card of the table with bfloat16 products and about that much memory, limited to that size."""
     seen = int(0.97 * gigabytes * 2**30)
-    every = (_of_card(name, devices) for name in _cards()["cards"])
+    every = (_of_card(name, devices) for name in cards.card_table()["cards"])
 
     def place(card: Machine) -> tuple[float, float]:
         return round(max(0.0, abs(card.device.memory_bytes / seen - 1) - 0.1), 1), card.device.memory_bandwidth

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise, product
 from typing import Any, TypeVar
@@ -25,8 +25,8 @@ from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.tracing.meter import Segment
+from zeromesh.trainer.planning.tracing.operations import Work
 from zeromesh.trainer.planning.tracing.trace import Trace, Tracer
-from zeromesh.trainer.planning.tracing.work import Work
 from zeromesh.trainer.setup.engine_options import engine_options, exempted
 from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.plan import ROOT, UnitPlan
@@ -36,28 +36,8 @@ _TRACED_SAMPLES = (1, 2)
 T = TypeVar("T")
 Batches = Callable[[int], Mapping[str, Any]]
 """Makes a microbatch of the given number of samples."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageUnits:
-    """The ZeRO units of one pipeline rank, with bucket layouts for a number of data ranks."""
-
-    layouts: list[list[BucketLayout]]
-    """The bucket layouts of each unit, the root unit first."""
-
-    @cached_property
-    def gathered_bytes(self) -> int:
-        """Bytes of all parameters in the compute dtype."""
-        return sum(layout.nbytes for unit in self.layouts for layout in unit)
-
-    @cached_property
-    def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
-        """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
-        found: dict[torch.dtype, tuple[int, int]] = {}
-        for layout in (layout for unit in self.layouts for layout in unit if layout.first.requires_grad):
-            whole, shard = found.get(layout.first.dtype, (0, 0))
-            found[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
-        return found
+UnitLayouts = list[list[BucketLayout]]
+"""The bucket layouts of each unit of a rank, the root unit first."""
 
 
 class Subject:
@@ -90,7 +70,7 @@ class Subject:
         self.units = cache(lambda tensor: tracer.plan(self.zero, tensor).units)
         """All units of a tensor rank; raises `LayoutError` for a model that cannot be divided over tensor ranks."""
         self.stage_units = cache(self._units_of_stages)
-        self._alike: dict[tuple[int, ...], StageUnits] = {}
+        self._alike: dict[tuple[int, ...], UnitLayouts] = {}
         self._layouts = cache(_layouts_of)
 
     def close(self) -> None:
@@ -167,14 +147,14 @@ class Subject:
         own = [blocks[index] for index in cut[stage]]
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]
 
-    def _units_of_stages(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
-        """Return the units of a rank with these stages, for `parts` data ranks; equal units are one object."""
+    def _units_of_stages(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> UnitLayouts:
+        """Return the layouts of the units of a rank with these stages, for `parts` data ranks; equal ones are one object."""
         units: Iterable[UnitPlan] = self.units(tensor)
         if len(cut) > 1 and self._anatomy is not None:
             units = _on_stages(units, self._anatomy, stages, cut)
         # Equal blocks share one tuple of specs, and so one list.
         layouts = [self._layouts(unit.specs, parts) for unit in units]
-        return self._alike.setdefault(tuple(map(id, layouts)), StageUnits(layouts=layouts))
+        return self._alike.setdefault(tuple(map(id, layouts)), layouts)
 
 
 def _on_stages(

@@ -22,6 +22,7 @@ Memory then has the largest few gradient shards on their way, and the stream's b
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -74,7 +75,7 @@ class MemoryModel:
     ) -> None:
         """`units` are the layouts of each unit's buckets for `parts` ranks that share states, the root's first. `transport` is the
         result of `choose_transport` for them: `local`, `shared`, `gloo` or `nccl`. `device` is the compute device."""
-        self._units, self._options, self._parts, self._device = units, options, parts, device
+        self.units, self._options, self._parts, self._device = units, options, parts, device
         self._replicated = options.placements.optimizer is Placement.REPLICATED
         kept = kept_buckets(units, options, device, transport)
         pairs = [list(zip(*each, strict=True)) for each in zip(units, kept, strict=True)]
@@ -91,6 +92,8 @@ class MemoryModel:
         """The peak of further bytes for parameters gathered around their use: the root and `prefetch` + 1 consecutive units."""
         self.kept = sum(count * layout.nbytes for layout, stays, count in self._buckets if stays)
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
+        self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
+        """Bytes of all parameters in the compute dtype."""
         self.passing = self._leaving()
         """The peak of further bytes for gradient shards on their way to another tier."""
         tiers = {tier: Counter[Purpose]() for tier in Tier}
@@ -108,6 +111,15 @@ class MemoryModel:
     def total(self) -> int:
         """The peak in the memory of the compute device, in bytes."""
         return sum(self.terms.values()) + self.gathered + self.passing
+
+    @cached_property
+    def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
+        """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
+        found: dict[torch.dtype, tuple[int, int]] = {}
+        for layout in self._trained:
+            whole, shard = found.get(layout.first.dtype, (0, 0))
+            found[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
+        return found
 
     @property
     def on_disk(self) -> int:
@@ -179,7 +191,7 @@ class MemoryModel:
         """Return the elements of gradient shards that live from reduction to update: those in flight, and the root's, which are
         updated last. Without a reduction, they are the root's and those of the unit in backward. Stage 0 completes all at the end.
         """
-        root, *units = [[self._own(layout) for layout in unit if layout.first.requires_grad] for unit in self._units]
+        root, *units = [[self._own(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
         if self._parts == 1:
             return sum(root) + max(map(sum, units), default=0)
         if self._replicated:

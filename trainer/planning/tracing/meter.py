@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
-from zeromesh.trainer.planning.tracing.operations import call_without_values
-from zeromesh.trainer.planning.tracing.work import Product, TensorExchange, Work
+from zeromesh.trainer.planning.tracing.operations import Product, TensorExchange, Work, call_without_values
 from zeromesh.zero.hooks import on_gradient_of
 
 _ALIGNMENT = 64

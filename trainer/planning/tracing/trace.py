@@ -34,8 +34,7 @@ from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
 from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE, Meter, Segment, TracedExchange
-from zeromesh.trainer.planning.tracing.operations import kernels_of
-from zeromesh.trainer.planning.tracing.work import Work
+from zeromesh.trainer.planning.tracing.operations import Work, kernels_of
 from zeromesh.units.plan import ModelCuts, ModelPlan, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
 
