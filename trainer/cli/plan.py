@@ -73,7 +73,7 @@ def _measure_here(options: argparse.Namespace) -> None:
     from zeromesh.mesh.process_mesh import ProcessMesh
     from zeromesh.offload import reuse_freed_memory
     from zeromesh.offload.accelerator import pick_device
-    from zeromesh.trainer.planning.machine_files import machine_file, write_machine
+    from zeromesh.trainer.planning.machine import machine_file, write_machine
     from zeromesh.trainer.planning.measure import TINY_SIZES, measure_machine
 
     reuse_freed_memory()

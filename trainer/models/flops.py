@@ -55,7 +55,10 @@ class ModelFlops:
         # The fraction of a layer's experts that process a token.
         reached = chosen / count if count and chosen else 1.0
         dense = 0.0
-        looked_up = _lookup_tables(model)
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
+        tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
+        looked_up = {id(weight) for weight in tables} - multiplied
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and id(parameter) not in looked_up:
                 each = 6 if parameter.requires_grad else 4
@@ -103,14 +106,6 @@ def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     while (took := seconds(size)) < _LONG_ENOUGH and size < 16384:
         size *= 2
     return 2.0 * size**3 / took
-
-
-def _lookup_tables(model: nn.Module) -> set[int]:
-    """Return the ids of embedding tables that are only looked up, not tied to a head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
-    tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
-    return {id(weight) for weight in tables} - multiplied
 
 
 def _windows(config: Any) -> tuple[float, ...]:

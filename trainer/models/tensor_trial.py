@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
 from zeromesh.errors import ConfigError, LayoutError, summary
-from zeromesh.flat.layout import ParameterPart
+from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
 from zeromesh.tensor.plan.planner import TensorPlan, plan_tensor
 from zeromesh.tensor.plan.recognition import goes_by_shape, recognised
@@ -194,12 +194,13 @@ def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapp
         if value is None or tuple(value.shape) != shape:
             found = "is missing" if value is None else f"has shape {list(value.shape)}"
             raise LayoutError(f"{name} {found}; it is to be {list(shape)}")
-        local = _own(value, part).detach().to(parameter.dtype, copy=True)
+        local = (value if part is None else part_of(value, part.region)).detach().to(parameter.dtype, copy=True)
         replace_parameter(model, parameter, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
 
-def _own(whole: Tensor, part: ParameterPart | None) -> Tensor:
-    for dim, intervals in enumerate(part.region.dims if part is not None else ()):
+def part_of(whole: Tensor, region: Region) -> Tensor:
+    """Return the local tensor of a region."""
+    for dim, intervals in enumerate(() if region.is_whole else region.dims):
         whole = torch.cat([whole.narrow(dim, one.start, one.length) for one in intervals], dim)
     return whole
 
@@ -258,7 +259,7 @@ def _difference_when_divided(
             part = each.parts.get(name)
             summed = part.holders if part is not None and part.partial else (index,)
             partial_sums = torch.stack([ranks[other].gradients[name] for other in summed]).sum(0)
-            if _differ(partial_sums, _own(gradient, part)):
+            if _differ(partial_sums, gradient if part is None else part_of(gradient, part.region)):
                 module, _, leaf = name.rpartition(".")
                 return f"{shown_module(whole, module)}, has another gradient of its {leaf}"
     return ""

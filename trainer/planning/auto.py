@@ -20,8 +20,7 @@ from zeromesh.trainer.machines.cards import named_in
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.layouts import FIELDS, NAMES, TIERS, with_layout
-from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.machine_files import find_machine
+from zeromesh.trainer.planning.machine import Machine, find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject, tokens_of
 from zeromesh.trainer.setup.model import build_whole_model

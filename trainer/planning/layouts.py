@@ -64,7 +64,10 @@ class Layout:
             "zero.prefetch": self.prefetch,
             "batch.micro_size": self.micro,
             "model.activation_checkpointing": self.recompute,
-            **{f"offload.{name}": _key_of(getattr(self, name)) for name in TIERS},
+            **{
+                f"offload.{name}": each.tier if each.fraction == 1 else {"tier": each.tier, "fraction": each.fraction}
+                for name, each in ((name, getattr(self, name)) for name in TIERS)
+            },
         }
 
     def __str__(self) -> str:
@@ -85,10 +88,6 @@ class Layout:
                 share = "" if choice.fraction == 1 else f" {choice.fraction:.0%}"
                 parts.append(f"{name}{share} on {choice.tier}")
         return ", ".join(parts)
-
-
-def _key_of(choice: TierChoice) -> Any:
-    return choice.tier if choice.fraction == 1 else {"tier": choice.tier, "fraction": choice.fraction}
 
 
 NAMES = frozenset(each.name for each in fields(Layout)) - {"accumulation"}

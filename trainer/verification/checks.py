@@ -94,7 +94,11 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
         # Attention without dropout draws nothing.
         if mask is not None and max(each.numel() for each in tensors) >= _LEAST_ELEMENTS and before != _generators():
-            name, mark = self._drawing(), xxhash.xxh3_64_hexdigest(bytes_of(mask))
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and id(frame.f_locals.get("self")) not in self._names:
+                frame = frame.f_back
+            name = "" if frame is None else self._names[id(frame.f_locals["self"])]
+            mark = xxhash.xxh3_64_hexdigest(bytes_of(mask))
             if torch._C._current_graph_task_id() == -1:
                 self.forward[name].append((mark, tuple(mask.shape)))
             else:
@@ -106,12 +110,6 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
         drawn = self.forward.get(name)
         if drawn and found and bool(found[0].isnan().all()) and torch._C._current_graph_task_id() == -1:
             drawn.pop()
-
-    def _drawing(self) -> str:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and id(frame.f_locals.get("self")) not in self._names:
-            frame = frame.f_back
-        return "" if frame is None else self._names[id(frame.f_locals["self"])]
 
 
 class _MaskRecorder(Recorder):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import PhaseError
-from zeromesh.flat.layout import Region
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 from zeromesh.parallelize import Divided
@@ -21,6 +20,7 @@ from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.small_copy import apart, whole_passes_in_float64
+from zeromesh.trainer.models.tensor_trial import part_of
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
 from zeromesh.units.unit import all_buckets
@@ -157,7 +157,7 @@ class Observer(Recorder):
             for piece in bucket.layout.pieces(bucket.interval):
                 name, part = piece.spec.name, piece.in_parameter
                 own = master[piece.in_shard.start : piece.in_shard.end]
-                whole = _region_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
+                whole = part_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
                 size = apart(own, whole, rate * part.length**0.5)
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
                 self._note(kind, name, size, place=self._places.get(name, 0))
@@ -223,15 +223,6 @@ def bytes_of(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements, for bitwise comparisons."""
     found: bytes = tensor_bytes(tensor).numpy().tobytes()
     return found
-
-
-def _region_of(whole: Tensor, region: Region) -> Tensor:
-    if region.is_whole:
-        return whole
-    local = whole.new_empty(region.local_shape)
-    for here, there in region.boxes():
-        local[here] = whole[there]
-    return local
 
 
 def relative(found: float, wanted: float) -> float:

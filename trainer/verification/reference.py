@@ -29,12 +29,13 @@ from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.setup.engine_options import biases_and_norms
-from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
+from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 from zeromesh.trainer.verification.shrink import SmallRun
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.hooks import watch_outputs
 
 IGNORED = -100
+_SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 Outputs = dict[str, list[list[Tensor]]]
 """The tensors that each call of a module in a microbatch returned, by module name."""
 
@@ -122,7 +123,12 @@ class _Loop:
                 parameter.data = parameter.data.to(self.compute)
         self.trained = {name: each for name, each in self.masters.items() if each.requires_grad}
         self.optimizer = _optimizer(config, self.trained, biases_and_norms(model))
-        scheduler = inputs.lr_scheduler or _scheduler_of(config)
+        section, steps = config.schedule, config.run.max_steps
+        options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
+        scheduler = inputs.lr_scheduler
+        if scheduler is None and not options and section.name in _SCHEDULES:
+            # transformers' scheduler checks the run's own curve.
+            scheduler = lambda each: get_scheduler(section.name, each, section.warmup_of(steps), steps)  # noqa: E731
         self.schedule: LRSchedule | TorchSchedule = (
             schedule_of(config) if scheduler is None else TorchSchedule(scheduler, config.optimizer)
         )
@@ -288,15 +294,6 @@ def _length(batch: Mapping[str, Any]) -> int:
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _scheduler_of(config: TrainerConfig) -> MakeScheduler | None:
-    """Return transformers' scheduler, to check the run's own curve; None where the schedule has options."""
-    section, steps = config.schedule, config.run.max_steps
-    options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
-    if options or section.name not in ("constant", "constant_with_warmup", "linear", "cosine"):
-        return None
-    return lambda optimizer: get_scheduler(section.name, optimizer, section.warmup_of(steps), steps)
 
 
 def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:

@@ -4,7 +4,7 @@ Small sizes keep the divisibility by tensor ranks, heads, key-value heads, exper
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import IGNORED_LABEL, Collate
 from zeromesh.trainer.loop.context import UserInputs
@@ -289,7 +289,17 @@ def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: i
         ConfigError: for a task whose inputs are not known.
     """
     inside = pretrained_of(model)
-    head = None if inside is None else _head_of(inside)
+    name, head = type(inside).__name__, None
+    if name.endswith("LMHeadModel"):
+        head = "causal_lm"
+    elif (
+        inside is not None and name.endswith("ForConditionalGeneration") and text_part(inside.config).is_encoder_decoder
+    ):
+        head = "seq2seq_lm"
+    elif inside is not None:
+        # The class name of a model ends with that of its automatic class.
+        endings = {each.removeprefix("AutoModel"): head for head, each in AUTO_CLASSES.items()}
+        head = next((head for ending, head in endings.items() if ending and name.endswith(ending)), None)
     vocabulary = ForwardInputs.of(model, users_loss=False).vocab_size
     if inside is None or head not in _HEADS or vocabulary is None:
         raise ConfigError(
@@ -309,18 +319,7 @@ def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: i
     return found
 
 
-def _head_of(model: Any) -> Head | None:
-    """The class name of a model ends with that of its automatic class."""
-    name = type(model).__name__
-    if name.endswith("LMHeadModel"):
-        return "causal_lm"
-    if name.endswith("ForConditionalGeneration") and text_part(model.config).is_encoder_decoder:
-        return "seq2seq_lm"
-    endings: Mapping[str, Head] = {each.removeprefix("AutoModel"): head for head, each in AUTO_CLASSES.items()}
-    return next((head for ending, head in endings.items() if ending and name.endswith(ending)), None)
-
-
-def _labels(head: Head, ids: Tensor, index: int, classes: int, generator: torch.Generator) -> dict[str, Tensor]:
+def _labels(head: str, ids: Tensor, index: int, classes: int, generator: torch.Generator) -> dict[str, Tensor]:
     """Return the labels of a sample. Its first tokens have none: all of every eighth sample, and a few of the others."""
     length = len(ids)
     if head == "sequence_classification":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.workers import PoolOptions, Workers
-from zeromesh.trainer.planning.machine_files import find_machine, read_machine
+from zeromesh.trainer.planning.machine import find_machine, read_machine
 from zeromesh.trainer.planning.measure import TINY_SIZES
 
 

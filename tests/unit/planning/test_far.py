@@ -10,7 +10,7 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning import estimate
 from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import Estimator
-from zeromesh.trainer.planning.machine_files import find_machine
+from zeromesh.trainer.planning.machine import find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.trainer.planning.tracing.trace import Tracer

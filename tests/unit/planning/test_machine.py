@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.machines import cards
 from zeromesh.trainer.machines.cards import named_in, peak_of, shipped
-from zeromesh.trainer.planning.machine import LinkSet, Machine
-from zeromesh.trainer.planning.machine_files import find_machine, read_machine, write_machine
+from zeromesh.trainer.planning.machine import LinkSet, Machine, find_machine, read_machine, write_machine
 from zeromesh.trainer.planning.tracing.operations import Product, Work
 
 SMALL = {
