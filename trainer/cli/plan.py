@@ -109,7 +109,7 @@ def run_verify(options: argparse.Namespace) -> int:
 def _verify_here(config: TrainerConfig, checks: tuple[str, ...], out: Path, *, quiet: bool) -> int:
     """Verify as one rank. A worker's exit code is 0 once it has finished; the differences are in the certificate."""
     from zeromesh.trainer import Trainer
-    from zeromesh.trainer.verification.verify import CHECKS
+    from zeromesh.trainer.verification.checks import CHECKS
 
     unknown = [name for name in checks if name not in CHECKS]
     if unknown:

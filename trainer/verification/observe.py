@@ -4,28 +4,39 @@ Each rank compares local values: outputs of its modules, whole or its share of t
 them. A difference on some ranks is thereby attributed to these ranks.
 """
 
+import copy
+import io
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, redirect_stdout
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeromesh.errors import PhaseError
+from zeromesh.errors import PhaseError, ZeromeshError, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 from zeromesh.parallelize import Divided
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.small_copy import apart, whole_passes_in_float64
 from zeromesh.trainer.models.tensor_trial import part_of
-from zeromesh.trainer.verification.certificate import Difference
-from zeromesh.trainer.verification.reference import PlainRun, tensors_of
+from zeromesh.trainer.verification.certificate import Difference, PassRecord
+from zeromesh.trainer.verification.reference import PlainRun, tensors_of, train_plainly
+from zeromesh.trainer.verification.shrink import SmallRun, exact
 from zeromesh.units.unit import all_buckets
 from zeromesh.zero.hooks import watch_outputs
 
+MakeTrainer = Callable[..., Any]
+"""Creates a trainer as `zeromesh.Trainer` does."""
+_ROUNDING = 4.0
+"""The allowed error of the user's layout, as a multiple of the error of a plain process in the same precision."""
+_EPSILONS = 8.0
+"""The tolerance in units of the compute dtype's epsilon."""
 EXACT = 1e-9
 """The relative tolerance in float64, where another order of summation changes values by about 1e-14."""
 
@@ -189,6 +200,103 @@ class Observer(Recorder):
             self.compared += 1
             size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
             self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
+
+
+@dataclass(kw_only=True)
+class Verification:
+    """The passes of one verification on this rank."""
+
+    make: MakeTrainer
+    mesh: Mesh
+    config: TrainerConfig
+    inputs: UserInputs
+    subject: SmallRun
+    differences: list[Difference] = field(default_factory=list)
+    passes: dict[str, PassRecord] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
+    plain: PlainRun = field(init=False)
+    """The plain process's run in float64."""
+    own: Recorder = field(init=False)
+    """The run in the user's precision."""
+    failed: Exception | None = None
+    """The exception that ended a run in the user's layout."""
+
+    def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
+        """Train a copy of the subject's model, by default the small run's, by `config`, without output."""
+        given, subject = self.inputs, subject or self.subject
+        with closing(recorder), redirect_stdout(io.StringIO()):
+            trainer = self.make(
+                copy.deepcopy(subject.model),
+                config,
+                subject.samples,
+                data_collator=subject.collate,
+                compute_loss=given.compute_loss,
+                lr_scheduler=given.lr_scheduler,
+                callbacks=[recorder],
+            )
+            try:
+                with trainer:
+                    trainer.fit()
+            except Exception as error:  # Any error that ends the run is a finding, except refusals.
+                if recorder.began or not (isinstance(error, ZeromeshError) and isinstance(error, ValueError)):
+                    self.failed = error
+                    step = len(recorder.losses) + 1
+                    said = f"the run ends in step {step}, and rank {self.mesh.rank} says: {summary(error)}"
+                    self.differences += getattr(recorder, "differences", [])
+                    self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=said))
+                raise
+
+    def exact_pass(self) -> None:
+        """Train in float64, once with every output and gradient recorded, and once as the user trains, without hooks."""
+        config = exact(self.subject.config)
+        self.plain = plain = train_plainly(self.subject, config, self.inputs, own_microbatches(config, self.mesh))
+        observer, recorder = Observer(plain), Recorder()
+        self.run(config, observer)
+        self.run(config, recorder)
+        self.differences += observer.differences
+        self.differences += differences_of(recorder, plain, config.optimizer.lr, run="while nobody watched")
+        self.passes["exact"] = _record(
+            observer,
+            plain,
+            EXACT,
+            gradients=dict(observer.gradient_sizes),
+            parameters=dict(observer.parameter_sizes),
+            outputs=observer.compared,
+        )
+
+    def own_pass(self) -> None:
+        """Train in the user's precision; the error may be a few times that of a plain process in that precision."""
+        config, rate = self.subject.config, self.subject.config.optimizer.lr
+        wide = exact(config).model_copy(update={"optimizer": config.optimizer})
+        true, plain = (train_plainly(self.subject, each, self.inputs) for each in (wide, config))
+        recorder = self.own = Recorder()
+        self.run(config, recorder)
+        compute = config.precision.compute
+        least = _EPSILONS * torch.finfo(getattr(torch, compute)).eps
+        bounds = dict.fromkeys(("loss", "norm", "parameter"), max(EXACT, least))
+        for kind, _, _, size in errors_of(plain, true, rate):
+            bounds[kind] = max(bounds[kind], _ROUNDING * size + least)
+        parameters = {}
+        for kind, step, name, size in errors_of(recorder, true, rate):
+            if kind == "parameter":
+                parameters[name] = size
+            if not size <= bounds[kind]:
+                what = f"the {kind}{f' of {name}' if name else ''} in {compute} (bound {bounds[kind]:.2g})"
+                self.differences.append(
+                    Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
+                )
+        self.passes[compute] = _record(recorder, plain, max(bounds.values()), parameters=parameters)
+
+
+def _record(recorder: Recorder, plain: PlainRun, bound: float, **compared: Any) -> PassRecord:
+    return PassRecord(
+        losses=recorder.losses,
+        plain_losses=plain.losses,
+        norms=recorder.norms,
+        plain_norms=plain.norms,
+        bound=bound,
+        **compared,
+    )
 
 
 def errors_of(
