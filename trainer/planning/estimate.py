@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 
 import torch
@@ -111,30 +111,6 @@ class Chunk:
     """Seconds of exchanges between tensor ranks, which `forward` and `backward` include."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageChunks:
-    """The chunks of all stages in order, assigned round-robin to `ranks` pipeline ranks."""
-
-    chunks: Sequence[Chunk]
-    ranks: int
-
-    def of_rank(self, rank: int) -> Sequence[Chunk]:
-        """Return the chunks of a rank."""
-        return self.chunks[rank :: self.ranks]
-
-    @cached_property
-    def busy(self) -> Sequence[float]:
-        """Seconds that each rank computes per microbatch."""
-        return [sum(each.forward + each.backward for each in self.of_rank(rank)) for rank in range(self.ranks)]
-
-    def bound(self, microbatches: int, transfer: float) -> float:
-        """Return a lower bound of the step's seconds: a rank's compute time, and the time before its first and after its last
-        action."""
-        times = (each.forward + each.backward - each.weights for each in self.chunks[: self.ranks - 1])
-        both = enumerate(zip(self.busy, accumulate(times, initial=0.0), strict=True))
-        return max(microbatches * busy + ends + 2 * rank * transfer for rank, (busy, ends) in both)
-
-
 class Estimator:
     """Estimates the memory and the seconds of layouts of one subject on one machine."""
 
@@ -146,7 +122,7 @@ class Estimator:
         self._options: dict[object, ZeroOptions] = {}
         self._memory: dict[object, MemoryModel] = {}
         self._seconds: dict[object, tuple[float, ...]] = {}
-        self._stages: dict[object, StageChunks] = {}
+        self._stages: dict[object, Sequence[Chunk]] = {}
         self.peaks: dict[object, int] = {}
         """Peak bytes of activations by chunks and schedule."""
 
@@ -187,8 +163,8 @@ class Estimator:
             self._memory[key] = MemoryModel(units, options, layout.shard, transport, self.device)
         return self._memory[key]
 
-    def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> StageChunks:
-        """Return the chunks of all stages, cached by the fields that matter."""
+    def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> Sequence[Chunk]:
+        """Return the chunks of all stages in order, cached by the fields that matter."""
         key = (id(trace), len(cut), layout.pipeline, min(self.host, layout.ranks))
         if key not in self._stages:
             alike: dict[tuple[int, ...], Chunk] = {}
@@ -199,7 +175,7 @@ class Estimator:
                 if kinds not in alike:
                     alike[kinds] = self._chunk(trace, segments, layout)
                 chunks.append(alike[kinds])
-            self._stages[key] = StageChunks(chunks=chunks, ranks=layout.pipeline)
+            self._stages[key] = chunks
         return self._stages[key]
 
     def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> Chunk:
@@ -268,7 +244,8 @@ class _LayoutCosts:
         trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
         cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
-        self._pipeline = known.stages(trace, cut, layout)
+        self._chunks = known.stages(trace, cut, layout)
+        """The chunks of all stages, assigned round-robin to pipeline ranks."""
         self._transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts)
         every = (
             subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.shard)
@@ -283,7 +260,7 @@ class _LayoutCosts:
         phases, bubble = self._phases(exact=exact)
         host = {purpose.value: nbytes for purpose, nbytes in self._memory[most].hosted.items()}
         disk = self._memory[most].on_disk
-        kept = max(chunk.kept for chunk in self._pipeline.chunks) * layout.chunks * self._moved_inputs
+        kept = max(chunk.kept for chunk in self._chunks) * layout.chunks * self._moved_inputs
         away = int(kept) * min(layout.accumulation, layout.pipeline)
         if layout.activations.tier == "host" and not is_cpu:
             host[Purpose.ACTIVATIONS.value] = away
@@ -300,6 +277,10 @@ class _LayoutCosts:
             bubble=bubble,
             rank=self._ranks[most],
         )
+
+    def _own(self, rank: int) -> Sequence[Chunk]:
+        """Return the chunks of a pipeline rank."""
+        return self._chunks[rank :: self._layout.pipeline]
 
     @property
     def _moved_inputs(self) -> float:
@@ -325,7 +306,7 @@ class _LayoutCosts:
         return {name: nbytes for name, nbytes in device.items() if nbytes}
 
     def _activations(self, rank: int) -> int:
-        layout, own = self._layout, self._pipeline.of_rank(rank)
+        layout, own = self._layout, self._own(rank)
         # After a few rounds of microbatches a schedule is periodic.
         few = min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks)
         schedule = _schedule_of(layout.schedule, ranks=layout.pipeline, microbatches=few, chunks=layout.chunks)
@@ -350,14 +331,15 @@ class _LayoutCosts:
 
     def _phases(self, *, exact: bool) -> tuple[dict[StepPhase, float], float]:
         """Return the seconds of a step by phase, and the bubble."""
-        layout, pipeline, count = self._layout, self._pipeline, self._layout.accumulation
-        own = pipeline.of_rank(pipeline.busy.index(max(pipeline.busy)))
+        layout, count = self._layout, self._layout.accumulation
+        busy = [sum(each.forward + each.backward for each in self._own(rank)) for rank in range(layout.pipeline)]
+        own = self._own(busy.index(max(busy)))
         forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
         exchanges = count * sum(each.exchanges for each in own)
         share = exchanges / (forward + backward) if forward + backward else 0.0
         length = forward + backward
         if layout.pipeline > 1:
-            length = self._length(exact=exact)
+            length = self._simulated() if exact else self._bound(busy)
         compute = (forward + backward) - exchanges
         distinct = {id(memory): memory for memory in self._memory}.values()
         data = [self._data_seconds(memory, compute) for memory in distinct]
@@ -373,22 +355,30 @@ class _LayoutCosts:
         bubble = 1 - (forward + backward) / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
 
-    def _length(self, *, exact: bool) -> float:
-        """Return the seconds of all forwards and backwards of a step over several pipeline ranks, simulated if `exact`, else a
-        lower bound."""
-        layout, known, ranks = self._layout, self._known, self._layout.pipeline
-        chunks, around = self._pipeline.chunks, known.around(layout)
-        across = layout.data * layout.tensor >= known.host
-        hosts = 2 if across and layout.ranks > known.host else 1
-        hidden = max(each.received for each in chunks)
-        transfer = known.collective_seconds(
+    def _transfer(self) -> float:
+        """Return the seconds of a message between pipeline ranks."""
+        layout, host = self._layout, self._known.host
+        across = layout.data * layout.tensor >= host
+        hosts = 2 if across and layout.ranks > host else 1
+        hidden = max(each.received for each in self._chunks)
+        return self._known.collective_seconds(
             Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts, ranks_on_host=self._busy
         )
-        if not exact:
-            return self._pipeline.bound(layout.accumulation, transfer)
+
+    def _bound(self, busy: Sequence[float]) -> float:
+        """Return a lower bound of the seconds of all forwards and backwards of a step: a rank's compute time, and the time before
+        its first and after its last action."""
+        layout, transfer = self._layout, self._transfer()
+        times = (each.forward + each.backward - each.weights for each in self._chunks[: layout.pipeline - 1])
+        both = enumerate(zip(busy, accumulate(times, initial=0.0), strict=True))
+        return max(layout.accumulation * own + ends + 2 * rank * transfer for rank, (own, ends) in both)
+
+    def _simulated(self) -> float:
+        """Return the seconds of all forwards and backwards of a step over several pipeline ranks by its schedule."""
+        layout, chunks, around = self._layout, self._chunks, self._known.around(self._layout)
 
         def seconds(rank: int, action: Action) -> float:
-            chunk = chunks[action.chunk * ranks + rank]
+            chunk = chunks[action.chunk * layout.pipeline + rank]
             if action.kind is Kind.FORWARD:
                 return chunk.forward
             if action.kind is Kind.BACKWARD:
@@ -397,8 +387,9 @@ class _LayoutCosts:
                 return chunk.weights + around
             return chunk.backward - chunk.weights
 
-        schedule = _schedule_of(layout.schedule, ranks=ranks, microbatches=layout.accumulation, chunks=layout.chunks)
-        return simulate(schedule, seconds, transfer=transfer).duration
+        accumulation = layout.accumulation
+        schedule = _schedule_of(layout.schedule, ranks=layout.pipeline, microbatches=accumulation, chunks=layout.chunks)
+        return simulate(schedule, seconds, transfer=self._transfer()).duration
 
     def _data_seconds(self, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""
@@ -462,8 +453,7 @@ class _LayoutCosts:
             seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, trained)
             hidden, open_ = (seconds, 0.0) if layout.prefetch else (0.0, seconds)
         if self._moved_inputs:
-            pipeline = self._pipeline
-            kept = max(sum(each.kept for each in pipeline.of_rank(rank)) for rank in range(pipeline.ranks))
+            kept = max(sum(each.kept for each in self._own(rank)) for rank in range(layout.pipeline))
             passed = count * self._moved_inputs * kept
             hidden += moved(offload.activations, passed, passed)
         first = hidden / max(1, len(memory.units) * count)

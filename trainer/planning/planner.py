@@ -159,7 +159,10 @@ class Planner:
         ]
         blocks = subject.blocks if ranks > 1 and self._takes("pipeline", pipeline=2) else 0
         pipelines = [size for size in _divisors(ranks) if size == 1 or size <= blocks]
-        sequence = len(tensors) > 1 and subject.can_share_sequence
+        sequence = len(tensors) > 1 and subject.can_trace(2, sequence=True)
+        modes: tuple[Mode, ...] = (
+            ("none", "selective", "block") if subject.can_trace(1, recompute="block") else ("none",)
+        )
         for tensor, pipeline in product(tensors, self._choices("pipeline", pipelines)):
             rest, odd = divmod(ranks, tensor * pipeline)
             for replicate in self._replicas(rest, tensor) if not odd and tensor <= host else ():
@@ -171,13 +174,10 @@ class Planner:
                     sequence=self._fixed.get("sequence", tensor > 1 and sequence),
                     **{name: self._fixed[name] for name in (*TIERS, "prefetch") if name in self._fixed},
                 )
-                yield from self._of_mesh(mesh, blocks)
+                yield from self._of_mesh(mesh, blocks, modes[1:] if len(modes) > 1 and mesh.activations.away else modes)
 
-    def _of_mesh(self, mesh: Layout, blocks: int) -> Iterator[Layout]:
+    def _of_mesh(self, mesh: Layout, blocks: int, modes: Sequence[Mode]) -> Iterator[Layout]:
         samples = self._subject.config.batch.global_size
-        modes: tuple[Mode, ...] = ("none", "selective", "block") if self._subject.can_recompute else ("none",)
-        if len(modes) > 1 and mesh.activations.away:
-            modes = modes[1:]
         stages = (3,) if mesh.parameters.away else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
         micros = [size for size in _MICROS if size * mesh.data <= samples] or [1]
         for stage, micro, recompute in product(

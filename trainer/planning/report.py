@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import counted
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
-from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
 
 if TYPE_CHECKING:
@@ -99,19 +98,19 @@ def _plain(value: Any) -> str:
 def plan_json(plan: Plan) -> list[dict[str, Any]]:
     """Return the rows as JSON values: `layout` (configuration keys), `fits`, `why_not`, `bytes` by tier and purpose, `seconds` and
     their `phases`."""
-    return [row_json(row.estimate) | {"fits": row.fits, "why_not": row.lacks} for row in plan.rows]
-
-
-def row_json(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate as JSON values."""
-    return {
-        "layout": {**estimate.layout.keys(), "accumulation": estimate.layout.accumulation},
-        "bytes": {"device": dict(estimate.device), "host": dict(estimate.host), "file": estimate.disk},
-        "device_bytes": estimate.device_bytes,
-        "seconds": estimate.seconds,
-        "phases": {str(phase): seconds for phase, seconds in estimate.phases.items()},
-        "bubble": estimate.bubble,
-    }
+    return [
+        {
+            "layout": {**each.layout.keys(), "accumulation": each.layout.accumulation},
+            "bytes": {"device": dict(each.device), "host": dict(each.host), "file": each.disk},
+            "device_bytes": each.device_bytes,
+            "seconds": each.seconds,
+            "phases": {str(phase): seconds for phase, seconds in each.phases.items()},
+            "bubble": each.bubble,
+            "fits": row.fits,
+            "why_not": row.lacks,
+        }
+        for row, each in ((row, row.estimate) for row in plan.rows)
+    ]
 
 
 def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:

@@ -106,20 +106,14 @@ class Subject:
         rules = self.config.parallel.plan or {}
         return _refused(lambda: require_equal_when_divided(self._whole, rules, sequence=False))[0]
 
-    @cached_property
-    def can_share_sequence(self) -> bool:
-        """True if blocks support sequence parallelism."""
-        return not _refused(partial(self.trace, 2, 1, sequence=True))[0]
-
-    @cached_property
-    def can_recompute(self) -> bool:
-        """True if the model has blocks with activation checkpointing."""
-        return not _refused(partial(self.trace, 1, 1, recompute="block"))[0]
-
     def trace(self, tensor: int, micro: int, *, sequence: bool = False, recompute: Mode = "none") -> Trace:
         """Return the trace of a microbatch of `micro` samples on one tensor rank. Raises as `Tracer.trace` does."""
         found: Trace = self._traced(micro, tensor=tensor, sequence=sequence, recompute=recompute)
         return found
+
+    def can_trace(self, tensor: int, **options: Any) -> bool:
+        """True if blocks support sequence parallelism or activation checkpointing, as the options of a trace say."""
+        return not _refused(partial(self.trace, tensor, 1, **options))[0]
 
     def _trace_of(self, micro: int, **options: Any) -> Trace:
         if micro in _TRACED_SAMPLES:
