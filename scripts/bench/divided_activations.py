@@ -27,9 +27,9 @@ from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
-from zeromesh.tensor.trial import load_parts
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear
+from zeromesh.trainer.models.tensor_trial import load_parts
 
 
 class AloneExchange(Exchange):

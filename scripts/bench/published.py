@@ -13,7 +13,7 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.machine_files import find_machine
+from zeromesh.trainer.planning.machine import find_machine
 from zeromesh.trainer.planning.planner import lacks, room_of
 from zeromesh.trainer.planning.subject import Subject
 

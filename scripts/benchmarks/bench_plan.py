@@ -25,8 +25,7 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.machine_files import read_machine
+from zeromesh.trainer.planning.machine import Machine, read_machine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.automatic import automatic_table, tried

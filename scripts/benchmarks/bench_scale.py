@@ -143,7 +143,7 @@ def print_plans(counts: Sequence[int]) -> None:
     # Later than the mesh, whose memory would be that of the trainer's libraries too.
     from zeromesh.trainer.config.load import load_config
     from zeromesh.trainer.planning.auto import subject_of
-    from zeromesh.trainer.planning.machine_files import find_machine
+    from zeromesh.trainer.planning.machine import find_machine
     from zeromesh.trainer.planning.planner import Plan, Planner
 
     machine = find_machine("h100")

@@ -27,8 +27,7 @@ from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
 from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import GATHERED, Estimator
 from zeromesh.trainer.planning.layouts import Layout
-from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.machine_files import find_machine
+from zeromesh.trainer.planning.machine import Machine, find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner, lacks, room_of
 from zeromesh.trainer.planning.subject import Subject
 

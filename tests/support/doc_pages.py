@@ -20,7 +20,7 @@ from zeromesh.launch.ssh import read_hosts
 from zeromesh.trainer.cli.train import check_mesh
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.planning.machine_files import read_machine
+from zeromesh.trainer.planning.machine import read_machine
 
 TRAINED = {"README.md", "docs/quickstart.md", "docs/howto/finetune.md"}
 """Pages whose `zeromesh train` is carried out each time, on as many ranks as they say, and whose programs on one rank and then on

@@ -29,10 +29,6 @@ def run_plan(options: argparse.Namespace) -> int:
         return _measure(options)
     if options.config is None:
         raise ConfigError("give the configuration that is to be planned, or --measure")
-    return _plan(options)
-
-
-def _plan(options: argparse.Namespace) -> int:
     from zeromesh.trainer.planning.auto import plan_config
     from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
 
@@ -77,9 +73,8 @@ def _measure_here(options: argparse.Namespace) -> None:
     from zeromesh.mesh.process_mesh import ProcessMesh
     from zeromesh.offload import reuse_freed_memory
     from zeromesh.offload.accelerator import pick_device
-    from zeromesh.trainer.planning.machine_files import machine_file, write_machine
-    from zeromesh.trainer.planning.measuring.device_meter import sizes_for
-    from zeromesh.trainer.planning.measuring.machine_meter import measure_machine
+    from zeromesh.trainer.planning.machine import machine_file, write_machine
+    from zeromesh.trainer.planning.measure import TINY_SIZES, measure_machine
 
     reuse_freed_memory()
     environment = read_environment()
@@ -88,8 +83,7 @@ def _measure_here(options: argparse.Namespace) -> None:
         MeshShape(shard=environment.world_size), environment, device=device, timeout_seconds=_WAIT_SECONDS
     )
     try:
-        sizes = sizes_for(device, tiny=options.tiny)
-        machine = measure_machine(mesh, sizes, options.directory, train.say)
+        machine = measure_machine(mesh, options.directory, train.say, TINY_SIZES if options.tiny else None)
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)
@@ -115,7 +109,7 @@ def run_verify(options: argparse.Namespace) -> int:
 def _verify_here(config: TrainerConfig, checks: tuple[str, ...], out: Path, *, quiet: bool) -> int:
     """Verify as one rank. A worker's exit code is 0 once it has finished; the differences are in the certificate."""
     from zeromesh.trainer import Trainer
-    from zeromesh.trainer.verification.verify import CHECKS
+    from zeromesh.trainer.verification.checks import CHECKS
 
     unknown = [name for name in checks if name not in CHECKS]
     if unknown:

@@ -1,8 +1,11 @@
-"""The trial, on a small copy, of the targets that a model's loss averages over, and of the chunked head in its place.
+"""Trials on a small copy in float64: of the targets that a model's loss averages over, of the chunked head in its place, and of
+packed documents, which must not affect each other.
 
-The copy is in float64 throughout (`models/small_copy.py`).
+Restarting position ids separate documents only in models that derive masks from them. Other models mix the tokens: their masks
+ignore positions, or recurrence or convolution mixes tokens.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,16 +15,31 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from zeromesh.errors import PhaseError, summary
+from zeromesh.errors import ConfigError, PhaseError, summary
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
 from zeromesh.trainer.data.collate import count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
-from zeromesh.trainer.models.adapters import output_layer
-from zeromesh.trainer.models.small_copy import ERRORS, InFloat64, small_copy
+from zeromesh.trainer.models.adapters import output_layer, pretrained_of
+from zeromesh.trainer.models.small_copy import (
+    ERRORS,
+    InFloat64,
+    Outputs,
+    apart,
+    gradients_of,
+    recorded,
+    shown_module,
+    small_copy,
+    vary,
+)
+from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
 _TRIAL = "trial"
+_TOKENS = 24
+_DOCUMENTS = ((0, 0, 11), (0, 11, 13), (1, 0, 9), (1, 9, 5), (1, 14, 10))
+"""Row, start and length in tokens of each document in a batch of two rows of `_TOKENS`."""
+_ALIKE = 1e-8  # relative; of documents alone and packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,11 +139,9 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
         return str(error) if isinstance(error, PhaseError) else summary(error)
     finally:
         small.eval()
-    # Some gradients are zero up to rounding (attention is invariant to a bias of its keys).
     rounding = 1e-4 * max(float(gradient.norm()) for gradient in own.values())
     for name, gradient in own.items():
-        difference = float((found[name] - gradient).norm())
-        if not difference <= _TOLERANCE * (float(gradient.norm()) + rounding):
+        if not apart(found[name], gradient, rounding) <= _TOLERANCE:
             return f"the {'loss' if name == '' else 'gradient of ' + name} differs"
     return change
 
@@ -136,13 +152,10 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the loss under the empty name, and the gradients of all trained parameters (zeros for unused ones)."""
-    named = {name: parameter for name, parameter in small.named_parameters() if parameter.requires_grad}
+    """Return the loss under the empty name, and the gradients of all trained parameters."""
     with seeded_cpu(0, _TRIAL), torch.enable_grad():
         loss = evaluate()
-        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    pairs = zip(named.items(), gradients, strict=True)
-    return {"": loss.detach(), **{name: torch.zeros_like(p) if g is None else g for (name, p), g in pairs}}
+        return {"": loss.detach(), **gradients_of(small, [loss])}
 
 
 def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:
@@ -170,3 +183,83 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
     except ERRORS:
         return False
     return abs(sums[1] + sums[2] - sums[0]) <= 1e-9 * abs(sums[0])
+
+
+def require_separate_documents(model: nn.Module) -> None:
+    """Run documents packed and alone through a small copy of a model; outputs must agree.
+
+    Raises `ConfigError` with the module that mixes tokens, or if the trial is impossible.
+    """
+    inside = pretrained_of(model)
+    if "position_ids" not in ForwardInputs.of(model, users_loss=False).named:
+        found = "takes no position_ids, which separate documents"
+    else:
+        found = _difference(inside)
+    if found:
+        raise ConfigError(
+            f"{type(model if inside is None else inside).__name__} {found}; set it to false, or for conversations and pairs "
+            "data.packing: false, which gives each a sequence of its own",
+            where="data.separate_documents",
+        )
+
+
+def _difference(model: Any | None) -> str:
+    """Return the reason why documents mix or the trial is impossible; empty if they stay apart."""
+    found: list[Outputs] = []
+
+    def run(small: Any) -> torch.Tensor:
+        vary(small)
+        with torch.no_grad():
+            found[:] = [_outputs(small), *(_outputs(small, number) for number in range(len(_DOCUMENTS)))]
+        return found[0][-1][1][0]
+
+    small = "no model of transformers" if model is None else small_copy(model, run)
+    if isinstance(small, str):
+        return f"cannot be tried with packed documents, as no small copy of it runs with them ({small})"
+    together, *alone = found
+    pairs = list(zip(alone, _DOCUMENTS, strict=True))
+    if not any(_differ(together[-1][1], outputs[-1][1], *where) for outputs, where in pairs):
+        return ""
+    name = next(filter(None, (_first_mixing_module(together, outputs, *where) for outputs, where in pairs)), "")
+    module = small.get_submodule(name)
+    if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
+        name = name.rpartition(".")[0]  # A leaf that acts on single tokens only ends the mixing module.
+    by = shown_module(small, name)
+    return f"gives a document other values beside another one than alone (by {by}, in a trial on a small copy)"
+
+
+def _outputs(small: Any, document: int | None = None) -> Outputs:
+    """Run one document alone, or all of them packed; the last entry is the logits or, without a head, the hidden states."""
+    vocabulary = small.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
+    if document is not None:
+        row, begin, length = _DOCUMENTS[document]
+        ids, positions = (each[row : row + 1, begin : begin + length] for each in (ids, positions))
+    given = {"use_cache": False} if "use_cache" in inspect.signature(type(small).forward).parameters else {}
+    found, outputs = recorded(small, lambda: small(input_ids=ids, position_ids=positions, **given))
+    logits = getattr(found, "logits", None)
+    return [*outputs, ("", [found[0] if logits is None else logits])]
+
+
+def _first_mixing_module(together: Outputs, alone: Outputs, row: int, begin: int, length: int) -> str:
+    """Return the first module whose outputs differ beside another document."""
+    left: dict[str, list[list[torch.Tensor]]] = {}
+    for name, found in alone:
+        left.setdefault(name, []).append(found)
+    for name, found in together:
+        if left.get(name) and _differ(found, left[name].pop(0), row, begin, length):
+            return name
+    return ""
+
+
+def _differ(together: list[torch.Tensor], alone: list[torch.Tensor], row: int, begin: int, length: int) -> bool:
+    """Return True if a tensor of all documents differs at one document from that document's tensor alone. Tensors of unexpected
+    shapes, such as the tokens of one expert, are skipped."""
+    for one, other in zip(together, alone, strict=False):
+        changed = [dim for dim, sizes in enumerate(zip(one.shape, other.shape, strict=False)) if sizes[0] != sizes[1]]
+        if [(one.shape[dim], other.shape[dim]) for dim in changed] == [(2, 1), (_TOKENS, length)]:
+            part = one.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
+            if not apart(part.double(), other.double(), 1.0) <= _ALIKE:
+                return True
+    return False

@@ -21,18 +21,9 @@ import torch
 from torch import nn
 
 from zeromesh.offload.accelerator import device_name, is_accelerator, seconds_of
+from zeromesh.trainer.machines.cards import peak_of
 from zeromesh.trainer.models.user_model import positive, text_part
 
-_PEAKS = {
-    "A100": 312e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-}
-"""Dense 16-bit FLOP/s from NVIDIA's data sheets by part of a device's name; the first match counts."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _TRIES = 3
@@ -64,7 +55,10 @@ class ModelFlops:
         # The fraction of a layer's experts that process a token.
         reached = chosen / count if count and chosen else 1.0
         dense = 0.0
-        looked_up = _lookup_tables(model)
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
+        tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
+        looked_up = {id(weight) for weight in tables} - multiplied
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and id(parameter) not in looked_up:
                 each = 6 if parameter.requires_grad else 4
@@ -89,11 +83,9 @@ def counted_parameters(model: nn.Module) -> int:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Return the peak FLOP/s of this rank and the source of the number, a table of data sheets or a timed matrix product (once per
     process)."""
-    if is_accelerator(device) and dtype.itemsize == 2:
-        name = device_name(device)
-        for part, peak in _PEAKS.items():
-            if part in name:
-                return peak, f"by the data sheet of {part}"
+    known = peak_of(device_name(device), str(dtype).removeprefix("torch.")) if is_accelerator(device) else None
+    if known is not None and dtype.itemsize == 2:
+        return known[0], f"by the data sheet of {known[1]}"
     # Many CPUs multiply 16-bit numbers slower than fp32, so the peak is that of the faster dtype.
     dtypes = [dtype] if dtype.itemsize > 2 or is_accelerator(device) else [dtype, torch.float32]
     return max(_measured(device, each, torch.get_num_threads()) for each in dtypes), "measured by a product of matrices"
@@ -114,14 +106,6 @@ def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     while (took := seconds(size)) < _LONG_ENOUGH and size < 16384:
         size *= 2
     return 2.0 * size**3 / took
-
-
-def _lookup_tables(model: nn.Module) -> set[int]:
-    """Return the ids of embedding tables that are only looked up, not tied to a head."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
-    tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
-    return {id(weight) for weight in tables} - multiplied
 
 
 def _windows(config: Any) -> tuple[float, ...]:

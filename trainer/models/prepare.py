@@ -128,18 +128,17 @@ def _checkpoint_functions(mode: Mode, store: ActivationStore | None) -> tuple[Ca
     if mode == "selective":
         run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
 
-    def copying(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return run(_replaying(function), *map(_copied, args), **kwargs)
-
-    def storing(away: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if store is None or not torch.is_grad_enabled():
+    def recompute(away: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if store is None:
+            return run(_replaying(function), *map(_copied, args), **kwargs)
+        if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         # `checkpoint` saves its arguments under the hooks that are active around the call; inside, it has its own
         # hooks.
         with store.keeping(away=away):
             return run(_replaying(function), *[_aligned(arg) if store.moves(arg) else arg for arg in args], **kwargs)
 
-    return (copying, copying) if store is None else (partial(storing, False), partial(storing, True))
+    return partial(recompute, False), partial(recompute, True)
 
 
 def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,7 +298,11 @@ def prepare_model(
     model that was given compiled; its blocks are compiled instead, since parameters are gathered between them. Raises `ConfigError`
     if no blocks are known to compile, and `StorageError` without a directory for inputs on files.
     """
-    _start_training(model)
+    # A model that already trains may have modules in evaluation mode (frozen statistics), which stay so.
+    evaluating = [module for module in model.modules() if model.training and not module.training]
+    model.train()
+    for module in evaluating:
+        module.training = False
     compute = options.precision.compute
     notes = []
     if widened := use_fastest_linear(model, compute, tiers.device.type):
@@ -331,12 +334,3 @@ def prepare_model(
     away = store.away_of(count)
     notes.append(f"offload: inputs of {away} of {count} recomputed blocks rest on {choice.tier}")
     return away, tuple(notes)
-
-
-def _start_training(model: nn.Module) -> None:
-    """Put a model into training mode by its `train` method. If the model already trains, modules in evaluation mode (frozen
-    statistics) stay so; `from_pretrained` leaves a whole model in evaluation mode."""
-    evaluating = [module for module in model.modules() if model.training and not module.training]
-    model.train()
-    for module in evaluating:
-        module.training = False

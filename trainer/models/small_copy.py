@@ -1,25 +1,29 @@
-"""Small CPU copies of transformers models, of the same class with fewer and smaller layers.
+"""Small CPU copies of transformers models, of the same class with fewer and smaller layers, and records of what they compute.
 
-The trials of the loss and of documents run them in float64, verification trains them. The model itself is not run, and may
-be on meta.
+Trials of the loss, of packed documents and of tensor plans compare two runs of such a copy in float64, verification trains them.
+The model itself is not run, and may be on meta.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from zeromesh.errors import PhaseError, summary
 from zeromesh.overrides import replaced
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
+from zeromesh.zero.hooks import tensors_in, watch_outputs
 
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
+T = TypeVar("T")
+Outputs = list[tuple[str, list[Tensor]]]
+"""Names of modules with copies of their outputs, in the order in which calls ended."""
 ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, AssertionError)
 # Sizes of a small copy and of its nested configurations; smaller values stay.
 _SMALL = {
@@ -57,7 +61,7 @@ class InFloat64(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.float:
+        if func is Tensor.float:
             return args[0].to(torch.float64)
         if not any(arg is torch.float32 for arg in chain(args, kwargs.values())):
             return func(*args, **kwargs)
@@ -88,7 +92,48 @@ def whole_passes_in_float64() -> Iterator[None]:
         yield
 
 
-def small_copy(model: Any, run: Callable[[Any], torch.Tensor]) -> Any | str:
+def recorded(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
+    """Return the result of `run`, and the outputs of all modules that it calls."""
+    outputs: Outputs = []
+
+    def keep(name: str, found: Any) -> None:
+        outputs.append((name, [each.detach().clone() for each in tensors_in(found)]))
+
+    end = watch_outputs(model.named_modules(), keep)
+    try:
+        return run(), outputs
+    finally:
+        end()
+
+
+def gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of the sum of losses for all trained parameters, zeros for unused ones."""
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = torch.autograd.grad(losses, list(named.values()), allow_unused=True)
+    pairs = zip(named.items(), gradients, strict=True)
+    return {name: torch.zeros_like(one) if gradient is None else gradient for (name, one), gradient in pairs}
+
+
+def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
+    """Return the norm of the difference of two tensors over the norm of `wanted` and `scale`; infinite for another shape and for
+    values that are not finite.
+
+    Some gradients are zero up to rounding, such as those of an attention's key biases: `scale` is what they are compared with.
+    """
+    if found.shape != wanted.shape:
+        return float("inf")
+    distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
+    if distance != distance:
+        return float("inf")
+    return distance / max(float(wanted.norm()) + scale, 1e-300) if distance else 0.0
+
+
+def shown_module(model: nn.Module, name: str) -> str:
+    """Return the name and the class of a module for a message."""
+    return f"{name or 'the model'}, a {type(model.get_submodule(name)).__name__}"
+
+
+def small_copy(model: Any, run: Callable[[Any], Tensor]) -> Any | str:
     """Return the first small float64 copy that can be built and for which `run` gives finite numbers, else the reason."""
 
     def check(small: Any) -> None:

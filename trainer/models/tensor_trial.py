@@ -1,22 +1,44 @@
-"""The trial, on a small copy, that a model divided by shapes or by a user's rules computes the same results."""
+"""The trial, on a small copy, that a model divided by shapes or by a user's rules computes the same results.
 
+The ranks of the divided copy are threads of this process. The outputs of modules with whole features and all gradients must be
+equal up to rounding; the copy is in float64.
+"""
+
+import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError, LayoutError
-from zeromesh.tensor.plan.planner import plan_tensor
+from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
+from zeromesh.errors import ConfigError, LayoutError, summary
+from zeromesh.flat.layout import ParameterPart, Region
+from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
+from zeromesh.tensor.plan.planner import TensorPlan, plan_tensor
 from zeromesh.tensor.plan.recognition import goes_by_shape, recognised
-from zeromesh.tensor.trial import difference_when_divided
-from zeromesh.trainer.models.small_copy import ERRORS, InFloat64, small_copy, vary
+from zeromesh.trainer.models.small_copy import (
+    ERRORS,
+    InFloat64,
+    Outputs,
+    apart,
+    gradients_of,
+    recorded,
+    shown_module,
+    small_copy,
+    vary,
+)
 from zeromesh.trainer.models.user_model import integer, positive, text_part
 from zeromesh.zero.hooks import tensors_in
 
 _RANKS, _LENGTH, _FIRST_ID = 2, 8, 3
+_TOLERANCE = 1e-9
+"""The relative tolerance: sums of float64 numbers in different orders differ by less than 1e-13."""
 _Value = TypeVar("_Value")
 
 
@@ -60,7 +82,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
     for shares in dict.fromkeys((sequence, False)):
         try:
             divided, inside = plan_tensor(small, _RANKS, rules), bool(plan or rules)
-            found = difference_when_divided(small, divided, run, sequence=shares, inside=inside)
+            found = _difference_when_divided(small, divided, run, sequence=shares, inside=inside)
         except LayoutError as error:
             found = str(error)
             continue
@@ -129,3 +151,129 @@ def _inputs(small: Any) -> Iterator[tuple[str, Any]]:
         yield name, torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     if "use_cache" in names:
         yield "use_cache", False
+
+
+class _ThreadExchange(Exchange):
+    """Collectives between threads, each of which leaves its tensor in `left` and reads those of all."""
+
+    def __init__(self, barrier: threading.Barrier, left: list[Tensor], index: int) -> None:
+        self.size, self.index, self._barrier, self._left = len(left), index, barrier, left
+
+    def _start(self, kind: ExchangeKind, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+        self._left[self.index] = tensor.detach()
+        self._barrier.wait()
+        result = self._combine(kind, list(self._left), dim, lengths)
+        self._barrier.wait()
+        return Pending(lambda: result)
+
+
+@dataclass(kw_only=True)
+class _Passed:
+    outputs: Outputs = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parts: Mapping[str, ParameterPart] = field(default_factory=dict)
+    failed: str = ""
+
+    def of_module(self, name: str) -> list[Tensor]:
+        """Return the outputs of a module's first call."""
+        found = next((outputs for module, outputs in self.outputs if module == name), [])
+        return [each for each in found if each.is_floating_point()]
+
+
+def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, Tensor]) -> None:
+    """Load every parameter on the meta device on CPU; divided ones get this rank's part.
+
+    `whole` holds the whole tensors by FQN. Dtype and `requires_grad` of the parameters do not change.
+
+    Raises:
+        LayoutError: for a tensor that is missing or has another shape.
+    """
+    for name, parameter in list(model.named_parameters()):
+        value, part = whole.get(name), parts.get(name)
+        shape = tuple(parameter.shape) if part is None else part.region.shape
+        if value is None or tuple(value.shape) != shape:
+            found = "is missing" if value is None else f"has shape {list(value.shape)}"
+            raise LayoutError(f"{name} {found}; it is to be {list(shape)}")
+        local = (value if part is None else part_of(value, part.region)).detach().to(parameter.dtype, copy=True)
+        replace_parameter(model, parameter, nn.Parameter(local, requires_grad=parameter.requires_grad))
+
+
+def part_of(whole: Tensor, region: Region) -> Tensor:
+    """Return the local tensor of a region."""
+    for dim, intervals in enumerate(() if region.is_whole else region.dims):
+        whole = torch.cat([whole.narrow(dim, one.start, one.length) for one in intervals], dim)
+    return whole
+
+
+def _difference_when_divided(
+    whole: nn.Module, plan: TensorPlan, run: Callable[[Any], list[Tensor]], *, sequence: bool, inside: bool
+) -> str:
+    """Run `whole` and its copies divided by `plan`; returns name and class of the first module that differs, or an empty text.
+
+    `run` returns a model's outputs. `sequence`: blocks pass on shares of the sequence. Without `inside`, of the outputs only the
+    model's own must be equal.
+
+    Raises:
+        LayoutError: for a model that cannot be divided so.
+    """
+    barrier, left = threading.Barrier(plan.size), [torch.empty(0)] * plan.size
+    values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
+    # A model that has run may hold tensors that cannot be copied.
+    copies = [copy.deepcopy(whole) for _ in range(plan.size)]
+
+    def passed(model: nn.Module, parts: Mapping[str, ParameterPart]) -> _Passed:
+        results, outputs = recorded(model, lambda: run(model))
+        # Each output element gets its own weight, so that errors cannot cancel.
+        losses = [
+            (each * torch.linspace(0.5, 1.5, each.numel()).view(each.shape)).sum()
+            for each in results
+            if each.requires_grad
+        ]
+        return _Passed(outputs=outputs, gradients=gradients_of(model, losses), parts=parts)
+
+    def rank(index: int) -> _Passed:
+        model = copies[index]
+        try:
+            parallel = Parallelized(model, _ThreadExchange(barrier, left, index), plan, sequence=sequence)
+            load_parts(model, parallel.parts, values)
+            return passed(model, parallel.parts)
+        except threading.BrokenBarrierError:
+            return _Passed()  # Another rank reports the cause.
+        except Exception as error:
+            barrier.abort()
+            if isinstance(error, LayoutError):
+                raise
+            return _Passed(failed=_where(error, model))
+
+    expected = passed(whole, {})
+    with ThreadPoolExecutor(plan.size) as pool:
+        ranks = list(pool.map(rank, range(plan.size)))
+    if failed := next((each.failed for each in ranks if each.failed), ""):
+        return failed
+    for name in dict.fromkeys(name for name, _ in expected.outputs if inside or not name):
+        pairs = [pair for each in ranks for pair in zip(each.of_module(name), expected.of_module(name), strict=False)]
+        if any(found.shape == wanted.shape and _differ(found, wanted) for found, wanted in pairs):
+            return f"{shown_module(whole, name)}, computes something else"
+    for name, gradient in expected.gradients.items():
+        for index, each in enumerate(ranks):
+            part = each.parts.get(name)
+            summed = part.holders if part is not None and part.partial else (index,)
+            partial_sums = torch.stack([ranks[other].gradients[name] for other in summed]).sum(0)
+            if _differ(partial_sums, gradient if part is None else part_of(gradient, part.region)):
+                module, _, leaf = name.rpartition(".")
+                return f"{shown_module(whole, module)}, has another gradient of its {leaf}"
+    return ""
+
+
+def _differ(found: Tensor, wanted: Tensor) -> bool:
+    return not apart(found, wanted, 1.0) <= _TOLERANCE
+
+
+def _where(error: Exception, model: nn.Module) -> str:
+    """Describe an error with the innermost module of the model in which it was raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    name, frame = "", error.__traceback__
+    while frame is not None:
+        name = names.get(id(frame.tb_frame.f_locals.get("self")), name)
+        frame = frame.tb_next
+    return f"{shown_module(model, name)}, cannot compute its part ({summary(error)})"

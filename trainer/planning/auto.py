@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,17 @@ from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import make_loss
+from zeromesh.trainer.machines.cards import named_in
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.layouts import FIELDS, NAMES, TIERS, with_layout
-from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.machine_files import find_machine, named_in
+from zeromesh.trainer.planning.machine import Machine, find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject, tokens_of
 from zeromesh.trainer.setup.model import build_whole_model
 
 _CARDS = 8
+_AXES = ("pipeline", "replicate", "shard", "tensor", "sequence", "schedule", "chunks")
 
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:
@@ -65,12 +66,15 @@ def plan_config(
     config: TrainerConfig,
     given: Sequence[str] = (),
     *,
+    inputs: UserInputs | None = None,
     device: str | None = None,
     ranks: int | None = None,
     host: int | None = None,
     more: bool = False,
 ) -> tuple[Plan, Plan | None]:
-    """Plan a configuration; `given` are keys (`section.key` or `section.key=value`) that every layout keeps.
+    """Plan a configuration, or a trainer with its own model and data (`inputs`), for `ranks` ranks, `host` of them per host.
+
+    `given` are keys (`section.key` or `section.key=value`) that every layout keeps.
 
     Returns the plan, and with `more` also the plan for one more rank, or for one more host where ranks fill hosts.
 
@@ -78,18 +82,31 @@ def plan_config(
         ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
     """
     machine = machine_here(device, host or min(ranks or 1, _CARDS))
-    subject = subject_of(config, device=machine.device.kind)
-    planner = Planner(subject, machine, host=host, fixed=fixed_fields(config, given))
-    ranks = ranks or ranks_here(machine)
-    plan, after = planner.plan(ranks), None
-    each = host or machine.host.devices
-    # The number of ranks may divide nothing.
-    with suppress(ConfigError):
-        after = planner.plan(ranks + (1 if ranks < each else each)) if more else None
+    with closing(subject_of(config, inputs, device=machine.device.kind)) as subject:
+        planner = Planner(subject, machine, host=host, fixed=fixed_fields(config, given))
+        ranks = ranks or ranks_here(machine)
+        plan, after = planner.plan(ranks), None
+        each = host or machine.host.devices
+        # The number of ranks may divide nothing.
+        with suppress(ConfigError):
+            after = planner.plan(ranks + (1 if ranks < each else each)) if more else None
     return plan, after
 
 
-_AXES = ("pipeline", "replicate", "shard", "tensor", "sequence", "schedule", "chunks")
+def plan_inputs(
+    config: TrainerConfig,
+    inputs: UserInputs,
+    ranks: int,
+    *,
+    host: int | None = None,
+    device: str | None = None,
+    free: Collection[str] | None = None,
+) -> Plan:
+    """Plan a trainer as `plan_config` does. `free` are the keys that the plan chooses, by default the `auto` ones, or all where
+    there are none."""
+    free = _free(config) if free is None else free
+    given = [key for key in FIELDS if key not in free]
+    return plan_config(config, given, inputs=inputs, device=device, ranks=ranks, host=host)[0]
 
 
 def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment) -> tuple[TrainerConfig, Estimate]:
@@ -117,31 +134,6 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
     best = plan.best.estimate
     note = f"auto: {best.layout}, the first row of the plan (zeromesh plan shows the others)"
     return with_layout(config, best.layout, free).coming_from((*config.notes, note), config.folders), best
-
-
-def plan_inputs(
-    config: TrainerConfig,
-    inputs: UserInputs,
-    ranks: int,
-    *,
-    host: int | None = None,
-    device: str | None = None,
-    free: Collection[str] | None = None,
-) -> Plan:
-    """Plan a trainer with its model and data for `ranks` ranks, `host` of them per host. `free` are the keys that the plan
-    chooses, by default the `auto` ones, or all where there are none.
-
-    Raises:
-        ConfigError, LayoutError: for a model, a machine or ranks that cannot be planned.
-    """
-    machine = machine_here(device, host or min(ranks, _CARDS))
-    subject = subject_of(config, inputs, device=machine.device.kind)
-    try:
-        free = _free(config) if free is None else free
-        fixed = fixed_fields(config, [key for key in FIELDS if key not in free])
-        return Planner(subject, machine, host=host, fixed=fixed).plan(ranks)
-    finally:
-        subject.close()
 
 
 def _free(config: TrainerConfig) -> set[str]:

@@ -13,21 +13,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, lru_cache
+from itertools import accumulate
 
 import torch
 
 from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
-from zeromesh.pipeline.schedule import Kind, PipelineSchedule
+from zeromesh.pipeline.schedule import Action, Kind, make_schedule, simulate
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.planning.layouts import TIERS, Layout
 from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.stage_times import Chunk, StageChunks, StageTimes, schedule_of
-from zeromesh.trainer.planning.subject import StageUnits, Subject
-from zeromesh.zero.memory_model import MemoryModel, predict_layouts
+from zeromesh.trainer.planning.subject import Subject, UnitLayouts
+from zeromesh.trainer.planning.tracing.meter import Segment
+from zeromesh.trainer.planning.tracing.operations import Work
+from zeromesh.trainer.planning.tracing.trace import Trace
+from zeromesh.zero.memory_model import MemoryModel
 
 LIBRARY, GATHERED, ACTIVATIONS = "libraries", "parameters around their use", "activations"
 """Purposes of bytes that the ledger does not have."""
@@ -77,10 +80,35 @@ class Estimate:
         return PlanCheck(layout=str(self.layout), phases=phases, memory=memory, peak=self.device_bytes)
 
 
+_OVERHEAD_LAUNCHES = 400
+"""The overhead of the engine and the loop around forward or backward of a microbatch (random states, hooks, checks), in launches.
+Measured with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does this ahead."""
 _ESTIMATED_RANKS = 4
 """The number of pipeline ranks whose memory is estimated: the first ones and the last one."""
 _PEAK_ROUNDS = 4
 """The rounds of microbatches after which memory has reached its peak."""
+
+
+_schedule_of = lru_cache(4096)(make_schedule)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A pipeline rank's model chunk, with its costs per microbatch."""
+
+    kept: int
+    forward_peak: int
+    backward_peak: int
+    deferred: int
+    """Bytes kept until a deferred computation of gradients of weights."""
+    received: int
+    """Bytes received from the previous stage."""
+    forward: float
+    backward: float
+    weights: float
+    """Seconds of the part of backward for gradients of weights."""
+    exchanges: float
+    """Seconds of exchanges between tensor ranks, which `forward` and `backward` include."""
 
 
 class Estimator:
@@ -88,38 +116,15 @@ class Estimator:
 
     def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
         """`host` is the number of ranks per host."""
-        self._subject, self._machine, self._host = subject, machine, host
-        self._device = torch.device(machine.device.kind)
-        self._times = StageTimes(subject, machine, host)
+        self.subject, self.machine, self.host = subject, machine, host
+        self.device = torch.device(machine.device.kind)
+        self.collective_seconds = cache(machine.collective_seconds)
+        self._options: dict[object, ZeroOptions] = {}
         self._memory: dict[object, MemoryModel] = {}
-        self._peaks: dict[object, int] = {}
-        self._options = cache(partial(self._options_of, zero=subject.zero))
-
-    def options(self, layout: Layout) -> ZeroOptions:
-        """Return the engine's options for a layout."""
-        tiers = {name: getattr(layout, name) for name in TIERS}
-        # Cached by the fields that matter.
-        return self._options(
-            Layout(stage=layout.stage, accumulation=layout.accumulation, prefetch=layout.prefetch, **tiers)
-        )
-
-    def _options_of(self, layout: Layout, zero: ZeroOptions) -> ZeroOptions:
-        offload = replace(
-            zero.offload,
-            optimizer=layout.optimizer,
-            parameters=layout.parameters if layout.gathers else TierChoice(),
-            activations=layout.activations,
-            staging_bytes=self._staging(zero),
-        )
-        return replace(
-            zero, stage=layout.stage, accumulation=layout.accumulation, prefetch=layout.prefetch, offload=offload
-        )
-
-    def _staging(self, zero: ZeroOptions) -> int | None:
-        given = zero.offload.staging_bytes
-        if given is not None or self._machine.is_cpu:
-            return given
-        return max(STAGING_BYTES, self._machine.device.memory_bytes // STAGING_SHARE)
+        self._seconds: dict[object, tuple[float, ...]] = {}
+        self._stages: dict[object, Sequence[Chunk]] = {}
+        self.peaks: dict[object, int] = {}
+        """Peak bytes of activations by chunks and schedule."""
 
     def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
         """Estimate a layout. Without `exact` a pipeline's time is a lower bound without simulation.
@@ -127,126 +132,219 @@ class Estimator:
         Raises:
             ConfigError, LayoutError: for a layout that the model does not allow, or a machine without the required figures.
         """
-        subject, options = self._subject, self.options(layout)
-        trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
-        cut = subject.cut(layout.pipeline * layout.chunks)
-        ranks = layout.pipeline
-        looked_at = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
-        pipeline = self._times.stages(trace, cut, layout)
-        chunks = pipeline.chunks
-        found: list[tuple[int, dict[str, int], MemoryModel, StageUnits]] = []
-        # After a few rounds of microbatches a schedule is periodic.
-        few = min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks)
-        schedule = schedule_of(layout.schedule, ranks, few, layout.chunks)
-        for rank in looked_at:
-            stages = range(rank, len(cut), ranks)
-            units = subject.stage_units(layout.tensor, tuple(stages), cut, layout.shard)
-            memory = self._states(layout, options, units)
-            device = self._bytes(layout, options, memory, pipeline.of_rank(rank), schedule, rank)
-            found.append((sum(device.values()), device, memory, units))
-        most = max(range(len(found)), key=lambda at: found[at][0])
-        _, device, memory, _ = found[most]
-        phases, bubble = self._phases(layout, options, pipeline, found, exact=exact)
-        host = {purpose.value: nbytes for purpose, nbytes in memory.hosted.items()}
-        away = self._offloaded_activations(layout, chunks)
-        disk = memory.on_disk
-        if layout.activations.tier == "host" and not self._machine.is_cpu:
-            host[Purpose.ACTIVATIONS.value] = away
-        elif layout.activations.tier == "file":
-            disk += away
-        if not self._machine.is_cpu:
-            host[LIBRARY] = self._machine.library.host
-        return Estimate(
-            layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble, rank=looked_at[most]
-        )
+        return _LayoutCosts(self, layout).estimate(exact=exact)
 
-    def _states(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> MemoryModel:
-        transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts(layout))
+    def options(self, layout: Layout) -> ZeroOptions:
+        """Return the engine's options for a layout."""
+        key = (layout.stage, layout.accumulation, layout.prefetch, *(getattr(layout, name) for name in TIERS))
+        if key not in self._options:
+            zero, staging = self.subject.zero, self.subject.zero.offload.staging_bytes
+            if staging is None and not self.machine.is_cpu:
+                staging = max(STAGING_BYTES, self.machine.device.memory_bytes // STAGING_SHARE)
+            offload = replace(
+                zero.offload,
+                optimizer=layout.optimizer,
+                parameters=layout.parameters if layout.gathers else TierChoice(),
+                activations=layout.activations,
+                staging_bytes=staging,
+            )
+            accumulation, prefetch = layout.accumulation, layout.prefetch
+            self._options[key] = replace(
+                zero, stage=layout.stage, accumulation=accumulation, prefetch=prefetch, offload=offload
+            )
+        return self._options[key]
+
+    def states(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
+        """Return the memory of the states of a rank with these units."""
         tiers = layout.optimizer, layout.parameters
         key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
         if key not in self._memory:
-            self._memory[key] = predict_layouts(units.layouts, options, layout.shard, transport, self._device)
+            options = self.options(layout)
+            self._memory[key] = MemoryModel(units, options, layout.shard, transport, self.device)
         return self._memory[key]
 
-    def _bytes(
-        self,
-        layout: Layout,
-        options: ZeroOptions,
-        memory: MemoryModel,
-        own: Sequence[Chunk],
-        schedule: PipelineSchedule,
-        rank: int,
-    ) -> dict[str, int]:
+    def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> Sequence[Chunk]:
+        """Return the chunks of all stages in order, cached by the fields that matter."""
+        key = (id(trace), len(cut), layout.pipeline, min(self.host, layout.ranks))
+        if key not in self._stages:
+            alike: dict[tuple[int, ...], Chunk] = {}
+            chunks = []
+            for stage in range(len(cut)):
+                segments = self.subject.segments(trace, stage, cut)
+                kinds = tuple(id(segment.forward) for segment in segments)
+                if kinds not in alike:
+                    alike[kinds] = self._chunk(trace, segments, layout)
+                chunks.append(alike[kinds])
+            self._stages[key] = chunks
+        return self._stages[key]
+
+    def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> Chunk:
+        base = forward_peak = backward_peak = deferred = 0
+        times = [self._segment_seconds(segment, layout) for segment in segments]
+        forward, backward, weights, exchanges = map(sum, zip(*times, strict=True))
+        later = segments[0] is not trace.segments[0]
+        around = self.around(layout)
+        # Each stage computes the masks and positions of its blocks.
+        prepares = self._segment_seconds(trace.segments[0], layout)[0] if later else 0.0
+        for segment in segments:
+            forward_peak = max(forward_peak, base + segment.forward_peak)
+            backward_peak = max(backward_peak, base + segment.backward_peak)
+            base += segment.kept
+            deferred += sum(count * product.around for product, count in segment.forward.products)
+        return Chunk(
+            kept=base,
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+            deferred=deferred,
+            received=trace.segments[1].output if later else 0,
+            forward=around + prepares + forward,
+            backward=around + backward,
+            weights=weights,
+            exchanges=exchanges,
+        )
+
+    def _segment_seconds(self, segment: Segment, layout: Layout) -> tuple[float, ...]:
+        """Return the seconds of forward and backward with the exchanges of tensor ranks, of the part of backward for gradients of
+        weights, and of the exchanges."""
+        busy = min(self.host, layout.ranks)
+        forward, backward = segment.forward, segment.backward
+        key = (id(forward), id(backward), busy)
+        if key not in self._seconds:
+            weights = Work(products=tuple(each for each in forward.products if each[0].around))
+            computes = [self.machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
+            exchanges = [
+                sum(
+                    count * self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=busy)
+                    for each, count in work.exchanges
+                )
+                for work in (forward, backward)
+            ]
+            both = (computes[0] + exchanges[0], computes[1] + exchanges[1])
+            self._seconds[key] = (*both, computes[2], sum(exchanges))
+        return self._seconds[key]
+
+    def around(self, layout: Layout) -> float:
+        """Return the seconds of the engine and the loop around forward or backward of a microbatch."""
+        if not self.machine.is_cpu:
+            return 0.0
+        launches = _OVERHEAD_LAUNCHES * self.machine.device.launch_seconds
+        return launches * self.machine.crowding(min(self.host, layout.ranks))
+
+
+class _LayoutCosts:
+    """The bytes and seconds of one layout."""
+
+    def __init__(self, known: Estimator, layout: Layout) -> None:
+        subject, self._machine, self._device = known.subject, known.machine, known.device
+        self._known, self._layout, self._options = known, layout, known.options(layout)
+        self._busy = min(known.host, layout.ranks)
+        """The number of ranks that compute on a host."""
+        self._hosts = max(1, math.ceil(layout.tensor * layout.shard / known.host))
+        """The number of hosts of the ranks that share states."""
+        trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
+        cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
+        self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
+        self._chunks = known.stages(trace, cut, layout)
+        """The chunks of all stages, assigned round-robin to pipeline ranks."""
+        self._transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts)
+        every = (
+            subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.shard)
+            for rank in self._ranks
+        )
+        self._memory = [known.states(layout, units, self._transport) for units in every]
+
+    def estimate(self, *, exact: bool) -> Estimate:
+        layout, library, is_cpu = self._layout, self._machine.library, self._machine.is_cpu
+        devices = [self._bytes(rank, memory) for rank, memory in zip(self._ranks, self._memory, strict=True)]
+        most = max(range(len(devices)), key=lambda at: sum(devices[at].values()))
+        phases, bubble = self._phases(exact=exact)
+        host = {purpose.value: nbytes for purpose, nbytes in self._memory[most].hosted.items()}
+        disk = self._memory[most].on_disk
+        kept = max(chunk.kept for chunk in self._chunks) * layout.chunks * self._moved_inputs
+        away = int(kept) * min(layout.accumulation, layout.pipeline)
+        if layout.activations.tier == "host" and not is_cpu:
+            host[Purpose.ACTIVATIONS.value] = away
+        elif layout.activations.tier == "file":
+            disk += away
+        if not is_cpu:
+            host[LIBRARY] = library.host
+        return Estimate(
+            layout=layout,
+            device=devices[most],
+            host=host,
+            disk=disk,
+            phases=phases,
+            bubble=bubble,
+            rank=self._ranks[most],
+        )
+
+    def _own(self, rank: int) -> Sequence[Chunk]:
+        """Return the chunks of a pipeline rank."""
+        return self._chunks[rank :: self._layout.pipeline]
+
+    @property
+    def _moved_inputs(self) -> float:
+        """The fraction of the inputs of recomputed blocks that leave the device."""
+        choice = self._layout.activations
+        return choice.fraction if choice.leaves(self._device) and self._layout.recompute != "none" else 0.0
+
+    def _bytes(self, rank: int, memory: MemoryModel) -> dict[str, int]:
         device = {purpose.value: nbytes for purpose, nbytes in memory.terms.items()}
         gradients = device.pop(Purpose.GRADIENTS.value, 0)
-        stay = options.gradients_stay(self._device)
-        activations = self._activations(layout, own, schedule, rank)
+        activations, is_cpu = self._activations(rank), self._machine.is_cpu
         # Gradient shards reuse the blocks that freed activations return to an accelerator's allocator. The C
         # library's heap on a CPU seldom can.
-        beside = 0 if stay or self._machine.is_cpu else min(gradients + memory.passing, activations)
+        stay = is_cpu or self._options.gradients_stay(self._device)
+        beside = 0 if stay else min(gradients + memory.passing, activations)
         library = self._machine.library
-        busy = min(self._host, layout.ranks)
         device |= {
             GATHERED: memory.gathered,
             Purpose.GRADIENTS.value: gradients + memory.passing - beside,
             ACTIVATIONS: activations,
-            LIBRARY: library.host + library.shared // busy if self._machine.is_cpu else library.device,
+            LIBRARY: library.host + library.shared // self._busy if is_cpu else library.device,
         }
         return {name: nbytes for name, nbytes in device.items() if nbytes}
 
-    def _activations(self, layout: Layout, own: Sequence[Chunk], schedule: PipelineSchedule, rank: int) -> int:
+    def _activations(self, rank: int) -> int:
+        layout, own = self._layout, self._own(rank)
+        # After a few rounds of microbatches a schedule is periodic.
+        few = min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks)
+        schedule = _schedule_of(layout.schedule, ranks=layout.pipeline, microbatches=few, chunks=layout.chunks)
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
         key = (shape, rank, tuple(map(id, own)), layout.activations, layout.recompute)
-        if key in self._peaks:
-            return self._peaks[key]
-        kept = [self._kept(layout, chunk) for chunk in own]
-        live = most = 0
-        for action in schedule.actions[rank]:
-            chunk, stays = own[action.chunk], kept[action.chunk]
-            if action.kind is Kind.FORWARD:
-                most = max(most, live + chunk.forward_peak + chunk.received)
-                live += stays
-            elif action.kind is Kind.BACKWARD_WEIGHT:
-                live -= min(chunk.deferred, stays)
-            else:
-                live -= stays
-                most = max(most, live + max(stays, chunk.backward_peak + chunk.received))
-                live += min(chunk.deferred, stays) if action.kind is Kind.BACKWARD_INPUT else 0
-        self._peaks[key] = most
-        return most
+        if key not in self._known.peaks:
+            kept = [each.kept + each.received - int(self._moved_inputs * each.kept) for each in own]
+            live = most = 0
+            for action in schedule.actions[rank]:
+                chunk, stays = own[action.chunk], kept[action.chunk]
+                if action.kind is Kind.FORWARD:
+                    most = max(most, live + chunk.forward_peak + chunk.received)
+                    live += stays
+                elif action.kind is Kind.BACKWARD_WEIGHT:
+                    live -= min(chunk.deferred, stays)
+                else:
+                    live -= stays
+                    most = max(most, live + max(stays, chunk.backward_peak + chunk.received))
+                    live += min(chunk.deferred, stays) if action.kind is Kind.BACKWARD_INPUT else 0
+            self._known.peaks[key] = most
+        return self._known.peaks[key]
 
-    def _kept(self, layout: Layout, chunk: Chunk) -> int:
-        stays = chunk.kept + chunk.received
-        leaves = layout.activations.leaves(self._device) and layout.recompute != "none"
-        return stays - int(layout.activations.fraction * chunk.kept) if leaves else stays
-
-    def _offloaded_activations(self, layout: Layout, chunks: Sequence[Chunk]) -> int:
-        if not layout.activations.leaves(self._device) or layout.recompute == "none":
-            return 0
-        most = max(chunk.kept for chunk in chunks) * layout.chunks
-        return int(layout.activations.fraction * most) * min(layout.accumulation, layout.pipeline)
-
-    def _phases(
-        self,
-        layout: Layout,
-        options: ZeroOptions,
-        pipeline: StageChunks,
-        found: Sequence[tuple[int, Mapping[str, int], MemoryModel, StageUnits]],
-        *,
-        exact: bool,
-    ) -> tuple[dict[StepPhase, float], float]:
-        count = layout.accumulation
-        own = pipeline.of_rank(pipeline.busy.index(max(pipeline.busy)))
+    def _phases(self, *, exact: bool) -> tuple[dict[StepPhase, float], float]:
+        """Return the seconds of a step by phase, and the bubble."""
+        layout, count = self._layout, self._layout.accumulation
+        busy = [sum(each.forward + each.backward for each in self._own(rank)) for rank in range(layout.pipeline)]
+        own = self._own(busy.index(max(busy)))
         forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
         exchanges = count * sum(each.exchanges for each in own)
         share = exchanges / (forward + backward) if forward + backward else 0.0
-        length = self._times.length(layout, pipeline, exact=exact) if layout.pipeline > 1 else forward + backward
+        length = forward + backward
+        if layout.pipeline > 1:
+            length = self._simulated() if exact else self._bound(busy)
         compute = (forward + backward) - exchanges
-        distinct = {id(units): (memory, units) for _, _, memory, units in found}.values()
-        data = [self._data_seconds(layout, options, memory, units, compute) for memory, units in distinct]
-        updates = [self._update_seconds(layout, options, units) for _, units in distinct]
-        optimizer, offload = max(updates, key=sum)
-        away = max(self._offload_seconds(layout, options, pipeline, units, compute) for _, units in distinct)
+        distinct = {id(memory): memory for memory in self._memory}.values()
+        data = [self._data_seconds(memory, compute) for memory in distinct]
+        optimizer, offload = max(map(self._update_seconds, distinct), key=sum)
+        away = max(self._offload_seconds(memory, compute) for memory in distinct)
         phases = {
             StepPhase.FORWARD: forward * (1 - share),
             StepPhase.BACKWARD: backward * (1 - share),
@@ -257,89 +355,115 @@ class Estimator:
         bubble = 1 - (forward + backward) / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
 
-    def _hosts(self, layout: Layout) -> int:
-        return max(1, math.ceil(layout.tensor * layout.shard / self._host))
-
-    def _data_seconds(
-        self, layout: Layout, options: ZeroOptions, memory: MemoryModel, units: StageUnits, compute: float
-    ) -> float:
-        """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""
-        machine, shard, hosts = self._machine, layout.shard, self._hosts(layout)
-        busy, total = min(self._host, layout.ranks), 0.0
-        on_device = not machine.is_cpu
-        wire = sum(
-            whole * options.wire_dtype(dtype, on_device=on_device).itemsize
-            for dtype, (whole, _) in units.trained.items()
+    def _transfer(self) -> float:
+        """Return the seconds of a message between pipeline ranks."""
+        layout, host = self._layout, self._known.host
+        across = layout.data * layout.tensor >= host
+        hosts = 2 if across and layout.ranks > host else 1
+        hidden = max(each.received for each in self._chunks)
+        return self._known.collective_seconds(
+            Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts, ranks_on_host=self._busy
         )
 
-        def moved(kind: Collective, nbytes: float, ranks: int, spread: int) -> float:
+    def _bound(self, busy: Sequence[float]) -> float:
+        """Return a lower bound of the seconds of all forwards and backwards of a step: a rank's compute time, and the time before
+        its first and after its last action."""
+        layout, transfer = self._layout, self._transfer()
+        times = (each.forward + each.backward - each.weights for each in self._chunks[: layout.pipeline - 1])
+        both = enumerate(zip(busy, accumulate(times, initial=0.0), strict=True))
+        return max(layout.accumulation * own + ends + 2 * rank * transfer for rank, (own, ends) in both)
+
+    def _simulated(self) -> float:
+        """Return the seconds of all forwards and backwards of a step over several pipeline ranks by its schedule."""
+        layout, chunks, around = self._layout, self._chunks, self._known.around(self._layout)
+
+        def seconds(rank: int, action: Action) -> float:
+            chunk = chunks[action.chunk * layout.pipeline + rank]
+            if action.kind is Kind.FORWARD:
+                return chunk.forward
+            if action.kind is Kind.BACKWARD:
+                return chunk.backward
+            if action.kind is Kind.BACKWARD_WEIGHT:
+                return chunk.weights + around
+            return chunk.backward - chunk.weights
+
+        accumulation = layout.accumulation
+        schedule = _schedule_of(layout.schedule, ranks=layout.pipeline, microbatches=accumulation, chunks=layout.chunks)
+        return simulate(schedule, seconds, transfer=self._transfer()).duration
+
+    def _data_seconds(self, memory: MemoryModel, compute: float) -> float:
+        """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""
+        layout, options, is_cpu = self._layout, self._options, self._machine.is_cpu
+        shard, count, number = layout.shard, layout.accumulation, max(1, len(memory.units))
+        wire = sum(
+            whole * options.wire_dtype(dtype, on_device=not is_cpu).itemsize
+            for dtype, (whole, _) in memory.trained.items()
+        )
+
+        def moved(kind: Collective, nbytes: float, ranks: int = shard, hosts: int = self._hosts) -> float:
             # One collective per unit.
-            number = max(1, len(units.layouts))
-            return number * self._times.collective_seconds(
-                kind.value, nbytes / number, ranks=ranks, hosts=spread, ranks_on_host=busy
+            return number * self._known.collective_seconds(
+                kind.value, nbytes / number, ranks=ranks, hosts=hosts, ranks_on_host=self._busy
             )
 
-        total += layout.accumulation * self._sum_seconds(options, units, shard, busy)
-        each = 1 if options.placements.accumulating is Placement.PARTIAL else layout.accumulation
+        total = count * self._sum_seconds(memory)
+        each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
         if shard > 1:
-            kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
-            total += each * moved(kind, wire, shard, hosts)
+            total += each * moved(Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER, wire)
             if memory.gathered:
-                total += 2 * layout.accumulation * moved(Collective.ALL_GATHER, units.gathered_bytes, shard, hosts)
-            elif not whole and machine.transport(hosts) != "shared":
-                total += moved(Collective.ALL_GATHER, units.gathered_bytes, shard, hosts)
+                total += 2 * count * moved(Collective.ALL_GATHER, memory.parameters)
+            elif not whole and self._transport != "shared":
+                total += moved(Collective.ALL_GATHER, memory.parameters)
         if layout.replicate > 1:
-            spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._host))
+            spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._known.host))
             total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
-        if machine.is_cpu:
+        if is_cpu:
             return total
         # The first gather and the last reduction overlap with nothing.
-        least = total / max(1, len(units.layouts) * layout.accumulation)
+        least = total / (number * count)
         return max(total - compute, min(total, least))
 
-    def _sum_seconds(self, options: ZeroOptions, units: StageUnits, shard: int, busy: int) -> float:
+    def _sum_seconds(self, memory: MemoryModel) -> float:
         """Return the seconds in which a rank accumulates a microbatch's gradients, or copies them to buckets for reduction."""
-        moved = 0.0
-        sums = options.precision.sums.itemsize
-        for dtype, (whole, own) in units.trained.items():
-            if shard == 1 or options.sums_before_reducing:
-                moved += whole * (dtype.itemsize + sums * (2 if options.accumulation > 1 else 1))
+        options, moved = self._options, 0.0
+        sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
+        for dtype, (whole, own) in memory.trained.items():
+            if self._layout.shard == 1 or options.sums_before_reducing:
+                moved += whole * (dtype.itemsize + sums)
             else:
-                moved += whole * 2 * dtype.itemsize + own * sums * (2 if options.accumulation > 1 else 1)
-        return self._machine.moved_seconds(moved, ranks_on_host=busy)
+                moved += whole * 2 * dtype.itemsize + own * sums
+        return self._machine.moved_seconds(moved, ranks_on_host=self._busy)
 
-    def _offload_seconds(
-        self, layout: Layout, options: ZeroOptions, pipeline: StageChunks, units: StageUnits, compute: float
-    ) -> float:
+    def _offload_seconds(self, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of transfers of parameters and activations from and to tiers that are not hidden behind computing."""
-        machine, busy, count = self._machine, min(self._host, layout.ranks), layout.accumulation
+        machine, layout, options, count = self._machine, self._layout, self._options, self._layout.accumulation
         offload, hidden, open_ = options.offload, 0.0, 0.0
 
         def moved(choice: TierChoice, come: float, go: float) -> float:
             if choice.tier == "file":
-                return machine.disk_seconds(come, go, ranks_on_host=busy)
+                return machine.disk_seconds(come, go, ranks_on_host=self._busy)
             return machine.copy_seconds(come, to="device") + machine.copy_seconds(go)
 
         if offload.parameters.leaves(self._device):
-            trained = sum(own * dtype.itemsize for dtype, (_, own) in units.trained.items())
-            resting = units.gathered_bytes / layout.shard
+            trained = sum(own * dtype.itemsize for dtype, (_, own) in memory.trained.items())
+            resting = memory.parameters / layout.shard
             if not offload.optimizer.leaves(self._device) and options.precision.master != options.precision.compute:
                 resting -= trained  # Parameters are made from the master weights on the device.
             seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, trained)
             hidden, open_ = (seconds, 0.0) if layout.prefetch else (0.0, seconds)
-        if layout.recompute != "none" and offload.activations.leaves(self._device):
-            kept = max(sum(each.kept for each in pipeline.of_rank(rank)) for rank in range(pipeline.ranks))
-            passed = count * offload.activations.fraction * kept
+        if self._moved_inputs:
+            kept = max(sum(each.kept for each in self._own(rank)) for rank in range(layout.pipeline))
+            passed = count * self._moved_inputs * kept
             hidden += moved(offload.activations, passed, passed)
-        first = hidden / max(1, len(units.layouts) * count)
+        first = hidden / max(1, len(memory.units) * count)
         return open_ + max(hidden - compute, first)
 
-    def _update_seconds(self, layout: Layout, options: ZeroOptions, units: StageUnits) -> tuple[float, float]:
+    def _update_seconds(self, memory: MemoryModel) -> tuple[float, float]:
         """Return the seconds of the update of a rank's shards, and the further seconds of waiting for tiers."""
-        machine, busy = self._machine, min(self._host, layout.ranks)
+        machine, options, busy = self._machine, self._options, self._busy
         whole = options.placements.optimizer is Placement.REPLICATED
-        own = sum(each[0 if whole else 1] for each in units.trained.values())
+        own = sum(each[0 if whole else 1] for each in memory.trained.values())
         moments = len(moment_names(options.optimizer))
         width = options.precision.master.itemsize
         choice = options.offload.optimizer

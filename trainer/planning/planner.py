@@ -12,10 +12,13 @@ from itertools import product
 from typing import Any
 
 from zeromesh.errors import ConfigError, LayoutError, counted
+from zeromesh.offload import TierChoice
 from zeromesh.offload.tiers import TierName
+from zeromesh.pipeline.schedule import ScheduleName
 from zeromesh.trainer.formatting import human_bytes
+from zeromesh.trainer.models.prepare import Mode
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
-from zeromesh.trainer.planning.layouts import Layout, Space, divisors
+from zeromesh.trainer.planning.layouts import TIERS, Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.zero.memory_model import MemoryBytes
@@ -26,9 +29,11 @@ _FRAGMENTATION = 0.05
 """The fraction of an accelerator's memory lost to fragmentation."""
 _ENOUGH_FITTING = 12
 """The number of fitting layouts with offload, faster than all remaining candidates, after which the search ends."""
+_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
+"""The candidate fractions of states that are offloaded."""
+_MICROS = (1, 2, 4, 8, 16, 32, 64)
+"""The candidate microbatch sizes, in samples."""
 GIB = 1 << 30
-
-
 _DISK = 1 << 42
 
 
@@ -126,46 +131,112 @@ class Planner:
         if self._machine.disk is None:
             reason = "the machine has no disk; add disk with read and written (bytes a second) to its file"
             self._refused.setdefault(reason, "states on files")
-        space = self._space(ranks)
-        rows = list(self._rows(space.layouts(), room))
+        rows = list(self._rows(self._layouts(ranks), room))
         if not rows:
             reasons = "; ".join(f"{layout}: {reason}" for reason, layout in self._refused.items())
             given = ", ".join(f"{name} {value}" for name, value in self._fixed.items())
             raise ConfigError(
                 f"no layout has {counted(ranks, 'rank')}{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
             )
-        rows += self._offloaded(space, rows, room)
+        rows += self._offloaded(rows, room)
         return Plan(
             subject=self._subject.model_name,
             parameters=self._subject.parameters,
             machine=self._machine.name,
             ranks=ranks,
             room=room,
-            rows=self._ranked(rows, room),
+            rows=self._ranked(rows),
             refused=dict(self._refused),
         )
 
-    def _space(self, ranks: int) -> Space:
-        subject = self._subject
-        wanted = [self._fixed["tensor"]] if "tensor" in self._fixed else divisors(min(ranks, self._host))
-
-        def takes(kind: str, **axes: int) -> bool:
-            if reason := subject.mesh_refusal(**axes):
-                self._refused.setdefault(reason, kind)
-            return not reason
-
-        tensors = [tensor for tensor in wanted if takes(f"tensor {tensor}", tensor=tensor)]
-        cut = ranks > 1 and takes("pipeline", pipeline=2)
-        return Space(
-            ranks=ranks,
-            host=self._host,
-            samples=subject.config.batch.global_size,
-            blocks=subject.blocks if cut else 0,
-            tensors=tensors,
-            sequence=len(tensors) > 1 and subject.can_share_sequence,
-            recompute=subject.can_recompute,
-            fixed=self._fixed,
+    def _layouts(self, ranks: int) -> Iterator[Layout]:
+        """Yield every layout without offload, those with fewer tensor ranks and stages first."""
+        subject, host = self._subject, self._host
+        tensors = [
+            size
+            for size in self._choices("tensor", _divisors(min(ranks, host)))
+            if self._takes(f"tensor {size}", tensor=size)
+        ]
+        blocks = subject.blocks if ranks > 1 and self._takes("pipeline", pipeline=2) else 0
+        pipelines = [size for size in _divisors(ranks) if size == 1 or size <= blocks]
+        sequence = len(tensors) > 1 and subject.can_trace(2, sequence=True)
+        modes: tuple[Mode, ...] = (
+            ("none", "selective", "block") if subject.can_trace(1, recompute="block") else ("none",)
         )
+        for tensor, pipeline in product(tensors, self._choices("pipeline", pipelines)):
+            rest, odd = divmod(ranks, tensor * pipeline)
+            for replicate in self._replicas(rest, tensor) if not odd and tensor <= host else ():
+                mesh = Layout(
+                    pipeline=pipeline,
+                    replicate=replicate,
+                    shard=rest // replicate,
+                    tensor=tensor,
+                    sequence=self._fixed.get("sequence", tensor > 1 and sequence),
+                    **{name: self._fixed[name] for name in (*TIERS, "prefetch") if name in self._fixed},
+                )
+                yield from self._of_mesh(mesh, blocks, modes[1:] if len(modes) > 1 and mesh.activations.away else modes)
+
+    def _of_mesh(self, mesh: Layout, blocks: int, modes: Sequence[Mode]) -> Iterator[Layout]:
+        samples = self._subject.config.batch.global_size
+        stages = (3,) if mesh.parameters.away else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
+        micros = [size for size in _MICROS if size * mesh.data <= samples] or [1]
+        for stage, micro, recompute in product(
+            self._choices("stage", stages), self._choices("micro", micros), self._choices("recompute", modes)
+        ):
+            accumulation = -(-samples // (micro * mesh.data))
+            for schedule, chunks in self._schedules(mesh.pipeline, accumulation, blocks):
+                yield replace(
+                    mesh,
+                    schedule=schedule,
+                    chunks=chunks,
+                    stage=stage,
+                    micro=micro,
+                    accumulation=accumulation,
+                    recompute=recompute,
+                )
+
+    def _replicas(self, data: int, tensor: int) -> list[int]:
+        """Return the numbers of replicas to try: one, one on each host, or one on each group of 8 hosts."""
+        if "replicate" in self._fixed or isinstance(self._fixed.get("shard"), int):
+            wanted = self._fixed.get("replicate", 1)
+            shard = self._fixed.get("shard", "auto")
+            if shard != "auto" and "replicate" not in self._fixed:
+                wanted = data // shard if data % shard == 0 else 0
+            fits = wanted and data % wanted == 0 and shard in ("auto", data // wanted)
+            return [wanted] if fits else []
+        inside = max(1, self._host // tensor)
+        sizes = {data // size for size in (inside, 8 * inside) if data % size == 0 and size < data}
+        return [1, *sorted(sizes - {1})]
+
+    def _schedules(self, pipeline: int, accumulation: int, blocks: int) -> Sequence[tuple[ScheduleName, int]]:
+        if pipeline == 1:
+            return [("1f1b", 1)]
+        if "schedule" in self._fixed:
+            return [(self._fixed["schedule"], self._fixed.get("chunks", 1))]
+        chunks = [size for size in (2, 4, 8) if size * pipeline <= blocks and accumulation >= pipeline]
+        return [("1f1b", 1), ("zero_bubble", 1), *(("interleaved", size) for size in chunks)]
+
+    def _shorter(self, layout: Layout, tiers: Sequence[TierName]) -> Iterator[Sequence[dict[str, Any]]]:
+        """Yield for each kind of state that can be offloaded the changes of a layout, in order of decreasing bytes on the device.
+        Parameters are offloaded at stage 3 alone, which on one rank of the shard axis equals the others."""
+        parts, fixed = [TierChoice(tier=tier, fraction=each) for tier in tiers for each in _FRACTIONS], self._fixed
+        if "optimizer" not in fixed:
+            yield [{}, *({"optimizer": choice} for choice in parts)]
+        if "activations" not in fixed and layout.recompute != "none":
+            yield [{}, *({"activations": choice} for choice in parts[3::4])]
+        if layout.gathers or (layout.shard == 1 and "stage" not in fixed):
+            if "parameters" not in fixed:
+                yield [{}, *({"parameters": choice, "stage": 3} for choice in parts[1::2])]
+            if "prefetch" not in fixed:
+                yield [{}, {"prefetch": 0}]
+
+    def _choices(self, name: str, choices: Sequence[Any]) -> Sequence[Any]:
+        return (self._fixed[name],) if name in self._fixed else choices
+
+    def _takes(self, kind: str, **axes: int) -> bool:
+        if reason := self._subject.mesh_refusal(**axes):
+            self._refused.setdefault(reason, kind)
+        return not reason
 
     def _rows(self, layouts: Iterable[Layout], room: MemoryBytes) -> Iterator[PlanRow]:
         for layout in layouts:
@@ -179,7 +250,7 @@ class Planner:
             else:
                 yield PlanRow(estimate=estimate, lacks=lacks(estimate, room))
 
-    def _offloaded(self, space: Space, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
+    def _offloaded(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
         """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory.
 
         Offload takes time, so layouts that fit need none, and no layout with offload is faster than its base: the base's time plus
@@ -202,7 +273,7 @@ class Planner:
             lowest = id(row) in smallest
             if not (wanted or lowest):
                 continue
-            parts = list(space.shorter(layout, tiers))
+            parts = list(self._shorter(layout, tiers))
 
             def made(chosen: Iterable[Mapping[str, Any]], layout: Layout = layout) -> PlanRow | None:
                 return next(self._rows([replace(layout, **dict(ChainMap(*map(dict, chosen))))], room), None)
@@ -227,7 +298,7 @@ class Planner:
                     break
         return found
 
-    def _ranked(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
+    def _ranked(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
         fitting = sorted((row for row in rows if row.fits), key=_place)
         first = [
             replace(row, estimate=self._estimator.estimate(row.estimate.layout))
@@ -244,6 +315,10 @@ def _most(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any
     """Return the change of `part` that moves most to a tier, or else the last one."""
     on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
     return (on or part)[-1]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def _place(row: PlanRow) -> tuple[float, int]:

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import counted
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
-from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
 
 if TYPE_CHECKING:
-    from zeromesh.trainer.tools.html_report.charts import Chart, go
+    from zeromesh.trainer.tools.html_report.charts import Chart
 
 SHOWN = 12
 """The number of rows shown."""
@@ -99,19 +98,19 @@ def _plain(value: Any) -> str:
 def plan_json(plan: Plan) -> list[dict[str, Any]]:
     """Return the rows as JSON values: `layout` (configuration keys), `fits`, `why_not`, `bytes` by tier and purpose, `seconds` and
     their `phases`."""
-    return [row_json(row.estimate) | {"fits": row.fits, "why_not": row.lacks} for row in plan.rows]
-
-
-def row_json(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate as JSON values."""
-    return {
-        "layout": {**estimate.layout.keys(), "accumulation": estimate.layout.accumulation},
-        "bytes": {"device": dict(estimate.device), "host": dict(estimate.host), "file": estimate.disk},
-        "device_bytes": estimate.device_bytes,
-        "seconds": estimate.seconds,
-        "phases": {str(phase): seconds for phase, seconds in estimate.phases.items()},
-        "bubble": estimate.bubble,
-    }
+    return [
+        {
+            "layout": {**each.layout.keys(), "accumulation": each.layout.accumulation},
+            "bytes": {"device": dict(each.device), "host": dict(each.host), "file": each.disk},
+            "device_bytes": each.device_bytes,
+            "seconds": each.seconds,
+            "phases": {str(phase): seconds for phase, seconds in each.phases.items()},
+            "bubble": each.bubble,
+            "fits": row.fits,
+            "why_not": row.lacks,
+        }
+        for row, each in ((row, row.estimate) for row in plan.rows)
+    ]
 
 
 def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
@@ -134,32 +133,26 @@ def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
 
 
 def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Chart]:
-    """Return the charts of `plan_picture`."""
-    from zeromesh.trainer.tools.html_report.charts import COLORS, Chart
+    """Return the charts of `plan_picture`: stacked bars of a row each."""
+    from zeromesh.trainer.tools.html_report.charts import COLORS, LAYOUT, Chart, go
 
     estimates = [row.estimate for row in plan.rows[:shown]]
-    purposes = dict.fromkeys(name for each in estimates for name, nbytes in each.device.items() if nbytes)
-    memory = _bars([{name: each.device.get(name, 0) / GIB for name in purposes} for each in estimates], COLORS)
-    if max(each.device_bytes for each in estimates) > 0.3 * plan.room.critical:
-        memory.add_vline(x=plan.room.critical / GIB, line_dash="dot")
-    phases = dict.fromkeys(phase for each in estimates for phase in each.phases)
-    times = [{str(phase): each.phases.get(phase, 0.0) for phase in phases} for each in estimates]
-    return [
-        Chart("memory", "Highest memory of a rank", "GiB, by row", memory, False, False),
-        Chart("seconds", "Time of a step", "seconds, by row", _bars(times, COLORS[::-1]), False, False),
-    ]
-
-
-def _bars(rows: Sequence[Mapping[str, float]], colors: Sequence[str]) -> go.Figure:
-    from zeromesh.trainer.tools.html_report.charts import LAYOUT, go
-
-    figure = go.Figure(layout=LAYOUT)
-    numbers = list(range(1, len(rows) + 1))
-    for color, name in zip(cycle(colors), rows[0], strict=False):
-        lengths = [row[name] for row in rows]
-        if any(lengths):
+    memory = [{name: nbytes / GIB for name, nbytes in each.device.items()} for each in estimates]
+    times = [{str(phase): seconds for phase, seconds in each.phases.items()} for each in estimates]
+    figures = []
+    for rows, colors in ((memory, COLORS), (times, COLORS[::-1])):
+        figure = go.Figure(layout=LAYOUT)
+        numbers = list(range(1, len(rows) + 1))
+        for color, name in zip(cycle(colors), dict.fromkeys(name for row in rows for name in row), strict=False):
+            lengths = [row.get(name, 0.0) for row in rows]
             figure.add_bar(y=numbers, x=lengths, orientation="h", marker_color=color, name=name)
-    figure.update_layout(barmode="stack", hovermode="closest")
-    figure.update_yaxes(autorange="reversed", tickmode="array", tickvals=numbers, showgrid=False)
-    figure.update_xaxes(showgrid=True)
-    return figure
+        figure.update_layout(barmode="stack", hovermode="closest")
+        figure.update_yaxes(autorange="reversed", tickmode="array", tickvals=numbers, showgrid=False)
+        figure.update_xaxes(showgrid=True)
+        figures.append(figure)
+    if max(each.device_bytes for each in estimates) > 0.3 * plan.room.critical:
+        figures[0].add_vline(x=plan.room.critical / GIB, line_dash="dot")
+    return [
+        Chart("memory", "Highest memory of a rank", "GiB, by row", figures[0], False, False),
+        Chart("seconds", "Time of a step", "seconds, by row", figures[1], False, False),
+    ]

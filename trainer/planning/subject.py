@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise, product
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from zeromesh.errors import ConfigError, DataError, LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
-from zeromesh.pipeline.stages.model_anatomy import examine
+from zeromesh.pipeline.stages.model_anatomy import Anatomy, examine
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.data.tokenizer import BYTES
 from zeromesh.trainer.losses.losses import Loss
@@ -24,8 +25,8 @@ from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.tracing.meter import Segment
-from zeromesh.trainer.planning.tracing.trace import Trace, TraceOptions, Tracer
-from zeromesh.trainer.planning.tracing.work import Product, TensorExchange, Work
+from zeromesh.trainer.planning.tracing.operations import Work
+from zeromesh.trainer.planning.tracing.trace import Trace, Tracer
 from zeromesh.trainer.setup.engine_options import engine_options, exempted
 from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.plan import ROOT, UnitPlan
@@ -35,28 +36,8 @@ _TRACED_SAMPLES = (1, 2)
 T = TypeVar("T")
 Batches = Callable[[int], Mapping[str, Any]]
 """Makes a microbatch of the given number of samples."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageUnits:
-    """The ZeRO units of one pipeline rank, with bucket layouts for a number of data ranks."""
-
-    layouts: list[list[BucketLayout]]
-    """The bucket layouts of each unit, the root unit first."""
-
-    @cached_property
-    def gathered_bytes(self) -> int:
-        """Bytes of all parameters in the compute dtype."""
-        return sum(layout.nbytes for unit in self.layouts for layout in unit)
-
-    @cached_property
-    def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
-        """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
-        found: dict[torch.dtype, tuple[int, int]] = {}
-        for layout in (layout for unit in self.layouts for layout in unit if layout.first.requires_grad):
-            whole, shard = found.get(layout.first.dtype, (0, 0))
-            found[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
-        return found
+UnitLayouts = list[list[BucketLayout]]
+"""The bucket layouts of each unit of a rank, the root unit first."""
 
 
 class Subject:
@@ -82,12 +63,15 @@ class Subject:
         self._whole = model
         self._not_cut, self._anatomy = _refused(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
-        self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute)
-        self._trace_exactly = cache(lambda options, micro: tracer.trace(batches(micro), options))
-        self._traced, self.cut, self.units = cache(self._trace_of), cache(self._cut_into), cache(self._units_of)
-        self.stage_units = cache(self._shared_units)
-        self._alike: dict[tuple[int, ...], StageUnits] = {}
-        self._layouts: dict[tuple[tuple[ParameterSpec, ...], int], list[BucketLayout]] = {}
+        rules = config.parallel.plan or {}
+        self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute, device=device, rules=rules)
+        self._trace_exactly = cache(lambda micro, **options: tracer.trace(batches(micro), **options))
+        self._traced, self.cut = cache(self._trace_of), cache(self._cut_into)
+        self.units = cache(lambda tensor: tracer.plan(self.zero, tensor).units)
+        """All units of a tensor rank; raises `LayoutError` for a model that cannot be divided over tensor ranks."""
+        self.stage_units = cache(self._units_of_stages)
+        self._alike: dict[tuple[int, ...], UnitLayouts] = {}
+        self._layouts = cache(_layouts_of)
 
     def close(self) -> None:
         """Restore the values of the model."""
@@ -122,53 +106,34 @@ class Subject:
         rules = self.config.parallel.plan or {}
         return _refused(lambda: require_equal_when_divided(self._whole, rules, sequence=False))[0]
 
-    @cached_property
-    def can_share_sequence(self) -> bool:
-        """True if blocks support sequence parallelism."""
-        options = self._options(2, sequence=True, recompute="none")
-        return not _refused(lambda: self._trace_exactly(options, 1))[0]
-
-    @cached_property
-    def can_recompute(self) -> bool:
-        """True if the model has blocks with activation checkpointing."""
-        options = self._options(1, sequence=False, recompute="block")
-        return not _refused(lambda: self._trace_exactly(options, 1))[0]
-
-    def _options(self, tensor: int, *, sequence: bool, recompute: Mode) -> TraceOptions:
-        return TraceOptions(
-            compute=self.zero.precision.compute,
-            device=self.device,
-            tensor=tensor,
-            rules=tuple((self.config.parallel.plan or {}).items()),
-            sequence=sequence,
-            recompute=recompute,
-        )
-
     def trace(self, tensor: int, micro: int, *, sequence: bool = False, recompute: Mode = "none") -> Trace:
         """Return the trace of a microbatch of `micro` samples on one tensor rank. Raises as `Tracer.trace` does."""
-        found: Trace = self._traced(self._options(tensor, sequence=sequence, recompute=recompute), micro)
+        found: Trace = self._traced(micro, tensor=tensor, sequence=sequence, recompute=recompute)
         return found
 
-    def _trace_of(self, options: TraceOptions, micro: int) -> Trace:
+    def can_trace(self, tensor: int, **options: Any) -> bool:
+        """True if blocks support sequence parallelism or activation checkpointing, as the options of a trace say."""
+        return not _refused(partial(self.trace, tensor, 1, **options))[0]
+
+    def _trace_of(self, micro: int, **options: Any) -> Trace:
         if micro in _TRACED_SAMPLES:
-            return self._trace_exactly(options, micro)
-        one, other = (self._trace_exactly(options, size) for size in _TRACED_SAMPLES)
+            return self._trace_exactly(micro, **options)
+        one, other = (self._trace_exactly(size, **options) for size in _TRACED_SAMPLES)
         return _extrapolated(one, other, micro)
 
     def _cut_into(self, stages: int) -> tuple[range, ...]:
         """Raise `LayoutError` for a model that cannot be divided into so many stages."""
-        return tuple(range(start, end) for start, end in pairwise(accumulate(self._counts(stages), initial=0)))
-
-    def _counts(self, stages: int) -> Sequence[int]:
-        if stages == 1:
-            return (len(self.trace(1, 1).segments) - 2,)
-        if self._costs is None:
-            raise LayoutError(self._not_cut)
         given = self.config.parallel.stages
-        if given is not None and len(given) == stages:
-            return given
-        costs, first, last = self._costs
-        return cut_by_cost(costs, stages=stages, first=first, last=last)
+        if stages == 1:
+            counts: Sequence[int] = (len(self.trace(1, 1).segments) - 2,)
+        elif self._costs is None:
+            raise LayoutError(self._not_cut)
+        elif given is not None and len(given) == stages:
+            counts = given
+        else:
+            costs, first, last = self._costs
+            counts = cut_by_cost(costs, stages=stages, first=first, last=last)
+        return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
     def segments(self, trace: Trace, stage: int, cut: Sequence[range]) -> list[Segment]:
         """Return the traced segments of the blocks of one stage."""
@@ -176,47 +141,38 @@ class Subject:
         own = [blocks[index] for index in cut[stage]]
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]
 
-    def _units_of(self, tensor: int) -> tuple[UnitPlan, ...]:
-        """Return all units of a tensor rank. Raises `LayoutError` for a model that cannot be divided over tensor ranks."""
-        return self._tracer.plan(self.zero, self._options(tensor, sequence=False, recompute="none")).units
+    def _units_of_stages(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> UnitLayouts:
+        """Return the layouts of the units of a rank with these stages, for `parts` data ranks; equal ones are one object."""
+        units: Iterable[UnitPlan] = self.units(tensor)
+        if len(cut) > 1 and self._anatomy is not None:
+            units = _on_stages(units, self._anatomy, stages, cut)
+        # Equal blocks share one tuple of specs, and so one list.
+        layouts = [self._layouts(unit.specs, parts) for unit in units]
+        return self._alike.setdefault(tuple(map(id, layouts)), layouts)
 
-    def _shared_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
-        """Return the units of a rank with these stages, for `parts` data ranks; equal units are one object."""
-        found = self._units_of_stages(tensor, stages, cut, parts)
-        return self._alike.setdefault(tuple(map(id, found.layouts)), found)
 
-    def _units_of_stages(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> StageUnits:
-        units = self.units(tensor)
-        if len(cut) == 1 or self._anatomy is None:
-            return StageUnits(layouts=[self._layouts_of(unit, parts) for unit in units])
-        prefix = f"{self._anatomy.blocks}."
-        own = {f"{prefix}{index}" for stage in stages for index in cut[stage]}
-        ends = [
-            *(self._anatomy.before if 0 in stages else ()),
-            *(self._anatomy.after if len(cut) - 1 in stages else ()),
-        ]
-        found = []
-        for unit in units:
-            if unit.module in own:
-                found.append(self._layouts_of(unit, parts))
-            elif not unit.module.startswith(prefix):
-                specs = tuple(
-                    spec
-                    for spec in unit.specs
-                    if any(name.startswith(f"{end}.") for name in (spec.fqn, *spec.aliases) for end in ends)
-                )
-                if specs or unit.module == ROOT:
-                    found.append(self._layouts_of(UnitPlan(module=unit.module, specs=specs), parts))
-        return StageUnits(layouts=found)
+def _on_stages(
+    units: Iterable[UnitPlan], anatomy: Anatomy, stages: Sequence[int], cut: Sequence[range]
+) -> Iterator[UnitPlan]:
+    """Yield the units with parameters on these stages, and the root."""
+    prefix, last = f"{anatomy.blocks}.", len(cut) - 1
+    own = {f"{prefix}{index}" for stage in stages for index in cut[stage]}
+    ends = (*(anatomy.before if 0 in stages else ()), *(anatomy.after if last in stages else ()))
+    begins = tuple(f"{end}." for end in ends)
+    for unit in units:
+        if unit.module in own:
+            yield unit
+        elif not unit.module.startswith(prefix):
+            specs = tuple(
+                spec for spec in unit.specs if any(name.startswith(begins) for name in (spec.fqn, *spec.aliases))
+            )
+            if specs or unit.module == ROOT:
+                yield replace(unit, specs=specs)
 
-    def _layouts_of(self, unit: UnitPlan, parts: int) -> list[BucketLayout]:
-        """Return the bucket layouts of a unit. Equal blocks share one tuple of specs, and so one list."""
-        key = (unit.specs, parts)
-        if key not in self._layouts:
-            self._layouts[key] = [
-                build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())
-            ]
-        return self._layouts[key]
+
+def _layouts_of(specs: tuple[ParameterSpec, ...], parts: int) -> list[BucketLayout]:
+    buckets = UnitPlan(module=ROOT, specs=specs).buckets()
+    return [build_layout(str(number), bucket, parts) for number, bucket in enumerate(buckets)]
 
 
 def _refused(call: Callable[[], T]) -> tuple[str, T | None]:
@@ -230,36 +186,24 @@ def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
     """Extrapolate linearly from the traces of one and two samples to `micro` samples."""
 
     def line(first: Any, second: Any) -> Any:
-        return first + (micro - 1) * (second - first)
+        return first if isinstance(first, str) else first + (micro - 1) * (second - first)
 
     def work(first: Work, second: Work) -> Work:
         if [count for _, count in first.products] != [count for _, count in second.products]:
-            return second * (
-                micro // 2
-            )  # A loop over tokens, as in the loss: twice the tokens take twice the iterations.
-        products = tuple(
-            (Product(a.dtype, *map(line, a[1:], b[1:])), count)
-            for (a, count), (b, _) in zip(first.products, second.products, strict=True)
-        )
-        exchanges = tuple(
-            (TensorExchange(a.kind, line(a.nbytes, b.nbytes)), count)
-            for (a, count), (b, _) in zip(first.exchanges, second.exchanges, strict=True)
-        )
-        moved, operations = line(first.moved, second.moved), line(first.operations, second.operations)
-        return Work(products=products, exchanges=exchanges, moved=moved, operations=operations)
-
-    @cache
-    def of_kind(forward: int, backward: int) -> tuple[Work, Work]:
-        a, b = kinds[forward, backward]
-        return work(a.forward, b.forward), work(a.backward, b.backward)
+            # A loop over tokens, as in the loss: twice the tokens take twice the iterations.
+            return second * (micro // 2)
+        pairs = {each.name: (getattr(first, each.name), getattr(second, each.name)) for each in fields(Work)}
+        return Work(**{name: pytree.tree_map(line, *pair) for name, pair in pairs.items()})
 
     # Equal blocks share their counts.
-    kinds = {(id(a.forward), id(a.backward)): (a, b) for a, b in zip(one.segments, other.segments, strict=True)}
+    works: dict[tuple[int, int], tuple[Work, Work]] = {}
     segments = []
     for a, b in zip(one.segments, other.segments, strict=True):
-        forward, backward = of_kind(id(a.forward), id(a.backward))
+        key = id(a.forward), id(a.backward)
+        if key not in works:
+            works[key] = work(a.forward, b.forward), work(a.backward, b.backward)
         sizes = {name: line(getattr(a, name), getattr(b, name)) for name in _SIZES}
-        segments.append(Segment(name=a.name, forward=forward, backward=backward, **sizes))
+        segments.append(replace(a, forward=works[key][0], backward=works[key][1], **sizes))
     return Trace(segments=tuple(segments))
 
 

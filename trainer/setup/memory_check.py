@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from zeromesh.errors import StorageError
-from zeromesh.flat.layout import BucketLayout
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import PinnedBudget, Purpose, TierChoice, available_bytes, swap_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator, on_accelerator
@@ -19,7 +19,7 @@ from zeromesh.options import STAGES, OffloadOptions, Placement, ZeroOptions
 from zeromesh.trainer.formatting import human_bytes, human_count
 from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
-from zeromesh.zero.memory_model import MemoryBytes, MemoryModel, predict_layouts
+from zeromesh.zero.memory_model import MemoryBytes, MemoryModel
 
 _FRACTION_STEP = 0.05
 """The step between the tried fractions of offloaded states."""
@@ -27,73 +27,144 @@ _TIGHT_DIVISOR = 10
 """The divisor of a device's free memory below which the remainder for activations gives a warning."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Host:
-    """The bytes that the ranks of one host need for a planned model, and those that are available. `parts` ranks, which compute on
-    `device`, share the states over `transport`. `inputs` are the known bytes of a rank's block inputs offloaded to files. `room` is
-    the free memory with swap, and free disk over all directories of the file tier."""
+class _HostMemory:
+    """The bytes that the ranks of one host need for a planned model, and those that are available."""
 
-    layouts: list[list[BucketLayout]]
-    parts: int
-    transport: str
-    device: torch.device
-    local_ranks: int
-    inputs: int
-    room: MemoryBytes
-    _known: dict[ZeroOptions, MemoryModel] = field(default_factory=dict)
-
-    def least(self, options: ZeroOptions) -> MemoryModel:
-        """Predict the memory of one rank."""
-        if options not in self._known:
-            found = predict_layouts(self.layouts, options, self.parts, self.transport, self.device)
-            self._known[options] = found
-        return self._known[options]
+    def __init__(
+        self, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int, cuts: ModelCuts | None
+    ) -> None:
+        self.options, self.device, self.parts = options, mesh.device, mesh.shard.size
+        self.ranks = mesh.environment.local_world_size
+        self.on_device = is_accelerator(mesh.device)
+        self.directories = options.offload.files.directories
+        self.count = sum(parameter.numel() for parameter in model.parameters())
+        self.inputs = inputs if options.offload.activations.tier == "file" else 0
+        """The known bytes of a rank's block inputs on files."""
+        plan = plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts)
+        layouts = plan_layouts(plan, self.parts)
+        self.rank = cache(lambda changed: MemoryModel(layouts, changed, self.parts, transport, mesh.device))
+        """The predicted memory of one rank with these options."""
+        held = [parameter for parameter in model.parameters() if not parameter.is_meta]
+        freed = [sum(each.nbytes for each in held if on_accelerator(each) is there) for there in (False, True)]
+        self.free = available_bytes()
+        memory = device_memory(mesh.device) if self.on_device else None
+        self.room = MemoryBytes(
+            device=0 if memory is None else memory.free + memory.reserved - memory.allocated + freed[True],
+            host=self.free + swap_bytes() + self.ranks * freed[False],
+            disk=_free_on_disks(self.directories),
+        )
 
     def needs(self, options: ZeroOptions) -> MemoryBytes:
         """Return the bytes that the host's ranks need in total, and each of its accelerators."""
-        least, ranks = self.least(options), self.local_ranks
-        disk = ranks * (least.on_disk + self.inputs)
-        if is_accelerator(self.device):
-            return MemoryBytes(device=least.total, host=ranks * sum(least.hosted.values()), disk=disk)
-        return MemoryBytes(device=0, host=ranks * least.total, disk=disk)
+        rank, ranks = self.rank(options), self.ranks
+        disk = ranks * (rank.on_disk + self.inputs)
+        if self.on_device:
+            return MemoryBytes(device=rank.total, host=ranks * sum(rank.hosted.values()), disk=disk)
+        return MemoryBytes(device=0, host=ranks * rank.total, disk=disk)
 
-    def fits(self, options: ZeroOptions) -> bool:
-        return not self.needs(options).beyond(self.room)
-
-    def listed(self, terms: Mapping[Purpose, int], ranks: int, **others: int) -> str:
-        """Format one rank's bytes by purpose, multiplied by `ranks`."""
-        named = {purpose.value: nbytes for purpose, nbytes in terms.items()}
-        named |= {name.replace("_", " "): nbytes for name, nbytes in others.items()}
-        return ", ".join(f"{human_bytes(ranks * nbytes)} {what}" for what, nbytes in named.items() if nbytes)
-
-    def advice(self, options: ZeroOptions) -> Iterator[str]:
-        """Yield configuration changes that reduce memory, a higher stage first."""
+    def advice(self) -> str:
+        """Return configuration changes that reduce memory, a higher stage first."""
+        options, found = self.options, []
         now = self.needs(options).critical
         higher = {stage: self.needs(replace(options, stage=stage)) for stage in STAGES if stage > options.stage}
         best = min(higher, key=lambda stage: (higher[stage].critical, stage), default=options.stage)
         if higher and higher[best].critical < now:
-            yield f"set zero.stage to {best}, which needs {human_bytes(higher[best].critical)}"
-        for keys, tier, offload in self._offloads(options, best):
-            changed = replace(options, stage=best, offload=offload)
-            needs = self.needs(changed)
-            if needs.critical < now and self.fits(changed):
+            found.append(f"set zero.stage to {best}, which needs {human_bytes(higher[best].critical)}")
+        for keys, tier, offload in _offloads(options.offload, best, host=self.on_device):
+            needs = self.needs(replace(options, stage=best, offload=offload))
+            if needs.critical < now and not needs.beyond(self.room):
                 stage = f"zero.stage to {best} and " if best != options.stage else ""
                 others = [f"{human_bytes(needs.host)} of the host's memory"] if needs.device and needs.host else []
                 others += [f"{human_bytes(needs.disk)} of disk"] if needs.disk else []
-                yield f"set {stage}{keys} to {tier}, which needs {human_bytes(needs.critical)}, and {' and '.join(others)}"
+                smaller = f"set {stage}{keys} to {tier}, which needs {human_bytes(needs.critical)}"
+                found.append(f"{smaller}, and {' and '.join(others)}")
                 break
-        yield "make the model smaller (model.config)"
-        more = "ranks" if is_accelerator(self.device) else "hosts"
-        yield f"use more {more}" if options.stage else f"use more {more} with a zero.stage above 0"
+        found.append("make the model smaller (model.config)")
+        more = "use more ranks" if self.on_device else "use more hosts"
+        return f"{', '.join(found)}, or {more}{'' if options.stage else ' with a zero.stage above 0'}"
 
-    def _offloads(self, options: ZeroOptions, stage: int) -> Iterator[tuple[str, str, OffloadOptions]]:
-        """Yield configuration keys, their new tier and the changed options; the nearest tier first."""
-        tiers = [TierChoice(tier="host")] if is_accelerator(self.device) else []
-        for away in (*tiers, TierChoice(tier="file")):
-            optimizer = replace(options.offload, optimizer=away, gradients=None)
-            yield "offload.optimizer", away.tier, optimizer
-            if STAGES[stage].parameters is Placement.SHARDED:
-                yield "offload.optimizer and offload.parameters", away.tier, replace(optimizer, parameters=away)
+    def require_room(self) -> None:
+        """Raise `StorageError` if the states do not fit into memory."""
+        rank, needs, room = self.rank(self.options), self.needs(self.options), self.room
+        terms: dict[str, int] = {purpose.value: nbytes for purpose, nbytes in rank.terms.items()}
+        terms |= {"parameters gathered around their use": rank.gathered}
+        terms |= {"gradient shards on their way": rank.passing}
+        short = ""
+        if needs.device > room.device:
+            where = f"each {self.device.type.upper()} device"
+            short = f"{human_bytes(needs.device)} on {where} ({_listed(terms)}), and {human_bytes(room.device)}"
+        elif self.free and needs.host > room.host:
+            beside = {purpose.value: nbytes for purpose, nbytes in rank.hosted.items()}
+            listed = _listed(beside if self.on_device else terms, self.ranks)
+            short = f"{human_bytes(needs.host)} on this host ({listed}), and {human_bytes(self.free)}"
+        if short:
+            raise StorageError(
+                f"{human_count(self.count)} parameters at stage {self.options.stage} need at least {short} are free; "
+                f"{self.advice()}"
+            )
+
+    def notes(self) -> Iterator[str]:
+        """Yield a note on the gathered parameters that stay between uses, and a warning if states on an accelerator leave little
+        memory."""
+        needs, room = self.needs(self.options).device, self.room.device
+        if self.options.placements.parameters is Placement.SHARDED and self.parts > 1:
+            rank, none = self.rank(self.options), self.rank(replace(self.options, gathered_budget=0))
+            kept, cost = human_bytes(rank.kept), human_bytes(max(0, rank.total - none.total))
+            yield f"memory: {kept} of gathered parameters stay between uses (zero.gathered_budget), at {cost} for each rank"
+        if (left := room - needs) * _TIGHT_DIVISOR < room:
+            yield (
+                f"WARNING: memory: states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device, which "
+                f"leaves {human_bytes(left)} for activations; if that is too little, {self.advice()}"
+            )
+
+    def require_disk(self) -> Iterator[str]:
+        """Raise `StorageError` if files do not fit on the disks; yields notes on files."""
+        needs, files = self.needs(self.options), self.rank(self.options).files
+        if not (disk := needs.disk):
+            return
+        where, room = ", ".join(map(str, self.directories)), human_bytes(self.room.disk)
+        listed = {purpose.value: nbytes for purpose, nbytes in files.items()} | {Purpose.ACTIVATIONS.value: self.inputs}
+        shown, terms = human_bytes(disk), _listed(listed, self.ranks)
+        if self.options.offload.in_place:
+            yield (
+                f"offload: {terms} rest on files: in the model's own where they lie there as they are, else in swap files in "
+                f"{where}, which has {room} free"
+            )
+            return
+        if disk > self.room.disk:
+            fractions = (round(count * _FRACTION_STEP, 2) for count in range(round(1 / _FRACTION_STEP) - 1, 0, -1))
+            smaller = ((each, self.needs(_with_fraction(self.options, each))) for each in fractions)
+            fraction = next((each for each, changed in smaller if not changed.beyond(self.room)), None)
+            fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
+            raise StorageError(
+                f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {room} free; "
+                f"{fits or 'no part of it fits beside the memory there is'}, or give offload.directory a larger disk"
+            )
+        mounts = {str(directory): mount_of(directory) for directory in self.directories}
+        devices = "".join(dict.fromkeys(f" ({device}, {kind})" for device, kind in mounts.values() if device))
+        memory = human_bytes(needs.critical)
+        yield f"offload: {shown} of swap files ({terms}) in {where}{devices}, which has {room} free; {memory} of states in memory"
+        for path, (_, kind) in mounts.items():
+            if kind in IN_MEMORY:
+                yield (
+                    f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a "
+                    "disk"
+                )
+
+
+def _listed(terms: Mapping[str, int], ranks: int = 1) -> str:
+    """Format one rank's bytes by purpose, multiplied by `ranks`."""
+    return ", ".join(f"{human_bytes(ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
+
+
+def _offloads(offload: OffloadOptions, stage: int, *, host: bool) -> Iterator[tuple[str, str, OffloadOptions]]:
+    """Yield configuration keys, their new tier and the changed options; the nearest tier first."""
+    tiers = [TierChoice(tier="host")] if host else []
+    for away in (*tiers, TierChoice(tier="file")):
+        optimizer = replace(offload, optimizer=away, gradients=None)
+        yield "offload.optimizer", away.tier, optimizer
+        if STAGES[stage].parameters is Placement.SHARDED:
+            yield "offload.optimizer and offload.parameters", away.tier, replace(optimizer, parameters=away)
 
 
 def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
@@ -127,98 +198,9 @@ def require_memory(
 
     `inputs` are the bytes of offloaded inputs of recomputed blocks. Returns notes on tight memory, and on files.
     """
-    local_ranks, free = mesh.environment.local_world_size, available_bytes()
-    directories = options.offload.files.directories
-    parameters = [parameter for parameter in model.parameters() if not parameter.is_meta]
-    freed = [sum(each.nbytes for each in parameters if on_accelerator(each) is there) for there in (False, True)]
-    plan = plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts)
-    host = _Host(
-        layouts=plan_layouts(plan, mesh.shard.size),
-        parts=mesh.shard.size,
-        transport=transport,
-        device=mesh.device,
-        local_ranks=local_ranks,
-        inputs=inputs if options.offload.activations.tier == "file" else 0,
-        room=MemoryBytes(
-            device=_free_on_device(mesh.device) + freed[True],
-            host=free + swap_bytes() + local_ranks * freed[False],
-            disk=_free_on_disks(directories),
-        ),
-    )
-    _require_room(host, options, sum(parameter.numel() for parameter in model.parameters()), free)
-    return [*_kept(host, options), *_tight(host, options), *_require_disk(host, options)]
-
-
-def _kept(host: _Host, options: ZeroOptions) -> Iterator[str]:
-    """Yield a note on the gathered parameters that stay between uses at stage 3, and their cost."""
-    if options.placements.parameters is Placement.SHARDED and host.parts > 1:
-        least, none = host.least(options), host.least(replace(options, gathered_budget=0))
-        kept, cost = human_bytes(least.kept), human_bytes(max(0, least.total - none.total))
-        yield f"memory: {kept} of gathered parameters stay between uses (zero.gathered_budget), at {cost} for each rank"
-
-
-def _require_room(host: _Host, options: ZeroOptions, count: int, free: int) -> None:
-    """Raise `StorageError` if states of `count` parameters do not fit into memory; `free` excludes swap."""
-    least, needs, room = host.least(options), host.needs(options), host.room
-    passing = {"parameters_gathered_around_their_use": least.gathered, "gradient_shards_on_their_way": least.passing}
-    short = ""
-    if needs.device > room.device:
-        where = f"each {host.device.type.upper()} device"
-        short = f"{human_bytes(needs.device)} on {where} ({host.listed(least.terms, 1, **passing)}), and {human_bytes(room.device)}"
-    elif free and needs.host > room.host:
-        beside = is_accelerator(host.device)
-        terms = host.listed(least.hosted if beside else least.terms, host.local_ranks, **({} if beside else passing))
-        short = f"{human_bytes(needs.host)} on this host ({terms}), and {human_bytes(free)}"
-    if short:
-        *others, last = host.advice(options)
-        raise StorageError(
-            f"{human_count(count)} parameters at stage {options.stage} need at least {short} are free; "
-            f"{', '.join(others)}, or {last}"
-        )
-
-
-def _require_disk(host: _Host, options: ZeroOptions) -> list[str]:
-    """Raise `StorageError` if files do not fit on the disks; returns notes on files."""
-    least, needs, directories = host.least(options), host.needs(options), options.offload.files.directories
-    if not (disk := needs.disk):
-        return []
-    where, room = ", ".join(map(str, directories)), human_bytes(host.room.disk)
-    shown, terms = human_bytes(disk), host.listed({**least.files, Purpose.ACTIVATIONS: host.inputs}, host.local_ranks)
-    if options.offload.in_place:
-        return [
-            f"offload: {terms} rest on files: in the model's own where they lie there as they are, else in swap files in {where}, "
-            f"which has {room} free"
-        ]
-    if disk > host.room.disk:
-        fractions = (round(count * _FRACTION_STEP, 2) for count in range(round(1 / _FRACTION_STEP) - 1, 0, -1))
-        fraction = next((each for each in fractions if host.fits(_with_fraction(options, each))), None)
-        fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
-        raise StorageError(
-            f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {room} free; "
-            f"{fits or 'no part of it fits beside the memory there is'}, or give offload.directory a larger disk"
-        )
-    mounts = {str(directory): mount_of(directory) for directory in directories}
-    devices = "".join(dict.fromkeys(f" ({device}, {kind})" for device, kind in mounts.values() if device))
-    memory = human_bytes(needs.critical)
-    return [
-        f"offload: {shown} of swap files ({terms}) in {where}{devices}, which has {room} free; {memory} of states in memory",
-        *(
-            f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a disk"
-            for path, (_, kind) in mounts.items()
-            if kind in IN_MEMORY
-        ),
-    ]
-
-
-def _tight(host: _Host, options: ZeroOptions) -> Iterator[str]:
-    """Yield a warning if states fit on an accelerator but leave little memory."""
-    needs, room = host.needs(options).device, host.room.device
-    if (left := room - needs) * _TIGHT_DIVISOR < room:
-        *others, last = host.advice(options)
-        yield (
-            f"WARNING: memory: states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device, which "
-            f"leaves {human_bytes(left)} for activations; if that is too little, {', '.join(others)}, or {last}"
-        )
+    host = _HostMemory(model, options, mesh, transport, inputs, cuts)
+    host.require_room()
+    return [*host.notes(), *host.require_disk()]
 
 
 def pinned_notes(budget: PinnedBudget) -> list[str]:
@@ -232,13 +214,6 @@ def pinned_notes(budget: PinnedBudget) -> list[str]:
         f"WARNING: {text}, and {human_bytes(budget.pageable)} are not, because the driver refused or too little memory is free: "
         "their copies are slower and make the host wait; offload less, or to files"
     ]
-
-
-def _free_on_device(device: torch.device) -> int:
-    if not is_accelerator(device):
-        return 0
-    memory = device_memory(device)
-    return memory.free + memory.reserved - memory.allocated
 
 
 def _free_on_disks(directories: tuple[Path, ...]) -> int:

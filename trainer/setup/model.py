@@ -36,8 +36,8 @@ from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
-from zeromesh.trainer.losses.documents import require_separate_documents
 from zeromesh.trainer.losses.losses import Loss, make_loss
+from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from zeromesh.errors import ranks_text, some
@@ -108,8 +108,7 @@ class Certificate:
         found = [f"{name}: {value}" for name, value in self.layout.items()]
         found += [f"small run: {note}" for note in self.notes]
         for name, each in self.passes.items():
-            losses = ", ".join(f"{loss:.6g}" for loss in each.losses)
-            found.append(f"{name}: losses {losses}")
+            found.append(f"{name}: losses {', '.join(f'{loss:.6g}' for loss in each.losses)}")
             figures = [f"largest difference {each.largest:.2g} (bound {each.bound:.2g})"]
             if each.gradients:
                 figures.append(f"{len(each.gradients)} gradients in each step")
@@ -137,6 +136,5 @@ def merged(rows: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
     joined = []
     for group in found.values():
         largest = max((each for _, each in group), key=lambda each: each.size)
-        values = {name: getattr(largest, name) for name in Difference.__dataclass_fields__}
-        joined.append(Difference(**{**values, "ranks": tuple(sorted({rank for rank, _ in group}))}))
+        joined.append(replace(largest, ranks=tuple(sorted({rank for rank, _ in group}))))
     return tuple(sorted(joined, key=lambda each: (each.run != "exact", *each.key)))

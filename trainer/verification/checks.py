@@ -3,6 +3,7 @@
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,46 +16,50 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.losses.losses import ComputeLoss
+from zeromesh.trainer.models.small_copy import apart
 from zeromesh.trainer.verification.certificate import Difference
-from zeromesh.trainer.verification.observe import Recorder, apart, bytes_of, differences_of
-from zeromesh.trainer.verification.reference import PlainRun, batches_of, loss_sum, tensors_of, whole_model
-from zeromesh.trainer.verification.shrink import SmallRun
+from zeromesh.trainer.verification.observe import Recorder, Verification, bytes_of, differences_of
+from zeromesh.trainer.verification.reference import batches_of, loss_sum, tensors_of, whole_model
+from zeromesh.trainer.verification.shrink import exact, shrink
 from zeromesh.zero.hooks import watch_outputs
 
-Run = Callable[..., None]
-"""`(config, recorder, subject)`: trains in the user's layout, see `Verification.run`."""
+Found = tuple[list[Difference], str]
+"""The differences that a check has found, and a sentence about it."""
 _LEAST_ELEMENTS = 32
 """The least elements of a compared mask; smaller ones may be equal by chance."""
 
 
-def check_determinism(run: Run, config: TrainerConfig, first: Recorder) -> Iterator[Difference]:
+def _check_determinism(each: Verification) -> Found:
     """Train once more in the user's precision, and compare losses, norms and parameters bitwise."""
-    again = Recorder()
-    run(config, again)
+    first, again, differences = each.own, Recorder(), []
+    each.run(each.subject.config, again)
     for kind, one, two in (("loss", first.losses, again.losses), ("norm", first.norms, again.norms)):
         for step, (before, now) in enumerate(zip(one, two, strict=True), start=1):
             if repr(before) != repr(now):  # The text compares NaN as equal.
-                yield _found("determinism", f"the {kind} of step {step} of an equal run", abs(now - before), step=step)
+                what = f"the {kind} of step {step} of an equal run"
+                differences.append(_found("determinism", what, abs(now - before), step=step))
     for name, value in first.parameters.items():
         if not torch.equal(value, again.parameters[name]):
             size = apart(again.parameters[name], value)
-            yield _found("determinism", f"{name} after an equal run", size, name=name)
+            differences.append(_found("determinism", f"{name} after an equal run", size, name=name))
+    return differences, "the same bits in a second run"
 
 
-def check_resume(run: Run, config: TrainerConfig, mesh: Mesh, plain: PlainRun) -> Iterator[Difference]:
+def _check_resume(each: Verification) -> Found:
     """Train two steps, one in another layout, and the others in the user's, and compare with an uninterrupted run."""
+    config = exact(each.subject.config)
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto", "asynchronous": False})
     named = config.run.model_copy(update={"name": "verify-resume"})
     config = config.model_copy(update={"run": named, "checkpoint": checkpoint})
     last = Recorder()
-    run(config, Recorder(leaves_after=2, saves=True))
-    run(other_layout(config, mesh), Recorder(leaves_after=3, saves=True))
-    run(config, last)
-    yield from differences_of(last, plain, config.optimizer.lr, run="resume", first=3)
+    each.run(config, Recorder(leaves_after=2, saves=True))
+    each.run(_other_layout(config, each.mesh), Recorder(leaves_after=3, saves=True))
+    each.run(config, last)
+    differences = list(differences_of(last, each.plain, config.optimizer.lr, run="resume", first=3))
+    return differences, "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
 
 
-def other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
+def _other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
     """Return another layout of as many ranks: data parallelism alone or, where that is the user's, another stage."""
     divided = mesh.shard.size < mesh.world_size
     values = config.model_dump(mode="json")
@@ -93,7 +98,11 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
         # Attention without dropout draws nothing.
         if mask is not None and max(each.numel() for each in tensors) >= _LEAST_ELEMENTS and before != _generators():
-            name, mark = self._drawing(), xxhash.xxh3_64_hexdigest(bytes_of(mask))
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and id(frame.f_locals.get("self")) not in self._names:
+                frame = frame.f_back
+            name = "" if frame is None else self._names[id(frame.f_locals["self"])]
+            mark = xxhash.xxh3_64_hexdigest(bytes_of(mask))
             if torch._C._current_graph_task_id() == -1:
                 self.forward[name].append((mark, tuple(mask.shape)))
             else:
@@ -106,12 +115,6 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if drawn and found and bool(found[0].isnan().all()) and torch._C._current_graph_task_id() == -1:
             drawn.pop()
 
-    def _drawing(self) -> str:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and id(frame.f_locals.get("self")) not in self._names:
-            frame = frame.f_back
-        return "" if frame is None else self._names[id(frame.f_locals["self"])]
-
 
 class _MaskRecorder(Recorder):
     def on_train_begin(self, trainer: Any) -> None:
@@ -121,23 +124,22 @@ class _MaskRecorder(Recorder):
             self._leaving.callback(watch_outputs(list(trainer.model.named_modules()), self.draws.after))
 
 
-def check_dropout(
-    run: Run, subject: SmallRun, config: TrainerConfig, mesh: Mesh, compute_loss: ComputeLoss | None
-) -> tuple[list[Difference], str]:
-    """Train two steps with dropout; returns the differences, and a sentence about the check."""
+def _check_dropout(each: Verification) -> Found:
+    """Train two steps with dropout."""
+    mesh, folder = each.mesh, Path(each.subject.config.run.output_dir)
+    subject = shrink(each.config, each.inputs, mesh, folder, dropout=True)
+    config = exact(subject.config)
     model = whole_model(subject, config)
     plain = _MaskDigests(model)
     with plain:
-        loss_sum(model.train(), batches_of(subject, config, 0)[0], compute_loss=compute_loss)
+        loss_sum(model.train(), batches_of(subject, config, 0)[0], compute_loss=each.inputs.compute_loss)
     if not plain.forward:
         return [], "nothing to check: the model draws nothing"
     batch, size = config.batch, config.batch.micro_size * mesh.data.size
     # A rank without a microbatch would repeat another's.
-    even = config.model_copy(
-        update={"batch": batch.model_copy(update={"global_size": batch.global_size // size * size})}
-    )
+    whole_rounds = batch.model_copy(update={"global_size": batch.global_size // size * size})
     watch = _MaskRecorder(leaves_after=2)
-    run(even, watch, subject)
+    each.run(config.model_copy(update={"batch": whole_rounds}), watch, subject)
     found = [
         _found("dropout", f"{name} draws otherwise when backward computes it again", name=name)
         for name, marks in watch.draws.again.items()
@@ -178,3 +180,11 @@ def _generators() -> tuple[bytes, ...]:
 
 def _found(check: str, what: str, size: float = 0.0, *, name: str = "", step: int = 0) -> Difference:
     return Difference(kind="check", step=step, name=name, size=size, run=check, detail=f"{check}: {what}")
+
+
+CHECKS: Mapping[str, Callable[[Verification], Found]] = {
+    "determinism": _check_determinism,
+    "resume": _check_resume,
+    "dropout": _check_dropout,
+}
+"""The optional checks by name."""

@@ -4,41 +4,41 @@ Each rank compares local values: outputs of its modules, whole or its share of t
 them. A difference on some ranks is thereby attributed to these ranks.
 """
 
+import copy
+import io
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, redirect_stdout
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeromesh.errors import PhaseError
-from zeromesh.flat.layout import Region
+from zeromesh.errors import PhaseError, ZeromeshError, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 from zeromesh.parallelize import Divided
 from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.models.small_copy import whole_passes_in_float64
-from zeromesh.trainer.verification.certificate import Difference
-from zeromesh.trainer.verification.reference import PlainRun, tensors_of
+from zeromesh.trainer.loop.context import UserInputs
+from zeromesh.trainer.models.small_copy import apart, whole_passes_in_float64
+from zeromesh.trainer.models.tensor_trial import part_of
+from zeromesh.trainer.verification.certificate import Difference, PassRecord
+from zeromesh.trainer.verification.reference import PlainRun, tensors_of, train_plainly
+from zeromesh.trainer.verification.shrink import SmallRun, exact
 from zeromesh.units.unit import all_buckets
 from zeromesh.zero.hooks import watch_outputs
 
+MakeTrainer = Callable[..., Any]
+"""Creates a trainer as `zeromesh.Trainer` does."""
+_ROUNDING = 4.0
+"""The allowed error of the user's layout, as a multiple of the error of a plain process in the same precision."""
+_EPSILONS = 8.0
+"""The tolerance in units of the compute dtype's epsilon."""
 EXACT = 1e-9
 """The relative tolerance in float64, where another order of summation changes values by about 1e-14."""
-
-
-def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
-    """Return the norm of the difference of two tensors over the norm of `wanted` and `scale`; infinite for another shape."""
-    if found.shape != wanted.shape:
-        return float("inf")
-    distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
-    if distance != distance:
-        return float("inf")
-    return distance / max(float(wanted.norm()) + scale, 1e-300) if distance else 0.0
 
 
 class Recorder(Callback):
@@ -91,10 +91,9 @@ class Observer(Recorder):
         self.step = 1
         self._outputs: dict[str, list[list[Tensor]]] = {}
         self._sums: list[tuple[float, int]] = []
-        places: dict[str, int] = {
-            name: max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
+        self._places: dict[str, int] = {
+            name: -max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
         }
-        self._places = {name: -place for name, place in places.items()}
         """The parameters in the order of backward, assumed to reverse the order of finished forwards."""
 
     def on_train_begin(self, trainer: Any) -> None:
@@ -134,8 +133,7 @@ class Observer(Recorder):
             self._note("gradient", name, size, place=self._places[name])
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
-        self._compare_outputs(trainer)
-        self._compare_sums(trainer)
+        self._compare_passes(trainer)
         self._compare_own(trainer, self.plain.steps[step - 1].parameters, "parameter", step)
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
@@ -170,59 +168,158 @@ class Observer(Recorder):
             for piece in bucket.layout.pieces(bucket.interval):
                 name, part = piece.spec.name, piece.in_parameter
                 own = master[piece.in_shard.start : piece.in_shard.end]
-                whole = _region_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
+                whole = part_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
                 size = apart(own, whole, rate * part.length**0.5)
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
                 self._note(kind, name, size, place=self._places.get(name, 0))
 
-    def _compare_sums(self, trainer: Any) -> None:
-        wanted = self.plain.steps[self.step - 1].sums
+    def _compare_passes(self, trainer: Any) -> None:
+        """Compare the sums of losses and the outputs of modules of this rank's microbatches."""
+        turns, plain = own_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
         # With correct outputs of all modules, the error is after the last of them: in the head, or in its loss.
         head = max((name for name in self.plain.order if name), key=self.plain.order.__getitem__, default="")
-        for (total, count), number in zip(self._sums, own_microbatches(trainer.config, trainer.mesh), strict=False):
-            plain, targets = wanted[number]
-            size = float("inf") if count != targets else relative(total, plain)
-            self._note("loss", head, size, microbatch=number)
-
-    def _compare_outputs(self, trainer: Any) -> None:
-        turns, rounds = own_microbatches(trainer.config, trainer.mesh), trainer.run.plan.accumulation
-        plain = self.plain.steps[self.step - 1].outputs
+        for (total, count), turn in zip(self._sums, turns, strict=False):
+            wanted, targets = plain.sums[turn]
+            size = float("inf") if count != targets else relative(total, wanted)
+            self._note("loss", head, size, microbatch=turn)
         for name, calls in self._outputs.items():
-            expected = len(plain[turns[0]].get(name, ())) if turns else 0
-            if not expected or len(calls) != expected * rounds:
+            expected = len(plain.outputs[turns[0]].get(name, ())) if turns else 0
+            if not expected or len(calls) != expected * trainer.run.plan.accumulation:
                 continue
             for call, found in enumerate(calls[: expected * len(turns)]):
                 turn = turns[call // expected]
-                wanted = plain[turn][name][call % expected]
-                for own, whole in zip(found, wanted, strict=True) if len(found) == len(wanted) else ():
-                    self._compare_output(trainer, name, turn, own, whole)
+                whole = plain.outputs[turn][name][call % expected]
+                for pair in zip(found, whole, strict=True) if len(found) == len(whole) else ():
+                    self._compare_output(trainer, name, turn, *pair)
 
     def _compare_output(self, trainer: Any, name: str, microbatch: int, own: Tensor, whole: Tensor) -> None:
-        share = _share(trainer, name, whole, own)
-        elsewhere = trainer.run.model.divided.pipeline is not None and bool(
-            own.isnan().all()
-        )  # Modules of another stage are missing.
-        if share is not None and not elsewhere:
+        # Modules of another stage are missing.
+        elsewhere = trainer.run.model.divided.pipeline is not None and bool(own.isnan().all())
+        share = None if elsewhere else _share(trainer, name, whole, own)
+        if share is not None:
             self.compared += 1
             size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
             self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
 
 
+@dataclass(kw_only=True)
+class Verification:
+    """The passes of one verification on this rank."""
+
+    make: MakeTrainer
+    mesh: Mesh
+    config: TrainerConfig
+    inputs: UserInputs
+    subject: SmallRun
+    differences: list[Difference] = field(default_factory=list)
+    passes: dict[str, PassRecord] = field(default_factory=dict)
+    checks: dict[str, str] = field(default_factory=dict)
+    plain: PlainRun = field(init=False)
+    """The plain process's run in float64."""
+    own: Recorder = field(init=False)
+    """The run in the user's precision."""
+    failed: Exception | None = None
+    """The exception that ended a run in the user's layout."""
+
+    def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
+        """Train a copy of the subject's model, by default the small run's, by `config`, without output."""
+        given, subject = self.inputs, subject or self.subject
+        with closing(recorder), redirect_stdout(io.StringIO()):
+            trainer = self.make(
+                copy.deepcopy(subject.model),
+                config,
+                subject.samples,
+                data_collator=subject.collate,
+                compute_loss=given.compute_loss,
+                lr_scheduler=given.lr_scheduler,
+                callbacks=[recorder],
+            )
+            try:
+                with trainer:
+                    trainer.fit()
+            except Exception as error:  # Any error that ends the run is a finding, except refusals.
+                if recorder.began or not (isinstance(error, ZeromeshError) and isinstance(error, ValueError)):
+                    self.failed = error
+                    step = len(recorder.losses) + 1
+                    said = f"the run ends in step {step}, and rank {self.mesh.rank} says: {summary(error)}"
+                    self.differences += getattr(recorder, "differences", [])
+                    self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=said))
+                raise
+
+    def exact_pass(self) -> None:
+        """Train in float64, once with every output and gradient recorded, and once as the user trains, without hooks."""
+        config = exact(self.subject.config)
+        self.plain = plain = train_plainly(self.subject, config, self.inputs, own_microbatches(config, self.mesh))
+        observer, recorder = Observer(plain), Recorder()
+        self.run(config, observer)
+        self.run(config, recorder)
+        self.differences += observer.differences
+        self.differences += differences_of(recorder, plain, config.optimizer.lr, run="while nobody watched")
+        self.passes["exact"] = _record(
+            observer,
+            plain,
+            EXACT,
+            gradients=dict(observer.gradient_sizes),
+            parameters=dict(observer.parameter_sizes),
+            outputs=observer.compared,
+        )
+
+    def own_pass(self) -> None:
+        """Train in the user's precision; the error may be a few times that of a plain process in that precision."""
+        config, rate = self.subject.config, self.subject.config.optimizer.lr
+        wide = exact(config).model_copy(update={"optimizer": config.optimizer})
+        true, plain = (train_plainly(self.subject, each, self.inputs) for each in (wide, config))
+        recorder = self.own = Recorder()
+        self.run(config, recorder)
+        compute = config.precision.compute
+        least = _EPSILONS * torch.finfo(getattr(torch, compute)).eps
+        bounds = dict.fromkeys(("loss", "norm", "parameter"), max(EXACT, least))
+        for kind, _, _, size in errors_of(plain, true, rate):
+            bounds[kind] = max(bounds[kind], _ROUNDING * size + least)
+        parameters = {}
+        for kind, step, name, size in errors_of(recorder, true, rate):
+            if kind == "parameter":
+                parameters[name] = size
+            if not size <= bounds[kind]:
+                what = f"the {kind}{f' of {name}' if name else ''} in {compute} (bound {bounds[kind]:.2g})"
+                self.differences.append(
+                    Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
+                )
+        self.passes[compute] = _record(recorder, plain, max(bounds.values()), parameters=parameters)
+
+
+def _record(recorder: Recorder, plain: PlainRun, bound: float, **compared: Any) -> PassRecord:
+    return PassRecord(
+        losses=recorder.losses,
+        plain_losses=plain.losses,
+        norms=recorder.norms,
+        plain_norms=plain.norms,
+        bound=bound,
+        **compared,
+    )
+
+
+def errors_of(
+    found: Recorder | PlainRun, plain: PlainRun, rate: float, *, first: int = 0
+) -> Iterator[tuple[str, int, str, float]]:
+    """Yield kind, step, name and relative difference of the losses, norms and last parameters of a run that began after step
+    `first` of the plain process."""
+    last = len(plain.steps)
+    for kind, own, wanted in (("loss", found.losses, plain.losses), ("norm", found.norms, plain.norms)):
+        for step, (one, other) in enumerate(zip(own, wanted[first:], strict=True), start=first + 1):
+            if kind == "loss" or one == one:
+                yield kind, step, "", relative(one, other)
+    for name, value in plain.parameters.items():
+        yield "parameter", last, name, apart(found.parameters[name], value, rate * last * value.numel() ** 0.5)
+
+
 def differences_of(
     recorder: Recorder, plain: PlainRun, rate: float, *, run: str, first: int = 0
 ) -> Iterator[Difference]:
-    """Yield the differences between the plain process and a run without hooks, which began after step `first`: losses, norms and
-    the last parameters."""
-    note = partial(Difference, run=run, detail=run)
-    steps = zip(plain.steps[first:], recorder.losses, recorder.norms, strict=True)
-    for number, (step, *found) in enumerate(steps, start=first + 1):
-        for kind, own, wanted in zip(("loss", "norm"), found, (step.loss, step.norm), strict=True):
-            if (kind == "loss" or own == own) and not (size := relative(own, wanted)) <= EXACT:
-                yield note(kind=kind, step=number, name="", size=size)
-    last = len(plain.steps)
-    for name, value in plain.steps[-1].parameters.items():
-        if not (size := apart(recorder.parameters[name], value, rate * last * value.numel() ** 0.5)) <= EXACT:
-            yield note(kind="parameter", step=last, name=name, size=size)
+    """Yield the differences between the plain process and a run without hooks, as `errors_of` does."""
+    for kind, step, name, size in errors_of(recorder, plain, rate, first=first):
+        if not size <= EXACT:
+            yield Difference(kind=kind, step=step, name=name, size=size, run=run, detail=run)
 
 
 def own_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
@@ -234,15 +331,6 @@ def bytes_of(tensor: Tensor) -> bytes:
     """Return the bytes of a tensor's elements, for bitwise comparisons."""
     found: bytes = tensor_bytes(tensor).numpy().tobytes()
     return found
-
-
-def _region_of(whole: Tensor, region: Region) -> Tensor:
-    if region.is_whole:
-        return whole
-    local = whole.new_empty(region.local_shape)
-    for here, there in region.boxes():
-        local[here] = whole[there]
-    return local
 
 
 def relative(found: float, wanted: float) -> float:

@@ -5,7 +5,6 @@ gradients are summed, clipped and applied once per step.
 """
 
 import copy
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -30,12 +29,13 @@ from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.setup.engine_options import biases_and_norms
-from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
+from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 from zeromesh.trainer.verification.shrink import SmallRun
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.hooks import watch_outputs
 
 IGNORED = -100
+_SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
 Outputs = dict[str, list[list[Tensor]]]
 """The tensors that each call of a module in a microbatch returned, by module name."""
 
@@ -55,7 +55,7 @@ class PlainStep:
     """The master weights after the step."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PlainRun:
     """The results of the plain process."""
 
@@ -67,6 +67,21 @@ class PlainRun:
     """The position of each module in the order of finished forwards."""
     users: Mapping[str, tuple[str, ...]]
     """The modules that hold each parameter, by parameter name."""
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step."""
+        return [step.loss for step in self.steps]
+
+    @property
+    def norms(self) -> list[float]:
+        """The norm of the gradients of each step."""
+        return [step.norm for step in self.steps]
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The master weights after the last step."""
+        return self.steps[-1].parameters
 
 
 def train_plainly(
@@ -98,58 +113,56 @@ def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
 class _Loop:
     def __init__(self, model: nn.Module, subject: SmallRun, config: TrainerConfig, inputs: UserInputs) -> None:
         self.model, self.subject, self.config = model, subject, config
-        compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
+        self.compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
         self.masters = {
             name: nn.Parameter(each.detach().to(master), requires_grad=each.requires_grad)
             for name, each in model.named_parameters()
         }
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(compute)
+                parameter.data = parameter.data.to(self.compute)
         self.trained = {name: each for name, each in self.masters.items() if each.requires_grad}
         self.optimizer = _optimizer(config, self.trained, biases_and_norms(model))
-        self.schedule: LRSchedule | TorchSchedule
-        scheduler = inputs.lr_scheduler or _scheduler_of(config)
-        if scheduler is not None:
-            self.schedule = TorchSchedule(scheduler, config.optimizer)
-        else:
-            self.schedule = schedule_of(config)
+        section, steps = config.schedule, config.run.max_steps
+        options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
+        scheduler = inputs.lr_scheduler
+        if scheduler is None and not options and section.name in _SCHEDULES:
+            # transformers' scheduler checks the run's own curve.
+            scheduler = lambda each: get_scheduler(section.name, each, section.warmup_of(steps), steps)  # noqa: E731
+        self.schedule: LRSchedule | TorchSchedule = (
+            schedule_of(config) if scheduler is None else TorchSchedule(scheduler, config.optimizer)
+        )
         self.loss = partial(loss_sum, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
         scaled = config.precision.compute == "float16"
         self.scale = config.precision.loss_scale.initial_scale if scaled else 1.0
         self.order: dict[str, None] = {}
         self.outputs: Outputs = {}
         self.keeps = False
-        self.end_watch = watch_outputs([each for each in model.named_modules() if each[0]], self._see)
 
     def run(self, watched: Collection[int]) -> PlainRun:
         initial, average = _copies(self.masters), dict[str, Tensor]()
+        end_watch = watch_outputs([each for each in self.model.named_modules() if each[0]], self._see)
         steps, ema = [], self.config.ema
         for number in range(self.config.run.max_steps):
-            step = self._step(number, watched)
-            steps.append(step)
-            if ema.decay and (new := _average_of(average, step.parameters, self.config, number)):
-                average = new
-        users: dict[str, list[str]] = defaultdict(list)
+            steps.append(self._step(number, watched))
+            if ema.decay and number + 1 >= ema.start_step and (number + 1) % ema.every_steps == 0:
+                # The first update that counts copies the weights.
+                average = {
+                    name: torch.lerp(average[name], value, 1 - ema.decay) if average else value.clone()
+                    for name, value in steps[-1].parameters.items()
+                }
+        end_watch()
+        users: dict[str, tuple[str, ...]] = {}
         ids = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for name, module in self.model.named_modules():
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    users[ids[id(parameter)]].append(name)
-        self.end_watch()
+            for parameter in module.parameters(recurse=False):
+                users[ids[id(parameter)]] = (*users.get(ids[id(parameter)], ()), name)
         order = {name: place for place, name in enumerate(self.order)}
-        return PlainRun(
-            initial=initial,
-            steps=steps,
-            average=average,
-            order=order,
-            users={name: tuple(found) for name, found in users.items()},
-        )
+        return PlainRun(initial=initial, steps=steps, average=average, order=order, users=users)
 
     def _step(self, number: int, watched: Collection[int]) -> PlainStep:
         step = PlainStep()
         batches = batches_of(self.subject, self.config, number)
-        compute = getattr(torch, self.config.precision.compute)
         counts = [count_of(self.model, batch) for batch in batches]
         sums = {name: torch.zeros_like(master) for name, master in self.trained.items()}
         by_samples = self.config.batch.average == "samples"
@@ -157,7 +170,7 @@ class _Loop:
         known = None if None in counts else sum(count or 0 for count in counts)
         for index, batch in enumerate(batches):
             moved = {
-                name: value.to(compute)
+                name: value.to(self.compute)
                 if isinstance(value, Tensor) and value.is_floating_point() and name != "labels"
                 else value
                 for name, value in batch.items()
@@ -283,15 +296,6 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _scheduler_of(config: TrainerConfig) -> MakeScheduler | None:
-    """Return transformers' scheduler, to check the run's own curve; None where the schedule has options."""
-    section, steps = config.schedule, config.run.max_steps
-    options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
-    if options or section.name not in ("constant", "constant_with_warmup", "linear", "cosine"):
-        return None
-    return lambda optimizer: get_scheduler(section.name, optimizer, section.warmup_of(steps), steps)
-
-
 def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:
     section = config.optimizer
     patterns = [*section.no_decay, *(exempt if section.exempt != "none" else ())]
@@ -301,19 +305,6 @@ def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exemp
         groups.setdefault(0.0 if plain else section.weight_decay, []).append(parameter)
     listed: list[dict[str, Any]] = [{"params": each, "weight_decay": decay} for decay, each in groups.items()]
     return torch_optimizer(section, listed)
-
-
-def _average_of(
-    average: Mapping[str, Tensor], weights: Mapping[str, Tensor], config: TrainerConfig, update: int
-) -> dict[str, Tensor]:
-    """Return the average after update number `update` (from 0); the first update that counts copies the weights."""
-    ema = config.ema
-    if update + 1 < ema.start_step or (update + 1) % ema.every_steps:
-        return dict(average)
-    return {
-        name: torch.lerp(average[name], value, 1 - ema.decay) if average else value.clone()
-        for name, value in weights.items()
-    }
 
 
 def tensors_of(output: Any) -> list[Tensor]:

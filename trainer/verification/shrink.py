@@ -1,4 +1,4 @@
-"""The subject of a verification: the user's model and configuration, small enough for a plain process to train.
+"""The subject of a verification: the user's model and configuration, small enough for a plain process to train, and its samples.
 
 Small sizes keep the divisibility by tensor ranks, heads, key-value heads, experts and stages. The layout stays as it is.
 """
@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import Collate
+from zeromesh.trainer.data.collate import IGNORED_LABEL, Collate
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.build import directory_of, pin_sources, read_configuration
 from zeromesh.trainer.models.small_copy import InFloat64, first_copy, vary
-from zeromesh.trainer.models.user_model import integer, text_part, unwrap
-from zeromesh.trainer.verification.samples import make_samples
+from zeromesh.trainer.models.user_model import ForwardInputs, integer, text_part, unwrap
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
 STEPS = 5
@@ -34,6 +34,14 @@ _LENGTH = 16
 _EPSILON = 1e-6
 """The least epsilon of the exact pass. Some gradients are zero except for rounding, which Adam would turn into whole steps."""
 _ROUNDS = 3
+_HEADS = (
+    "causal_lm",
+    "masked_lm",
+    "seq2seq_lm",
+    "token_classification",
+    "sequence_classification",
+    "question_answering",
+)
 _MICRO = 2
 
 
@@ -69,7 +77,7 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
         found = list(islice((data[index] for index in range(len(data))) if hasattr(data, "__len__") else data, wanted))
         return SmallRun(model=model, config=small, samples=found, collate=inputs.collate, notes=("its own data", *off))
     length = _LENGTH + -_LENGTH % mesh.tensor.size
-    samples = make_samples(model, small, wanted, length)
+    samples = _make_samples(model, small, wanted, length)
     notes = (
         *notes,
         f"{counted(len(samples), 'sample')} of {length} random tokens, with other numbers of targets in each",
@@ -148,15 +156,12 @@ def without_dropout(model: nn.Module) -> bool:
             ):
                 found.append(value)
                 setattr(module, name, 0.0)
-    for config in {id(each): each for each in map(_config_of, model.modules()) if each is not None}.values():
+    configs = {id(each): each for module in model.modules() if (each := vars(module).get("config")) is not None}
+    for config in configs.values():
         for name in ("apply_spec_augment", "layerdrop"):
             if hasattr(config, name):
                 setattr(config, name, type(getattr(config, name))(0))
     return any(found)
-
-
-def _config_of(module: nn.Module) -> Any:
-    return vars(module).get("config")
 
 
 def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple[nn.Module, tuple[str, ...]]:
@@ -225,7 +230,7 @@ def _first_working_copy(
 
 
 def _require_loss(model: nn.Module, config: TrainerConfig) -> None:
-    sample = make_samples(model, config, 2, _LENGTH)[1]
+    sample = _make_samples(model, config, 2, _LENGTH)[1]
     small = copy.deepcopy(model).double()
     with InFloat64(), torch.no_grad():
         outputs: Any = small(**{name: value[None] for name, value in sample.items()})
@@ -275,3 +280,54 @@ def _sizes(made: Any, ranks: int) -> dict[str, int]:
         "state_size": 8,
         **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16 + -16 % ranks),
     }
+
+
+def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: int) -> list[dict[str, Tensor]]:
+    """Return `count` deterministic, distinct samples of `length` tokens for a model of transformers.
+
+    Raises:
+        ConfigError: for a task whose inputs are not known.
+    """
+    inside = pretrained_of(model)
+    name, head = type(inside).__name__, None
+    if name.endswith("LMHeadModel"):
+        head = "causal_lm"
+    elif (
+        inside is not None and name.endswith("ForConditionalGeneration") and text_part(inside.config).is_encoder_decoder
+    ):
+        head = "seq2seq_lm"
+    elif inside is not None:
+        # The class name of a model ends with that of its automatic class.
+        endings = {each.removeprefix("AutoModel"): head for head, each in AUTO_CLASSES.items()}
+        head = next((head for ending, head in endings.items() if ending and name.endswith(ending)), None)
+    vocabulary = ForwardInputs.of(model, users_loss=False).vocab_size
+    if inside is None or head not in _HEADS or vocabulary is None:
+        raise ConfigError(
+            f"nothing is known of what {type(model).__name__} is fed with; give train_dataset to Trainer, with a model that is "
+            "small enough to be taken as it is, and call verify()",
+            where="verify",
+        )
+    separates = config.data.separates and "position_ids" in (ForwardInputs.of(model, users_loss=False).fields or ())
+    classes = integer(inside.config, "num_labels") or 2
+    generator, found = torch.Generator().manual_seed(1), []
+    for index in range(count):
+        sample: dict[str, Tensor] = {"input_ids": torch.randint(3, vocabulary, (length,), generator=generator)}
+        if separates:
+            first = 3 + index % (length - 5)
+            sample["position_ids"] = torch.cat((torch.arange(first), torch.arange(length - first)))
+        found.append({**sample, **_labels(head, sample["input_ids"], index, classes, generator)})
+    return found
+
+
+def _labels(head: str, ids: Tensor, index: int, classes: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return the labels of a sample. Its first tokens have none: all of every eighth sample, and a few of the others."""
+    length = len(ids)
+    if head == "sequence_classification":
+        return {"labels": torch.tensor(index % classes)}
+    if head == "question_answering":
+        return {"start_positions": torch.tensor(index % (length - 2)), "end_positions": torch.tensor(length - 1)}
+    chosen = (
+        torch.randint(0, classes, ids.shape, generator=generator) if head == "token_classification" else ids.clone()
+    )
+    left_out = length if index % 8 == 5 else index % (length - 2)
+    return {"labels": chosen.masked_fill(torch.arange(length) < left_out, IGNORED_LABEL)}

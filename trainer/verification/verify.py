@@ -1,14 +1,12 @@
 """`verify`: train a small run for a few steps in the user's layout and in one plain process, and certify the differences."""
 
-import copy
-import io
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import closing, contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,155 +16,16 @@ import xxhash
 from torch import Tensor
 
 import zeromesh
-from zeromesh.errors import ConfigError, ZeromeshError, counted, summary
+from zeromesh.errors import ConfigError, counted
 from zeromesh.files import refusals, write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.verification.certificate import Certificate, Difference, PassRecord, merged
-from zeromesh.trainer.verification.checks import check_determinism, check_dropout, check_resume
-from zeromesh.trainer.verification.observe import (
-    EXACT,
-    Observer,
-    Recorder,
-    apart,
-    bytes_of,
-    differences_of,
-    own_microbatches,
-    relative,
-)
-from zeromesh.trainer.verification.reference import PlainRun, train_plainly
-from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink
-
-CHECKS = ("determinism", "resume", "dropout")
-"""The names of the optional checks."""
-MakeTrainer = Callable[..., Any]
-"""Creates a trainer as `zeromesh.Trainer` does."""
-_ROUNDING = 4.0
-"""The allowed error of the user's layout, as a multiple of the error of a plain process in the same precision."""
-_EPSILONS = 8.0
-"""The tolerance in units of the compute dtype's epsilon."""
-
-
-@dataclass(kw_only=True)
-class Verification:
-    """The passes of one verification on this rank."""
-
-    make: MakeTrainer
-    mesh: Mesh
-    config: TrainerConfig
-    inputs: UserInputs
-    subject: SmallRun
-    differences: list[Difference] = field(default_factory=list)
-    passes: dict[str, PassRecord] = field(default_factory=dict)
-    checks: dict[str, str] = field(default_factory=dict)
-    plain: PlainRun = field(init=False)
-    """The plain process's run in float64."""
-    own: Recorder = field(init=False)
-    """The run in the user's precision."""
-    failed: Exception | None = None
-    """The exception that ended a run in the user's layout."""
-
-    def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
-        """Train a copy of the subject's model, by default the small run's, by `config`, without output."""
-        given, subject = self.inputs, subject or self.subject
-        with closing(recorder), redirect_stdout(io.StringIO()):
-            trainer = self.make(
-                copy.deepcopy(subject.model),
-                config,
-                subject.samples,
-                data_collator=subject.collate,
-                compute_loss=given.compute_loss,
-                lr_scheduler=given.lr_scheduler,
-                callbacks=[recorder],
-            )
-            try:
-                with trainer:
-                    trainer.fit()
-            except Exception as error:  # Any error that ends the run is a finding, except refusals.
-                if recorder.began or not (isinstance(error, ZeromeshError) and isinstance(error, ValueError)):
-                    self.failed = error
-                    step = len(recorder.losses) + 1
-                    said = f"the run ends in step {step}, and rank {self.mesh.rank} says: {summary(error)}"
-                    self.differences += getattr(recorder, "differences", [])
-                    self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=said))
-                raise
-
-    def check(self, names: Collection[str]) -> None:
-        """Run the requested checks, after both passes."""
-        small, wide = self.subject.config, exact(self.subject.config)
-        for name in names:
-            if name == "determinism":
-                found, done = list(check_determinism(self.run, small, self.own)), "the same bits in a second run"
-            elif name == "resume":
-                found = list(check_resume(self.run, wide, self.mesh, self.plain))
-                done = "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
-            else:
-                drops = shrink(self.config, self.inputs, self.mesh, Path(small.run.output_dir), dropout=True)
-                given = self.inputs.compute_loss
-                found, done = check_dropout(self.run, drops, exact(drops.config), self.mesh, given)
-            self.differences += found
-            self.checks[name] = done
-
-    def exact_pass(self) -> None:
-        """Train in float64, once with every output and gradient recorded, and once as the user trains, without hooks."""
-        config = exact(self.subject.config)
-        self.plain = plain = train_plainly(self.subject, config, self.inputs, own_microbatches(config, self.mesh))
-        observer, recorder = Observer(plain), Recorder()
-        self.run(config, observer)
-        self.run(config, recorder)
-        self.differences += observer.differences
-        self.differences += differences_of(recorder, plain, config.optimizer.lr, run="while nobody watched")
-        self.passes["exact"] = PassRecord(
-            losses=observer.losses,
-            plain_losses=[step.loss for step in plain.steps],
-            norms=observer.norms,
-            plain_norms=[step.norm for step in plain.steps],
-            bound=EXACT,
-            gradients=dict(observer.gradient_sizes),
-            parameters=dict(observer.parameter_sizes),
-            outputs=observer.compared,
-        )
-
-    def own_pass(self) -> None:
-        """Train in the user's precision; the error may be a few times that of a plain process in that precision."""
-        config, rate = self.subject.config, self.subject.config.optimizer.lr
-        true, plain = (train_plainly(self.subject, each, self.inputs) for each in (_wide(config), config))
-        recorder = self.own = Recorder()
-        self.run(config, recorder)
-        rows: dict[str, list[tuple[int, str, float, float]]] = {"loss": [], "norm": [], "parameter": []}
-        """The errors by kind: step, name, and the relative errors of the layout and of a plain process against float64."""
-        numbers = zip(recorder.losses, recorder.norms, plain.steps, true.steps, strict=True)
-        for step, (loss, norm, one, exactly) in enumerate(numbers, start=1):
-            rows["loss"].append((step, "", relative(loss, exactly.loss), relative(one.loss, exactly.loss)))
-            if norm == norm:
-                rows["norm"].append((step, "", relative(norm, exactly.norm), relative(one.norm, exactly.norm)))
-        last = len(plain.steps)
-        for name, value in true.steps[-1].parameters.items():
-            sizes = [
-                apart(each[name], value, rate * last * value.numel() ** 0.5)
-                for each in (recorder.parameters, plain.steps[-1].parameters)
-            ]
-            rows["parameter"].append((last, name, sizes[0], sizes[1]))
-        bounds, compute = [], config.precision.compute
-        for kind, row in rows.items():
-            rounding = max((plainly for *_, plainly in row), default=0.0)
-            bounds.append(max(EXACT, _ROUNDING * rounding + _EPSILONS * torch.finfo(getattr(torch, compute)).eps))
-            for step, name, size, _ in row:
-                if not size <= bounds[-1]:
-                    what = f"the {kind}{f' of {name}' if name else ''} in {compute} (bound {bounds[-1]:.2g})"
-                    self.differences.append(
-                        Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
-                    )
-        self.passes[compute] = PassRecord(
-            losses=recorder.losses,
-            plain_losses=[step.loss for step in plain.steps],
-            norms=recorder.norms,
-            plain_norms=[step.norm for step in plain.steps],
-            bound=max(bounds),
-            parameters={name: size for _, name, size, _ in rows["parameter"]},
-        )
+from zeromesh.trainer.verification.certificate import Certificate, Difference, merged
+from zeromesh.trainer.verification.checks import CHECKS
+from zeromesh.trainer.verification.observe import MakeTrainer, Verification, bytes_of
+from zeromesh.trainer.verification.shrink import SmallRun, shrink
 
 
 def verify(
@@ -196,14 +55,16 @@ def verify(
         try:
             each.exact_pass()
             each.own_pass()
-            each.check(checks)
-            own = [asdict(found) for found in each.differences]
+            for name in checks:
+                found, each.checks[name] = CHECKS[name](each)
+                each.differences += found
+            own = [asdict(one) for one in each.differences]
             rows = mesh.world.gather_json(own, "differences of all ranks")
         except Exception as error:
             if error is not each.failed:
                 raise
             # Other ranks have left, or will once they hear of it: no gather can follow.
-            rows = [[]] * mesh.rank + [[asdict(found) for found in each.differences]]
+            rows = [[]] * mesh.rank + [[asdict(one) for one in each.differences]]
     differences = merged([[Difference(**{**found, "ranks": ()}) for found in row] for row in rows])
     certificate = Certificate(
         passed=not differences,
@@ -222,10 +83,6 @@ def verify(
             out.parent.mkdir(parents=True, exist_ok=True)
             write_whole(out, certificate.to_json().encode())
     return certificate
-
-
-def _wide(config: TrainerConfig) -> TrainerConfig:
-    return exact(config).model_copy(update={"optimizer": config.optimizer})
 
 
 @contextmanager

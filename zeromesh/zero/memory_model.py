@@ -20,8 +20,9 @@ Memory then has the largest few gradient shards on their way, and the stream's b
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -57,126 +58,103 @@ class MemoryBytes:
         return next((name for name in names if getattr(self, name) > getattr(room, name)), "")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryModel:
-    """Bytes of one rank once every bucket has been updated: in the memory of its compute device, in host memory beside an
-    accelerator (`hosted`), and on disk (`files`)."""
+    """Bytes of one rank once every bucket has been updated, each by purpose without empty purposes: in the memory of its compute
+    device (`terms`), in host memory beside an accelerator (`hosted`), and on disk (`files`).
 
-    terms: Mapping[Purpose, int]
-    """Bytes that stay from step to step, by purpose, without empty purposes. `GRADIENTS` inside backward is the peak."""
-    gathered: int
-    """The peak of further bytes for parameters that are gathered around their use."""
-    kept: int
-    """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
-    passing: int
-    """The peak of further bytes for gradient shards on their way to another tier."""
-    files: Mapping[Purpose, int]
-    hosted: Mapping[Purpose, int] = field(default_factory=dict)
+    `GRADIENTS` inside backward is the peak.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[BucketLayout]],
+        options: ZeroOptions,
+        parts: int,
+        transport: str,
+        device: torch.device = _CPU,
+    ) -> None:
+        """`units` are the layouts of each unit's buckets for `parts` ranks that share states, the root's first. `transport` is the
+        result of `choose_transport` for them: `local`, `shared`, `gloo` or `nccl`. `device` is the compute device."""
+        self.units, self._options, self._parts, self._device = units, options, parts, device
+        self._replicated = options.placements.optimizer is Placement.REPLICATED
+        kept = kept_buckets(units, options, device, transport)
+        pairs = [list(zip(*each, strict=True)) for each in zip(units, kept, strict=True)]
+        # Alike blocks may share a layout.
+        alike = Counter((id(layout), stays) for unit in pairs for layout, stays in unit)
+        distinct = {(id(layout), stays): layout for unit in pairs for layout, stays in unit}
+        self._buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
+        """Each layout, True if its parameters stay gathered, and the number of alike buckets."""
+        self._trained = [layout for unit in units for layout in unit if layout.first.requires_grad]
+        share = 1.0 / parts if transport == "shared" and not self._replicated else 1.0
+        root, *others = [int(share * sum(layout.nbytes for layout, stays in unit if not stays)) for unit in pairs]
+        window = options.prefetch + 1
+        self.gathered = root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
+        """The peak of further bytes for parameters gathered around their use: the root and `prefetch` + 1 consecutive units."""
+        self.kept = sum(count * layout.nbytes for layout, stays, count in self._buckets if stays)
+        """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
+        self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
+        """Bytes of all parameters in the compute dtype."""
+        self.passing = self._leaving()
+        """The peak of further bytes for gradient shards on their way to another tier."""
+        tiers = {tier: Counter[Purpose]() for tier in Tier}
+        tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept)
+        tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(
+            transport, options.gradient_slots, slot_bytes(self._trained, options, device)
+        )
+        self._place(tiers)
+        self.terms, self.hosted, self.files = (
+            {purpose: tiers[tier][purpose] for purpose in Purpose if tiers[tier][purpose]}
+            for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE)
+        )
 
     @property
     def total(self) -> int:
         """The peak in the memory of the compute device, in bytes."""
         return sum(self.terms.values()) + self.gathered + self.passing
 
+    @cached_property
+    def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
+        """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
+        found: dict[torch.dtype, tuple[int, int]] = {}
+        for layout in self._trained:
+            whole, shard = found.get(layout.first.dtype, (0, 0))
+            found[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
+        return found
+
     @property
     def on_disk(self) -> int:
         """Bytes of swap files."""
         return sum(self.files.values())
 
-
-def predict_memory(
-    plan: ModelPlan,
-    options: ZeroOptions,
-    *,
-    parts: int,
-    transport: str,
-    device: torch.device = _CPU,
-) -> MemoryModel:
-    """Predict the memory of each of `parts` ranks that share the states of the planned model. `transport` is the result of
-    `choose_transport` for them: `local`, `shared`, `gloo` or `nccl`. `device` is the compute device."""
-    return predict_layouts(plan_layouts(plan, parts), options, parts, transport, device)
-
-
-def predict_layouts(
-    units: list[list[BucketLayout]],
-    options: ZeroOptions,
-    parts: int,
-    transport: str,
-    device: torch.device,
-) -> MemoryModel:
-    """Do the same from the layouts of each unit's buckets for `parts` ranks, the root's layouts first."""
-    return _Formula(units, options, parts, transport, device).result()
-
-
-class _Formula:
-    def __init__(
-        self,
-        units: list[list[BucketLayout]],
-        options: ZeroOptions,
-        parts: int,
-        transport: str,
-        device: torch.device,
-    ) -> None:
-        self.units = units
-        self.options = options
-        self.parts = parts
-        self.transport = transport
-        self.device = device
-        self.replicated = options.placements.optimizer is Placement.REPLICATED
-        self.reduce_bytes = options.precision.sums.itemsize
-        self.share = 1.0 / parts if transport == "shared" and not self.replicated else 1.0
-        """The part of gathered parameters that counts for one rank."""
-        self.kept = kept_buckets(units, options, device, transport)
-        """True for each bucket of each unit whose parameters stay gathered."""
-        buckets = [pair for unit, kept in zip(units, self.kept, strict=True) for pair in zip(unit, kept, strict=True)]
-        alike = Counter((id(layout), stays) for layout, stays in buckets)
-        distinct = {(id(layout), stays): layout for layout, stays in buckets}
-        self.buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
-        """Each layout, True if its parameters stay gathered, and the number of alike buckets: alike blocks may share a layout."""
-        self.trained = [layout for layout, _ in buckets if layout.first.requires_grad]
-
-    def result(self) -> MemoryModel:
-        options, memory, files = self.options, Counter[Purpose](), Counter[Purpose]()
+    def _place(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
+        """Count shards, gradients and buffers of transfers on their tiers."""
+        options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
         # On a CPU the host's memory is the device's.
-        hosted = Counter[Purpose]() if is_accelerator(self.device) else memory
-        for layout, stays, count in self.buckets:
-            for purpose, dtype, choice in self.resting(layout, stays=stays):
-                on = {tier: choice.on(tier, self.own(layout)) * dtype.itemsize * count for tier in Tier}
-                files[purpose] += on[Tier.FILE]
-                memory[purpose] += on[Tier.DEVICE]
-                hosted[purpose] += on[Tier.HOST]
-        memory[Purpose.PARAMETERS] += int(
-            self.share * sum(count * layout.nbytes for layout, stays, count in self.buckets if stays)
-        )
+        hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
+        for layout, stays, count in self._buckets:
+            for purpose, dtype, choice in self._resting(layout, stays=stays):
+                for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
+                    placed[purpose] += choice.on(tier, self._own(layout)) * dtype.itemsize * count
+        sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
-            memory[Purpose.GRADIENTS] += self.passing_gradients()
-        if options.sums_before_reducing and self.parts > 1:
-            memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self.trained) * self.reduce_bytes
-        slots = slot_bytes(self.trained, options, self.device)
-        memory[Purpose.GRADIENT_BUCKETS] += ring_bytes(self.transport, options.gradient_slots, slots)
-        memory[Purpose.STAGING] += self.staging()
+            memory[Purpose.GRADIENTS] += self._passing_gradients() * sums
+        if options.sums_before_reducing and self._parts > 1:
+            memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self._trained) * sums
+        memory[Purpose.STAGING] += self._staging()
         hosted[Purpose.STAGING] += THREAD_BYTES if files.total() else 0
-        return MemoryModel(
-            terms={purpose: memory[purpose] for purpose in Purpose if memory[purpose]},
-            gathered=self.passing_parameters(),
-            kept=sum(count * layout.nbytes for layout, stays, count in self.buckets if stays),
-            passing=self.leaving(),
-            files={purpose: files[purpose] for purpose in Purpose if files[purpose]},
-            hosted={purpose: hosted[purpose] for purpose in Purpose if hosted[purpose] and hosted is not memory},
-        )
 
-    def own(self, layout: BucketLayout) -> int:
-        """The number of elements that a rank updates."""
-        return layout.padded if self.replicated else layout.shard_length
+    def _own(self, layout: BucketLayout) -> int:
+        """Return the number of elements that a rank updates."""
+        return layout.padded if self._replicated else layout.shard_length
 
-    def resting(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:
-        """Yield the tensors of a bucket's shard as `build_units` allocates them, each of `own` elements."""
-        spec, options, offload = layout.first, self.options, self.options.offload
+    def _resting(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:
+        """Yield the tensors of a bucket's shard as `build_units` allocates them, each of `_own` elements."""
+        spec, options, offload = layout.first, self._options, self._options.offload
         trained = spec.requires_grad and spec.dtype.is_floating_point
         dtype = options.precision.master if trained else spec.dtype
         if dtype != spec.dtype:
             yield Purpose.MASTER, dtype, offload.optimizer
-            if not stays and not offload.optimizer.in_reach(self.own(layout), self.device):
+            if not stays and not offload.optimizer.in_reach(self._own(layout), self._device):
                 yield Purpose.PARAMETERS, spec.dtype, offload.parameters
         elif not stays:
             yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, dtype, offload.parameters
@@ -188,44 +166,44 @@ class _Formula:
             if not options.gradients_pass_through:
                 yield Purpose.GRADIENTS, options.precision.sums, offload.gradients_at
 
-    def leaving(self) -> int:
-        """Bytes of gradient shards in memory on their way to another tier: those in flight, and the next one."""
-        lengths = sorted(map(self.own, self.trained), reverse=True)
-        at, passing = self.options.offload.gradients_at, self.options.gradients_pass_through
-        if passing or not lengths or at.in_reach(lengths[0], self.device):
+    def _leaving(self) -> int:
+        """Return the bytes of gradient shards in memory on their way to another tier: those in flight, and the next one."""
+        options, lengths = self._options, sorted(map(self._own, self._trained), reverse=True)
+        passing = options.gradients_pass_through
+        if passing or not lengths or options.offload.gradients_at.in_reach(lengths[0], self._device):
             return 0
-        return sum(lengths[: LEAVING + 1]) * self.reduce_bytes
+        return sum(lengths[: LEAVING + 1]) * options.precision.sums.itemsize
 
-    def staging(self) -> int:
+    def _staging(self) -> int:
         widths = [
-            sum(not choice.in_reach(self.own(layout), self.device) for *_, choice in self.resting(layout, stays=stays))
-            for layout, stays, _ in self.buckets
+            sum(
+                not choice.in_reach(self._own(layout), self._device)
+                for *_, choice in self._resting(layout, stays=stays)
+            )
+            for layout, stays, _ in self._buckets
             if layout.first.requires_grad
         ]
-        longest = max(map(self.own, self.trained), default=0) * self.options.precision.master.itemsize
+        longest = max(map(self._own, self._trained), default=0) * self._options.precision.master.itemsize
         width = max(widths, default=0)
-        return stream_bytes(width, longest, self.options.offload.staging_on(self.device)) if width else 0
+        return stream_bytes(width, longest, self._options.offload.staging_on(self._device)) if width else 0
 
-    def passing_gradients(self) -> int:
-        """Bytes of gradient shards that live from reduction to update: those in flight, and the root's, which are updated last.
-        Without a reduction, they are the root's and those of the unit in backward. Stage 0 completes all at the end."""
-        root, *units = [[self.own(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
-        if self.parts == 1:
-            count = sum(root) + max(map(sum, units), default=0)
-        elif self.replicated:
-            count = sum(root) + sum(map(sum, units))
-        else:
-            largest = max((length for unit in units for length in unit), default=0)
-            flying = min(sum(map(len, units)), self.options.gradient_slots) * largest
-            # When all of the root's shards exist, one of them is itself in flight.
-            count = sum(root) + flying - min(largest, *root) if root else flying
-        return count * self.reduce_bytes
+    def _passing_gradients(self) -> int:
+        """Return the elements of gradient shards that live from reduction to update: those in flight, and the root's, which are
+        updated last. Without a reduction, they are the root's and those of the unit in backward. Stage 0 completes all at the end.
+        """
+        root, *units = [[self._own(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
+        if self._parts == 1:
+            return sum(root) + max(map(sum, units), default=0)
+        if self._replicated:
+            return sum(root) + sum(map(sum, units))
+        largest = max((length for unit in units for length in unit), default=0)
+        flying = min(sum(map(len, units)), self._options.gradient_slots) * largest
+        # When all of the root's shards exist, one of them is itself in flight.
+        return sum(root) + flying - min(largest, *root) if root else flying
 
-    def passing_parameters(self) -> int:
-        """Bytes of the root and of the largest `prefetch` + 1 consecutive units, among those that are not kept gathered."""
-        root, *others = [
-            int(self.share * sum(layout.nbytes for layout, stays in zip(unit, kept, strict=True) if not stays))
-            for unit, kept in zip(self.units, self.kept, strict=True)
-        ]
-        window = self.options.prefetch + 1
-        return root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
+
+def predict_memory(
+    plan: ModelPlan, options: ZeroOptions, *, parts: int, transport: str, device: torch.device = _CPU
+) -> MemoryModel:
+    """Predict the memory of each of `parts` ranks that share the states of the planned model; see `MemoryModel`."""
+    return MemoryModel(plan_layouts(plan, parts), options, parts, transport, device)

@@ -13,9 +13,9 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.attention_split import balanced
 from zeromesh.tensor.plan.planner import plan_tensor
-from zeromesh.tensor.trial import load_parts
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
 from zeromesh.trainer.models.small_copy import InFloat64
+from zeromesh.trainer.models.tensor_trial import load_parts
 from zeromesh.units.plan import block_modules
 
 _SMALL = {

@@ -4,13 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.planning.measuring.device_meter import TINY_SIZES
-from zeromesh.trainer.planning.measuring.machine_meter import measure_machine
+from zeromesh.trainer.planning.measure import TINY_SIZES, measure_machine
 
 
 def measured(mesh: Mesh, folder: str) -> dict[str, Any]:
     told: list[str] = []
-    machine = measure_machine(mesh, TINY_SIZES, Path(folder), told.append)
+    machine = measure_machine(mesh, Path(folder), told.append, TINY_SIZES)
     return {
         "machine": machine.to_yaml(),
         "told": told,

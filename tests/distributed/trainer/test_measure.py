@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.workers import PoolOptions, Workers
-from zeromesh.trainer.planning.machine_files import find_machine, read_machine
-from zeromesh.trainer.planning.measuring.device_meter import TINY_SIZES
+from zeromesh.trainer.planning.machine import find_machine, read_machine
+from zeromesh.trainer.planning.measure import TINY_SIZES
 
 
 def measured(workers: Workers, tmp_path: Path, hosts: int) -> list[dict[str, object]]:

@@ -437,7 +437,10 @@ def test_the_peak_is_measured_or_from_a_table(monkeypatch: pytest.MonkeyPatch) -
     for name, wanted in (
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
     ):
         monkeypatch.setattr("zeromesh.trainer.models.flops.device_name", lambda device, name=name: name)
         assert peak_flops(torch.device("cuda", 0), torch.bfloat16)[0] == wanted

@@ -8,7 +8,7 @@ import transformers as tf
 from torch import nn
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.losses.documents import require_separate_documents
+from zeromesh.trainer.losses.trial import require_separate_documents
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 KV = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}

@@ -10,8 +10,7 @@ from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.planning import auto
 from zeromesh.trainer.planning.auto import settle, subject_of
 from zeromesh.trainer.planning.layouts import Layout, with_layout
-from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.machine_files import find_machine
+from zeromesh.trainer.planning.machine import Machine, find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.report import plan_lines
 from zeromesh.trainer.planning.subject import Subject

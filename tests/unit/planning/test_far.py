@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.planning import estimate, stage_times
+from zeromesh.trainer.planning import estimate
 from zeromesh.trainer.planning.auto import subject_of
-from zeromesh.trainer.planning.machine_files import find_machine
+from zeromesh.trainer.planning.estimate import Estimator
+from zeromesh.trainer.planning.machine import find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
-from zeromesh.trainer.planning.stage_times import StageTimes
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.trainer.planning.tracing.trace import Tracer
 
@@ -44,7 +44,7 @@ def _counting(found: Counter[str], name: str, call: Callable[..., Any]) -> Calla
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the dear parts of a plan are called."""
     found: Counter[str] = Counter()
-    parts = ((Tracer, "trace"), (StageTimes, "_chunk"), (estimate, "predict_layouts"), (stage_times, "simulate"))
+    parts = ((Tracer, "trace"), (Estimator, "_chunk"), (estimate, "MemoryModel"), (estimate, "simulate"))
     for owner, name in parts:
         monkeypatch.setattr(owner, name, _counting(found, name, getattr(owner, name)))
     return found
@@ -84,5 +84,5 @@ def _assert_shared(calls: Counter[str], plan: Plan) -> None:
     """Few schedules are simulated, and what ranks and stages of many layouts have in common is worked out once."""
     layouts = [row.estimate.layout for row in plan.rows]
     assert 0 < calls["simulate"] <= 48
-    assert calls["predict_layouts"] < sum(min(each.pipeline, 5) for each in layouts) / 4
+    assert calls["MemoryModel"] < sum(min(each.pipeline, 5) for each in layouts) / 4
     assert calls["_chunk"] < sum(each.pipeline * each.chunks for each in layouts) / 50

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.planning import machine_files
-from zeromesh.trainer.planning.machine import LinkSet, Machine
-from zeromesh.trainer.planning.machine_files import find_machine, named_in, read_machine, shipped, write_machine
-from zeromesh.trainer.planning.tracing.work import Product, Work
+from zeromesh.trainer.machines import cards
+from zeromesh.trainer.machines.cards import named_in, peak_of, shipped
+from zeromesh.trainer.planning.machine import LinkSet, Machine, find_machine, read_machine, write_machine
+from zeromesh.trainer.planning.tracing.operations import Product, Work
 
 SMALL = {
     "name": "two",
@@ -238,14 +238,15 @@ def test_a_driver_names_a_card(device: str, name: str | None) -> None:
 def test_a_card_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = "bandwidth: 1.0e12, bfloat16: 4.0e14, float32: 1.0e14, copies: 5.0e10, link: 2.0e11"
     row = f"  x9: {{name: Example X9, memory: 31GiB, {rates}}}"
-    text = (machine_files.SHIPPED / "cards.yaml").read_text(encoding="utf-8")
+    text = (cards.SHIPPED / "cards.yaml").read_text(encoding="utf-8")
     (tmp_path / "cards.yaml").write_text(f"{text}{row}\n", encoding="utf-8")
-    monkeypatch.setattr(machine_files, "SHIPPED", tmp_path)
-    machine_files._cards.cache_clear()
+    monkeypatch.setattr(cards, "SHIPPED", tmp_path)
+    cards.card_table.cache_clear()
     try:
         card = find_machine("x9", devices=2)
         assert (card.name, card.device.memory_bytes) == ("Example X9", 31 << 30)
         assert find_machine("31GB").name == "a card of 31 GB with the rates of Example X9"
-        assert machine_files.named_in("Example X9 PCIe") == "x9"
+        assert named_in("Example X9 PCIe") == "x9"
+        assert peak_of("Example X9 PCIe", "bfloat16") == (4e14, "x9")
     finally:
-        machine_files._cards.cache_clear()
+        cards.card_table.cache_clear()

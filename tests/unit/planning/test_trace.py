@@ -17,7 +17,7 @@ from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models import prepare
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
 from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE
-from zeromesh.trainer.planning.tracing.trace import TraceOptions, trace_microbatch
+from zeromesh.trainer.planning.tracing.trace import trace_microbatch
 from zeromesh.units.plan import block_modules
 
 _LLAMA = {
@@ -62,7 +62,7 @@ def _allocated(model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: 
 @pytest.mark.parametrize("mode", ["none", "block", "selective"])
 def test_bytes_are_those_of_the_allocator(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = _llama(), _tokens()
-    found = trace_microbatch(model, batch, make_loss(model), TraceOptions(compute=torch.float32, recompute=mode))
+    found = trace_microbatch(model, batch, make_loss(model), torch.float32, recompute=mode)
     assert found.peak == pytest.approx(_allocated(model, batch, mode, monkeypatch), rel=0.03)
     assert [each.name for each in found.segments] == [BEFORE, *(f"model.layers.{n}" for n in range(6)), AFTER]
 
@@ -74,7 +74,7 @@ def test_bytes_of_architectures(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     samples = architecture.samples(4)
     batch = {key: torch.stack([each[key] for each in samples]) for key in samples[0]}
     batch = {key: value.float() if value.is_floating_point() else value for key, value in batch.items()}
-    found = trace_microbatch(model, batch, make_loss(model), TraceOptions(compute=torch.float32))
+    found = trace_microbatch(model, batch, make_loss(model), torch.float32)
     # Experts get as many tokens each here, and others there.
     assert found.peak == pytest.approx(_allocated(model, batch, "none", monkeypatch), rel=0.15)
 
@@ -85,14 +85,13 @@ def test_operations_are_those_that_pytorch_counts() -> None:
     loss = make_loss(model, mode="native")
     with FlopCounterMode(display=False) as counter:
         loss(model, batch, seed=1.0).backward()
-    found = trace_microbatch(model, batch, loss, TraceOptions(compute=torch.float32))
+    found = trace_microbatch(model, batch, loss, torch.float32)
     assert found.work.flops == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
 def test_a_deep_model_is_its_blocks_many_times() -> None:
     short, deep = _llama(num_hidden_layers=4), _llama(num_hidden_layers=9)
-    options = TraceOptions(compute=torch.float32)
-    few, many = (trace_microbatch(each, _tokens(), make_loss(each), options) for each in (short, deep))
+    few, many = (trace_microbatch(each, _tokens(), make_loss(each), torch.float32) for each in (short, deep))
     assert many.segments[1:4] == few.segments[1:4]
     assert (
         sum(each.kept for each in many.segments) - sum(each.kept for each in few.segments) == 5 * few.segments[2].kept
@@ -103,8 +102,8 @@ def test_a_deep_model_is_its_blocks_many_times() -> None:
 
 def test_tensor_ranks_exchange_what_they_divide() -> None:
     model, batch = _llama(), _tokens()
-    whole = trace_microbatch(model, batch, make_loss(model), TraceOptions(compute=torch.float32))
-    part = trace_microbatch(model, batch, make_loss(model), TraceOptions(compute=torch.float32, tensor=2))
+    whole = trace_microbatch(model, batch, make_loss(model), torch.float32)
+    part = trace_microbatch(model, batch, make_loss(model), torch.float32, tensor=2)
     block = part.segments[2]
     assert sum(count for _, count in block.forward.exchanges) == 2
     assert block.forward.flops == pytest.approx(whole.segments[2].forward.flops / 2, rel=1e-6)
@@ -122,4 +121,4 @@ def test_a_model_that_needs_values_is_refused() -> None:
 
     model = Odd()
     with pytest.raises(ConfigError, match="Odd cannot be run without values"):
-        trace_microbatch(model, {"x": torch.zeros(2, 4)}, make_loss(model), TraceOptions())
+        trace_microbatch(model, {"x": torch.zeros(2, 4)}, make_loss(model), torch.bfloat16)

@@ -13,8 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
-from zeromesh.trainer.planning.tracing.without_values import call_without_values
-from zeromesh.trainer.planning.tracing.work import Product, TensorExchange, Work
+from zeromesh.trainer.planning.tracing.operations import Product, TensorExchange, Work, call_without_values
 from zeromesh.zero.hooks import on_gradient_of
 
 _ALIGNMENT = 64
@@ -77,7 +76,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._spans: list[_SegmentSpan] = []
         self._order: list[str] = []
-        self._begin(BEFORE, backward=False)
+        self.begin(BEFORE, backward=False)
 
     def run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a block. Recomputation in backward counts towards the block's backward segment."""
@@ -86,19 +85,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._order:
             self._listen(BEFORE, (args, kwargs))
         self._order.append(name)
-        self._begin(name, backward=False)
+        self.begin(name, backward=False)
         output = forward(*args, **kwargs)
         self._listen(name, output)
-        self._begin(AFTER, backward=False)
+        self.begin(AFTER, backward=False)
         return output
-
-    def turn(self) -> None:
-        """Begin backward."""
-        self._begin(AFTER, backward=True)
-
-    def close(self) -> None:
-        """End the microbatch."""
-        self._spans[-1].end = self._live
 
     def _listen(self, name: str, structure: Any) -> None:
         """Begin a segment's backward once the gradient of its output is computed."""
@@ -110,14 +101,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def arrived() -> None:
             if self._spans[-1].name != name:
-                self._begin(name, backward=True)
+                self.begin(name, backward=True)
 
         on_gradient_of([hidden], arrived)
 
-    def _begin(self, name: str, *, backward: bool) -> None:
+    def begin(self, name: str, *, backward: bool) -> None:
+        """Begin a part of a segment, which ends at the next one."""
         if self._spans:
             self._spans[-1].end = self._live
         self._spans.append(_SegmentSpan(name=name, backward=backward, begin=self._live, peak=self._live))
+
+    @property
+    def exchanges(self) -> list[TensorExchange]:
+        """The exchanges between tensor ranks in the present segment."""
+        return self._spans[-1].exchanges
 
     def segments(self) -> list[Segment]:
         """Return the segments in the order of forward. Operators between two blocks count towards the later one."""
@@ -168,20 +165,17 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        call = call_without_values(func, args, dict(kwargs or {}))
-        for tensor in call.made:
+        out, made, cost = call_without_values(func, args, dict(kwargs or {}))
+        for tensor in made:
             self._hold(tensor)
-        if call.cost is not None:
+        if cost is not None:
             span = self._spans[-1]
             span.operations += 1
-            if call.cost.product is not None:
-                span.products.append(call.cost.product)
-            span.moved += call.cost.moved
-        return call.out
-
-    def exchanged(self, kind: ExchangeKind, nbytes: int) -> None:
-        """Record an exchange of `nbytes` between tensor ranks."""
-        self._spans[-1].exchanges.append(TensorExchange(kind.collective.value, nbytes))
+            if isinstance(cost, Product):
+                span.products.append(cost)
+            else:
+                span.moved += cost
+        return out
 
 
 class TracedExchange(Exchange):
@@ -197,5 +191,5 @@ class TracedExchange(Exchange):
             shape[dim] = sum(lengths) if kind is ExchangeKind.GATHER else lengths[0]
         made = tensor.new_empty(shape)
         if self.meter is not None:
-            self.meter.exchanged(kind, max(made.nbytes, tensor.nbytes))
+            self.meter.exchanges.append(TensorExchange(kind.collective.value, max(made.nbytes, tensor.nbytes)))
         return Pending(lambda: made)

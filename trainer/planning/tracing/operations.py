@@ -1,46 +1,164 @@
-"""The costs of operators, by PyTorch's FLOP formulas and by the bytes that they move; and fused attention without values."""
+"""Operators without values, and their work by PyTorch's FLOP formulas and by the bytes that they move.
+
+Floating-point results are on the meta device, integers are real.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
 from zeromesh.kernels import chunked_cross_entropy
 from zeromesh.overrides import replaced
-from zeromesh.trainer.planning.tracing.work import Product
 
 
-class Cost(NamedTuple):
-    """The cost of one operator call: matrix products, or else the bytes that it moves."""
+class Product(NamedTuple):
+    """One matrix product, or a kernel of several products, such as attention."""
 
-    product: Product | None = None
+    dtype: str
+    """The name of the dtype as in a configuration, such as `bfloat16`."""
+    flops: float
+    """The number of floating-point operations, two per multiply-add."""
+    nbytes: int
+    """Bytes read and written."""
+    around: int = 0
+    """The bytes of a product of activations and a weight, without the weight: kept until a deferred computation of the weight's
+        gradient. 0 for other products."""
+
+
+class TensorExchange(NamedTuple):
+    """An exchange of one tensor between tensor ranks."""
+
+    kind: str
+    """The kind of collective, as in `Collective`: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`."""
+    nbytes: int
+    """Bytes of the whole tensor: the reduced one, the gathered one, or the one that is reduced before it is scattered."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The work of one pass through a part of a model."""
+
+    products: tuple[tuple[Product, int], ...] = ()
+    """The products in the order of execution, each with its number of repetitions."""
     moved: int = 0
+    """Bytes that all other operators read and write."""
+    operations: int = 0
+    """The number of launched operators, products included."""
+    exchanges: tuple[tuple[TensorExchange, int], ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of the products."""
+        return sum(count * product.flops for product, count in self.products)
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            products=self.products + other.products,
+            moved=self.moved + other.moved,
+            operations=self.operations + other.operations,
+            exchanges=self.exchanges + other.exchanges,
+        )
+
+    def __mul__(self, times: int) -> Work:
+        return Work(
+            products=tuple((product, times * count) for product, count in self.products),
+            moved=times * self.moved,
+            operations=times * self.operations,
+            exchanges=tuple((exchange, times * count) for exchange, count in self.exchanges),
+        )
 
 
-def cost_of(
+def call_without_values(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Sequence[Tensor], Product | int | None]:
+    """Call an operator so that floating-point results have no values, and integer results do.
+
+    Returns the result, its tensors, and the cost: matrix products, or else the bytes that it moves; None for a view.
+    """
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
+        return tensors[0].dtype == torch.bool or 1, (), None
+    out = _without_floats(func, args, kwargs, tensors)
+    made = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
+    return out, made, _cost_of(func, args, tensors, out, made)
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+    if not any(each.is_meta for each in tensors):
+        if torch.device(kwargs.get("device") or "cpu").type == "meta":
+            wanted = kwargs.get("dtype") or torch.get_default_dtype()
+            if func.overloadpacket.__name__ == "arange" and kwargs.get("dtype") is None:
+                wanted = torch.int64 if all(isinstance(each, int) for each in args) else wanted
+            kwargs["device"] = "meta" if wanted.is_floating_point else "cpu"
+        return pytree.tree_map_only(
+            Tensor,
+            lambda made: _empty_like(made) if made.is_floating_point() or made.is_complex() else made,
+            func(*args, **kwargs),
+        )
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")
+    real = {id(each): each for each in tensors if not each.is_meta}
+    if not real:
+        out = func(*args, **kwargs)
+        plain = isinstance(out, Tensor) and out.is_floating_point()
+        return out if plain else pytree.tree_map_only(Tensor, partial(_found, func, args, tensors), out)
+    moved = {key: _empty_like(tensor) for key, tensor in real.items()}
+    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: moved.get(id(tensor), tensor), (args, kwargs))
+    back = {id(copy): real[key] for key, copy in moved.items()}
+
+    def from_meta(tensor: Tensor) -> Tensor:
+        return back[id(tensor)] if id(tensor) in back else _found(func, args, tensors, tensor)
+
+    return pytree.tree_map_only(Tensor, from_meta, func(*args, **kwargs))
+
+
+def _found(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
+    """Return a result as it is, or with values if it is a new integer tensor."""
+    if made.is_floating_point() or made.is_complex() or not made.is_meta or any(made is each for each in given):
+        return made
+    return _chosen(func, args, made)
+
+
+def _chosen(func: Any, args: Any, like: Tensor) -> Tensor:
+    """Return values for integers that depend on floating-point inputs: indices are round-robin, so that experts get equally many
+    tokens, and comparisons are unequal."""
+    if like.dtype == torch.bool or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return torch.zeros(like.shape, dtype=like.dtype)
+    places = args[0].shape[-1] if args[0].dim() else 1
+    return (torch.arange(like.numel()) % max(1, places)).to(like.dtype).view(like.shape)
+
+
+def _cost_of(
     func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], out: Any, made: Sequence[Tensor]
-) -> Cost | None:
-    """Return the cost of a call, whose arguments include `tensors` and whose result `out` includes the tensors `made`; None for a
-    view."""
+) -> Product | int | None:
     if _is_view(func):
         return None
     moved = sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values()))
     kernel = func.overloadpacket
     if kernel not in _FLOPS:
-        return Cost(moved=moved)
+        return moved
     dtype = str(made[0].dtype if made else tensors[0].dtype).removeprefix("torch.")
     flops = _FLOPS[kernel](*args, out_val=out)
     weight = _WEIGHTS.get(kernel)
     around = 0 if weight is None else moved - _bytes_moved(args[weight])
-    return Cost(product=Product(dtype, flops, moved, around))
+    return Product(dtype, flops, moved, around)
 
 
 def _bytes_moved(tensor: Tensor) -> int:
@@ -58,27 +176,17 @@ def _is_view(func: Any) -> bool:
     )
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any) -> int:
-    return int(flop_counter.sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, out_val: Any) -> int:
-    shapes = (each.shape for each in (grad, query, key, value))
-    return int(flop_counter.sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
-
-
-def _grouped(one: Tensor, other: Tensor, *_: Any, out_val: Any) -> int:
-    """Return the FLOPs of a grouped matrix product (experts), or of its gradients."""
-    return 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
-
-
 _aten: Any = torch.ops.aten
+_registry: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
 _FLOPS: Mapping[Any, Callable[..., int]] = {
-    **flop_counter.flop_registry,
-    _aten.addmm_: flop_counter.flop_registry[_aten.addmm],
-    _aten._grouped_mm: _grouped,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    **_registry,
+    _aten.addmm_: _registry[_aten.addmm],
+    # Experts, and the gradients of their products.
+    _aten._grouped_mm: lambda one, other, *_, out_val: 2 * math.prod(one.shape[-2:]) * other.shape[-1],
+    _aten._scaled_dot_product_flash_attention_for_cpu: _registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
 }
 _WEIGHTS = {_aten.mm: 1, _aten.addmm: 2, _aten.addmm_: 2, _aten._grouped_mm: 1, _aten.convolution: 1}
 """The index of the weight argument of operators that multiply activations by a weight."""

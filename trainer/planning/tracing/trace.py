@@ -13,8 +13,10 @@ the memory model of states counts them (`zero/memory_model.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -31,10 +33,8 @@ from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
-from zeromesh.trainer.planning.tracing.meter import Meter, Segment, TracedExchange
-from zeromesh.trainer.planning.tracing.operations import kernels_of
-from zeromesh.trainer.planning.tracing.short_model import expand, shorten, without_values
-from zeromesh.trainer.planning.tracing.work import Work
+from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE, Meter, Segment, TracedExchange
+from zeromesh.trainer.planning.tracing.operations import Work, kernels_of
 from zeromesh.units.plan import ModelCuts, ModelPlan, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
 
@@ -60,69 +60,65 @@ class Trace:
         return sum((each.forward + each.backward for each in self.segments), Work())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraceOptions:
-    """Options of a traced run: the compute dtype, the kind of device, the number of tensor ranks, and the mode of recomputation."""
-
-    compute: torch.dtype = torch.bfloat16
-    device: str = "cpu"
-    tensor: int = 1
-    rules: tuple[tuple[str, str], ...] = ()
-    """The user's tensor-parallel styles of layers, by name pattern."""
-    sequence: bool = False
-    recompute: Mode = "none"
-
-
 class Tracer:
     """Traces microbatches of one whole model, whose values, if any, are removed until `close`."""
 
-    def __init__(self, model: nn.Module, loss: Loss, compute: torch.dtype) -> None:
-        """`loss` is that of the whole model; parameters get the dtype `compute`."""
-        self.model, self.loss = model, loss
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        compute: torch.dtype,
+        *,
+        device: str = "cpu",
+        rules: Mapping[str, str] | None = None,
+    ) -> None:
+        """`loss` is that of the whole model; parameters get the dtype `compute`. `device` is the kind of device of the run, and
+        `rules` are the user's tensor-parallel styles of layers, by name pattern."""
+        self.model, self.loss, self._compute, self._device, self._rules = model, loss, compute, device, rules or None
         self._undo = ExitStack()
         self._undo.callback(keep_attributes(model))
-        self._undo.enter_context(without_values(model, compute))
-        self._blocks = shorten(model, self._undo)
+        _remove_values(model, compute, self._undo)
+        self._blocks = _shorten(model, self._undo)
 
     def close(self) -> None:
         """Restore the values of the model."""
         self._undo.close()
 
-    def trace(self, batch: Mapping[str, Any], options: TraceOptions) -> Trace:
-        """Trace a microbatch. `batch` holds real integers; of other tensors only shapes matter.
+    def trace(
+        self, batch: Mapping[str, Any], *, tensor: int = 1, sequence: bool = False, recompute: Mode = "none"
+    ) -> Trace:
+        """Trace a microbatch on one of `tensor` tensor ranks. `batch` holds real integers; of other tensors only shapes matter.
 
         Raises:
             ConfigError: for a model that cannot be run without values, with the operator or the reason.
             LayoutError: for a model that cannot be divided so.
         """
-        put_back = keep_attributes(self.model)
-        try:
-            meter = _run(self.model, batch, self.loss, options)
-        except ZeromeshError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"{type(self.model).__name__} cannot be run without values, so its memory and time cannot be predicted: "
-                f"{summary(error)}; give the layout yourself"
-            ) from error
-        finally:
-            put_back()
-        return Trace(segments=tuple(expand(meter.segments(), self._blocks)))
+        exchange = TracedExchange(tensor)
+        with ExitStack() as undo:
+            undo.callback(keep_attributes(self.model))
+            try:
+                self._divide(exchange, sequence, undo)
+                meter = self._run(batch, exchange, recompute, undo)
+            except ZeromeshError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"{type(self.model).__name__} cannot be run without values, so its memory and time cannot be predicted: "
+                    f"{summary(error)}; give the layout yourself"
+                ) from error
+        return Trace(segments=tuple(_expand(meter.segments(), self._blocks)))
 
-    def plan(self, zero: ZeroOptions, options: TraceOptions) -> ModelPlan:
+    def plan(self, zero: ZeroOptions, tensor: int) -> ModelPlan:
         """Divide the model of one tensor rank into units. Equal blocks have the same specs.
 
         Raises:
             LayoutError: for a model that cannot be divided so.
         """
-        divided = _divide(self.model, TracedExchange(options.tensor), options)
-        try:
+        with ExitStack() as undo:
+            divided = self._divide(TracedExchange(tensor), False, undo)
             # Pipeline chunks keep small blocks as separate units, which is needed here.
             cuts = ModelCuts(parts={} if divided is None else divided.parts, chunks=2)
-            found = plan_model(self.model, options.compute, GroupRules(zero.optimizer).group_of, cuts)
-        finally:
-            if divided is not None:
-                divided.restore()
+            found = plan_model(self.model, self._compute, GroupRules(zero.optimizer).group_of, cuts)
         units = {unit.module: unit for unit in found.units}
         stands = {stand for _, stand in self._blocks}
         lists: dict[str, list[UnitPlan]] = {}
@@ -133,56 +129,145 @@ class Tracer:
         order = [lists.pop(name.rpartition(".")[0], []) if name in stands else [unit] for name, unit in units.items()]
         return ModelPlan(units=tuple(chain(*order)))
 
+    def _divide(self, exchange: TracedExchange, sequence: bool, undo: ExitStack) -> Parallelized | None:
+        if exchange.size == 1:
+            return None
+        plan = plan_tensor(self.model, exchange.size, self._rules)
+        divided = Parallelized(self.model, exchange, plan, sequence=sequence)
+        undo.callback(divided.restore)
+        return divided
 
-def trace_microbatch(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> Trace:
-    """Trace one microbatch of a model, and restore the model. Raises as `Tracer.trace` does."""
-    tracer = Tracer(model, loss, options.compute)
-    try:
-        return tracer.trace(batch, options)
-    finally:
-        tracer.close()
-
-
-def _run(model: nn.Module, batch: Mapping[str, Any], loss: Loss, options: TraceOptions) -> Meter:
-    exchange = TracedExchange(options.tensor)
-    divided = _divide(model, exchange, options)
-    undo: list[Callable[[], object]] = []
-    try:
-        model.train()
+    def _run(self, batch: Mapping[str, Any], exchange: TracedExchange, recompute: Mode, undo: ExitStack) -> Meter:
+        model = self.model.train()
         known = set(block_modules(model))
         blocks = {name: block for name, block in model.named_modules() if block in known}
-        if options.recompute != "none":
-            enable_activation_checkpointing(model, options.recompute, blocks=block_modules(model))
+        if recompute != "none":
+            enable_activation_checkpointing(model, recompute, blocks=block_modules(model))
         meter = exchange.meter = Meter()
         for name, block in blocks.items():
-            undo.append(override(block, "forward", partial(meter.run, name, block.forward)))
+            undo.callback(override(block, "forward", partial(meter.run, name, block.forward)))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                undo.append(hook_before(parameter, forget_gradient).remove)
+                undo.callback(hook_before(parameter, forget_gradient).remove)
         for tensor in (*model.parameters(), *model.buffers()):
             meter.know(tensor)
-        with meter, kernels_of(options.device):
-            total = loss(model, dict(batch), seed=1.0)
-            meter.turn()
+        with meter, kernels_of(self._device):
+            total = self.loss(model, dict(batch), seed=1.0)
+            meter.begin(AFTER, backward=True)
             if total.requires_grad:
                 total.backward(torch.ones_like(total))  # type: ignore[no-untyped-call]
             del total
-            meter.close()
         return meter
-    finally:
-        while undo:
-            undo.pop()()
-        if divided is not None:
-            divided.restore()
 
 
-def _divide(model: nn.Module, exchange: TracedExchange, options: TraceOptions) -> Parallelized | None:
-    if options.tensor == 1:
-        return None
-    plan = plan_tensor(model, options.tensor, dict(options.rules) or None)
-    return Parallelized(model, exchange, plan, sequence=options.sequence)
+def trace_microbatch(
+    model: nn.Module, batch: Mapping[str, Any], loss: Loss, compute: torch.dtype, *, device: str = "cpu", **options: Any
+) -> Trace:
+    """Trace one microbatch of a model with the options of `Tracer.trace`, and restore the model."""
+    with closing(Tracer(model, loss, compute, device=device)) as tracer:
+        return tracer.trace(batch, **options)
 
 
 def forget_gradient(parameter: Tensor) -> None:
     """Free a gradient as soon as it is computed, as the engine does."""
     parameter.grad = None
+
+
+def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> None:
+    """Put the model's floating-point tensors on the meta device, with parameters in the dtype `compute`."""
+    made: dict[int, nn.Parameter] = {}
+    main = _main_dtype(model)
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                dtype = compute if parameter.dtype == main else parameter.dtype
+                empty = torch.empty_like(parameter, dtype=dtype, device="meta")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            undo.callback(module._parameters.__setitem__, leaf, parameter)
+            module._parameters[leaf] = made[id(parameter)]
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:
+                undo.callback(module._buffers.__setitem__, leaf, buffer)
+                module._buffers[leaf] = torch.empty_like(buffer, device="meta")
+
+
+def _main_dtype(model: nn.Module) -> torch.dtype:
+    counts = Counter(each.dtype for each in model.parameters() if each.is_floating_point())
+    return counts.most_common(1)[0][0] if counts else torch.float32
+
+
+def _shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
+    """Remove all but two of equal blocks from module lists; returns every block in order, with its representative.
+
+    Blocks have the names of the whole model, representatives those of the shortened one.
+    """
+    blocks = set(block_modules(model))
+    found: list[tuple[str, str]] = []
+    for path, module in list(model.named_modules()):
+        children = list(module.named_children())
+        own = [(name, child) for name, child in children if child in blocks]
+        if not isinstance(module, nn.ModuleList) or len(own) < len(children) or not own:
+            found += [(f"{path}.{name}".strip("."), f"{path}.{name}".strip(".")) for name, _ in own]
+            continue
+        kinds = [_kind(child) for _, child in own]
+        kept: list[int] = []
+        for index, kind in enumerate(kinds):
+            if sum(kinds[each] == kind for each in kept) < 2 or index == len(kinds) - 1:
+                kept.append(index)
+        stands = [
+            kept.index(index) if index in kept else [n for n, each in enumerate(kept) if kinds[each] == kind][1]
+            for index, kind in enumerate(kinds)
+        ]
+        found += [(f"{path}.{index}", f"{path}.{stand}") for index, stand in enumerate(stands)]
+        if len(kept) < len(own):
+            _replace_list(model, path, nn.ModuleList([own[index][1] for index in kept]), undo)
+    return found
+
+
+def _replace_list(model: nn.Module, path: str, made: nn.ModuleList, undo: ExitStack) -> None:
+    """Replace a list by a shorter one, and its length in configurations."""
+    parent_path, _, leaf = path.rpartition(".")
+    parent = model.get_submodule(parent_path)
+    old: Any = model.get_submodule(path)
+    parent._modules[leaf] = made
+    undo.callback(parent._modules.__setitem__, leaf, old)
+    configs = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
+    for config in configs.values():
+        if getattr(config, "num_hidden_layers", None) == len(old):
+            # `attribute_map` may give the field another name.
+            config.num_hidden_layers = len(made)
+            undo.callback(setattr, config, "num_hidden_layers", len(old))
+
+
+_NUMBERS = re.compile(r"idx|index|number|layer_id")
+
+
+def _kind(block: nn.Module) -> object:
+    """Return a key that is equal for equal blocks: their modules, sizes and settings."""
+    found = []
+    for name, module in block.named_modules():
+        sizes = [
+            (leaf, tuple(each.shape), each.dtype, each.requires_grad)
+            for leaf, each in module.named_parameters(recurse=False)
+        ]
+        settings = [
+            (key, repr(value))
+            for key, value in vars(module).items()
+            if isinstance(value, bool | int | float | str) and not _NUMBERS.search(key)
+        ]
+        found.append((name, type(module), tuple(sizes), tuple(sorted(settings))))
+    return tuple(found)
+
+
+def _expand(segments: Sequence[Segment], blocks: Sequence[tuple[str, str]]) -> Iterator[Segment]:
+    """Yield the segments of the whole model from those of the shortened one."""
+    found = {each.name: each for each in segments}
+    order = {name: number for number, name in enumerate(found)}
+    ran = [(name, stand) for name, stand in blocks if stand in found]
+    lists = {stand.rpartition(".")[0]: order[stand] for _, stand in reversed(ran)}
+    yield found[BEFORE]
+    for name, stand in sorted(ran, key=lambda each: lists[each[1].rpartition(".")[0]]):
+        yield replace(found[stand], name=name)
+    yield found[AFTER]

@@ -1,0 +1,1 @@
+"""Machines and cards from public data."""

@@ -1,0 +1,325 @@
+"""Measures the machine of this launch in about a minute, with the kernels and collectives of a training run.
+
+All ranks call `measure_machine` together. While one rank measures, the others wait without computing; collectives and host memory
+are measured by as many ranks as have a core or a device each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from zeromesh.comm.activation_collectives import open_exchange
+from zeromesh.comm.transport import TransportName
+from zeromesh.environment import available_cores
+from zeromesh.errors import counted
+from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
+from zeromesh.mesh.process_mesh import ProcessMesh
+from zeromesh.mesh.process_set import ProcessSet
+from zeromesh.offload import accelerator
+from zeromesh.offload.accelerator import is_accelerator, seconds_of
+from zeromesh.offload.io.direct_io import nearest_directory
+from zeromesh.offload.memory.ledger import cpu_name, machine_bytes, mapped_file_bytes, resident_bytes
+from zeromesh.optim.fused_optimizer import fused_update
+from zeromesh.trainer.losses.losses import make_loss
+from zeromesh.trainer.planning.machine import Machine
+from zeromesh.trainer.planning.tracing.trace import Trace, forget_gradient, trace_microbatch
+from zeromesh.trainer.tools.doctor import hardware
+from zeromesh.zero.hooks import hook_before
+
+_ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+_CACHE_BYTES = 96 << 20
+"""Bytes that are larger than a processor's caches."""
+_WARMUP_STEPS = 4
+"""The number of steps until a process's heap has reached its final size."""
+_WIDTH, _PASSED = 1024, 16
+"""The width of a tensor, and the tensors that a norm (2), GELU (2) and an addition (3) read and write forward, and 3 each
+backward."""
+_ROUNDS, _COUNT = 15, 4
+"""The rounds of a collective, and its repetitions in each. The minimum of the rounds counts, as other load slows some down."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureSizes:
+    """The sizes of the measured operations."""
+
+    dtypes: tuple[str, ...]
+    products: tuple[tuple[int, int, int], ...]
+    """The shapes `(rows, inner, columns)` of matrix products."""
+    elements: int
+    """The number of elements of an update, and of a copy between device and host; other operators have a quarter."""
+    exchanged: tuple[int, int]
+    """Bytes of a small and of a large exchange."""
+    disk: bool = True
+    model: dict[str, int] = field(default_factory=lambda: {"hidden": 512, "layers": 4, "length": 256})
+    """The sizes of a Llama that is trained briefly to measure the memory of libraries."""
+
+
+CPU_SIZES = MeasureSizes(
+    dtypes=("float32", "bfloat16", "float64"),
+    products=tuple((rows, *each) for rows in (64, 256, 1024) for each in ((256, 256), (512, 2048), (2048, 512))),
+    elements=1 << 22,
+    exchanged=(1 << 10, 1 << 22),
+)
+ACCELERATOR_SIZES = MeasureSizes(
+    dtypes=("bfloat16", "float16", "float32"),
+    products=((1024, 4096, 4096), (4096, 1024, 4096), (4096, 4096, 4096), (4096, 4096, 16384), (16384, 8192, 8192)),
+    elements=1 << 26,
+    exchanged=(1 << 12, 1 << 28),
+)
+TINY_SIZES = MeasureSizes(
+    dtypes=("float32",),
+    products=((16, 16, 16), (64, 64, 64)),
+    elements=1 << 12,
+    exchanged=(1 << 10, 1 << 14),
+    disk=False,
+    model={"hidden": 16, "layers": 1, "length": 8},
+)
+"""Sizes for tests, and for a quick check."""
+
+
+def measure_machine(
+    mesh: ProcessMesh, directory: Path, say: Callable[[str], None], sizes: MeasureSizes | None = None
+) -> Machine:
+    """Measure everything; all ranks call it, and rank 0 broadcasts the machine. Rank 0 passes progress to `say`.
+
+    `directory` is on the measured disk. `sizes` are by default those of the kind of device.
+
+    Raises:
+        StorageError: when the disk cannot be written.
+    """
+    places: dict[str, list[int]] = {}
+    for rank, place in enumerate(mesh.places):
+        places.setdefault(place.host, []).append(rank)
+    hosts, on_device = list(places.values()), is_accelerator(mesh.device)
+    sizes = sizes or (ACCELERATOR_SIZES if on_device else CPU_SIZES)
+
+    def measured(what: str, call: Callable[[], Any], ranks: Sequence[int] = (0,)) -> Any:
+        """Return the result of `call` on these ranks, which run it while the others wait; None on the others."""
+        if mesh.rank == 0:
+            say(f"measuring {what}")
+        mesh.world.barrier(f"the beginning of {what}")
+        found = call() if mesh.rank in ranks else None
+        mesh.world.barrier(f"measuring {what}")
+        return found
+
+    alone = _DeviceMeter(mesh.device, sizes)
+    library = alone.library()
+    device = measured("products, memory and launches", alone.rates)
+    update = measured("updates", alone.updates)
+    disk = measured("the disk", partial(_disk, directory)) if sizes.disk else None
+    # Ranks that share a core would measure scheduling.
+    busy = hosts[0] if on_device else hosts[0][: max(2, available_cores())]
+    host_memory = _DeviceMeter(torch.device("cpu"), sizes).bandwidth
+    part = measured("the host's memory", host_memory, (0,) if on_device else busy)
+    parts = mesh.world.gather_json(part, "bytes a second of memory")
+    links = {"inside": _links(mesh, "inside", busy, sizes, measured), "between": {}}
+    if len(hosts) > 1:
+        firsts = [ranks[0] for ranks in hosts]
+        links["between"] = _links(mesh, "between", firsts, sizes, measured)
+    for link in links["between"].values():
+        if mesh.rank == 0:
+            link["bandwidth"] /= 1 if on_device else len(hosts[0])  # Ranks of a host share its network.
+    host = {
+        "devices": len(hosts[0]),
+        "cores": available_cores(),
+        "memory_bytes": machine_bytes(),
+        "memory_bandwidth": sum(filter(None, parts)),
+    }
+    memory = accelerator.device_memory(mesh.device).total if on_device else machine_bytes()
+    data = {
+        **_described(mesh, hosts),
+        "device": {"kind": mesh.device.type, "memory_bytes": memory, **(device or {})},
+        "host": host,
+        "links": links,
+        "disk": disk,
+        "update": update,
+        "library": library,
+    }
+    found = json.dumps(mesh.world.gather_json(data if mesh.rank == 0 else None, "measurements")[0])
+    return Machine.model_validate(json.loads(found, parse_float=lambda number: float(f"{float(number):.4g}")))
+
+
+def _described(mesh: ProcessMesh, hosts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return the name and the sources of a machine file."""
+    on_device, date = is_accelerator(mesh.device), time.strftime("%Y-%m-%d", time.gmtime())
+    name = accelerator.device_name(mesh.device) if on_device else cpu_name()
+    threads = "" if on_device else f" of {torch.get_num_threads()} threads"
+    ranks = f"{counted(mesh.world_size, 'rank')}{threads} on {counted(len(hosts), 'host')}"
+    return {
+        "name": f"{name}, {len(hosts[0])} {'devices' if on_device else 'ranks'} a host",
+        "sources": [f"zeromesh plan --measure, {date}: {ranks}, torch {torch.__version__}"],
+    }
+
+
+def _links(
+    mesh: ProcessMesh, where: str, ranks: Sequence[int], sizes: MeasureSizes, measured: Callable[..., Any]
+) -> dict[str, Any]:
+    """Return the figures of the links between these ranks by transport, as in a machine file. All ranks of the world call it."""
+    names: tuple[TransportName, ...] = ("nccl",) if is_accelerator(mesh.device) else ("shared", "gloo")
+    found: dict[str, Any] = {}
+    for name in names if where == "inside" and mesh.one_host else names[-1:]:
+        if len(ranks) > 1:
+            group = mesh.process_sets.add(ranks, name=f"{name} {where}")
+            found[name] = measured(f"{name} {where}", partial(_link, group, mesh.device, name, sizes.exchanged), ranks)
+            mesh.process_sets.remove(group)
+    return found
+
+
+def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: tuple[int, int]) -> dict[str, float]:
+    exchange, times = open_exchange(group, device, name), []
+    for nbytes in sizes:
+        tensor, rounds = torch.zeros(nbytes // 4, device=device), []
+        for _ in range(_ROUNDS):
+            group.barrier("the beginning of a round")
+            began = time.perf_counter()
+            for _ in range(_COUNT):
+                exchange.all_reduce_async(tensor).wait()
+            if is_accelerator(device):
+                accelerator.synchronize(device)
+            rounds.append((time.perf_counter() - began) / _COUNT)
+        times.append(max(group.gather_json(min(rounds), "seconds of an exchange")))
+    (latency, seconds), messages = times, 2 * (group.size - 1)
+    # Each message of a ring carries 1/ranks of the tensor.
+    moved = messages / group.size * sizes[-1]
+    return {"latency_seconds": latency / messages, "bandwidth": moved / max(seconds - latency, seconds / 2)}
+
+
+def _disk(directory: Path) -> dict[str, float]:
+    """Return the disk's bytes per second below a directory, and the seconds of an fsync."""
+    file = nearest_directory(directory.expanduser().absolute()) / f".zeromesh-plan-{secrets.token_hex(8)}.tmp"
+    try:
+        times = hardware.measure(file)
+    finally:
+        file.unlink(missing_ok=True)
+    return {"read": times.read, "written": times.written, "latency_seconds": times.sync_seconds}
+
+
+class _DeviceMeter:
+    """Measures a device from a single rank."""
+
+    def __init__(self, device: torch.device, sizes: MeasureSizes) -> None:
+        self.device, self._sizes = device, sizes
+        self._on_device = is_accelerator(device)
+        self._seconds = partial(seconds_of, device=device)
+
+    def rates(self) -> dict[str, Any]:
+        """Return the rates in the section `device` of a machine file."""
+        products = {
+            name: statistics.median(self._product(*shape, getattr(torch, name)) for shape in self._sizes.products)
+            for name in self._sizes.dtypes
+        }
+        return {
+            "memory_bandwidth": self.bandwidth(),
+            "launch_seconds": self._launch_seconds(),
+            "products": products,
+            "copies": self._copies() if self._on_device else None,
+        }
+
+    def bandwidth(self) -> float:
+        """Return the bytes per second that a transformer's operators other than products read and write, forward and backward."""
+        tensor = self._random(self._sizes.elements // _WIDTH // 4, _WIDTH).requires_grad_()
+        scale = torch.ones(_WIDTH, device=self.device, requires_grad=True)
+
+        def step() -> None:
+            out = functional.gelu(functional.layer_norm(tensor, [_WIDTH], scale)) + tensor
+            torch.autograd.grad(out, (tensor, scale), out.detach())
+
+        return _PASSED * tensor.nbytes / self._seconds(step)
+
+    def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def _product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
+        """Return the operations per second of a linear layer's products, forward and for both gradients.
+
+        On a CPU several weight matrices alternate, so that none is cached at its next use, as with the layers of a model.
+        """
+        given, grad = self._random(rows, inner, dtype=dtype), self._random(rows, columns, dtype=dtype)
+        copies = 1 if self._on_device else max(1, _CACHE_BYTES // (inner * columns * dtype.itemsize))
+        weights = itertools.cycle(self._random(columns, inner, dtype=dtype).repeat(copies, 1, 1).unbind())
+
+        def step() -> None:
+            linear(given, next(weights), None)
+            linear_grad_x(grad, next(weights))
+            linear_grad_weight(grad, given)
+
+        return 6.0 * rows * inner * columns / self._seconds(step)
+
+    def _launch_seconds(self) -> float:
+        """Return the seconds per operator of a transformer so small that launches take all of its time."""
+        step, trace, _ = self._transformer(hidden=16, layers=4, length=4)
+        return self._seconds(step) / max(1, trace.work.operations)
+
+    def _transformer(self, *, hidden: int, layers: int, length: int) -> tuple[Callable[[], None], Trace, int]:
+        """Return a training step without update, its trace, and the bytes of the parameters."""
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            use_cache=False,
+        )
+        model = LlamaForCausalLM(config).to(self.device).train()
+        loss, tokens = make_loss(model), torch.zeros(1, length, dtype=torch.long)
+        batch = {"input_ids": tokens, "labels": tokens}
+        trace = trace_microbatch(model, batch, loss, torch.float32, device=self.device.type)
+        there = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        for parameter in model.parameters():
+            hook_before(parameter, forget_gradient)
+
+        def step() -> None:
+            loss(model, there, seed=1.0).backward()  # type: ignore[no-untyped-call]
+
+        return step, trace, sum(parameter.nbytes for parameter in model.parameters())
+
+    def _copies(self) -> dict[str, float]:
+        host, there = accelerator.pinned(4 * self._sizes.elements), self._random(self._sizes.elements)
+        host = host.view(torch.float32)
+        small, small_there = host[:1], there[:1]
+        nbytes = float(there.nbytes)
+        return {
+            "to_device": nbytes / self._seconds(lambda: there.copy_(host, non_blocking=True)),
+            "to_host": nbytes / self._seconds(lambda: host.copy_(there, non_blocking=True)),
+            "latency_seconds": self._seconds(lambda: small.copy_(small_there)),
+        }
+
+    def updates(self) -> dict[str, float]:
+        """Return the seconds per element of AdamW, on the device and on the host."""
+
+        def taken(device: torch.device) -> float:
+            count = min(self._sizes.elements, 1 << 22) if device.type == "cpu" else self._sizes.elements
+            master, grad, *moments = (torch.full((count,), 1e-3, device=device) for _ in range(4))
+            return seconds_of(partial(fused_update, "adamw", _ADAMW, master, grad, tuple(moments), 1), device) / count
+
+        here = taken(self.device)
+        return {"device": here, "host": taken(torch.device("cpu")) if self._on_device else here}
+
+    def library(self) -> dict[str, int]:
+        """Return the bytes of this process that belong to no model, after one was trained briefly."""
+        used = 0
+        fresh = resident_bytes() - mapped_file_bytes()
+        self._launch_seconds()  # Tracing loads modules that training does not.
+        before = resident_bytes() - mapped_file_bytes()
+        step, trace, parameters = self._transformer(**self._sizes.model)
+        for _ in range(_WARMUP_STEPS):
+            step()
+        files = mapped_file_bytes()
+        grown = resident_bytes() - files - before - trace.peak - parameters
+        if self._on_device:
+            memory = accelerator.device_memory(self.device)
+            used = max(0, memory.total - memory.free - memory.reserved)
+        return {"device": used, "host": fresh + (0 if self._on_device else max(0, grown)), "shared": files}

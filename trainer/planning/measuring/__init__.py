@@ -1,1 +1,0 @@
-"""Measurements of the present machine."""
