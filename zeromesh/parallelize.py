@@ -116,9 +116,9 @@ def _divide_layers(model: nn.Module, mesh: Mesh, options: ParallelOptions) -> Pa
 def _copies(stages: Stages, ranks: int) -> dict[str, StageCopies]:
     """Return the tied parameters shared by this rank and another one, by their name on this rank."""
     found = {}
-    for tie in stages.ties:
-        holders = tuple(sorted({stage % ranks for stage in tie.held}))
-        here = [name for stage, name in tie.held.items() if stage in stages.own]
+    for names, held in stages.ties.items():
+        holders = tuple(sorted({stage % ranks for stage in held}))
+        here = [name for stage, name in held.items() if stage in stages.own]
         if here and len(holders) > 1:
-            found[here[0]] = StageCopies(name=tie.names[0], aliases=tie.names[1:], ranks=holders)
+            found[here[0]] = StageCopies(name=names[0], aliases=names[1:], ranks=holders)
     return found

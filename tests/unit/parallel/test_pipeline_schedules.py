@@ -18,7 +18,6 @@ from zeromesh.pipeline.schedule import (
     PipelineSchedule,
     ScheduleError,
     ScheduleName,
-    forward_only,
     make_schedule,
     simulate,
     validate,
@@ -82,7 +81,7 @@ def test_interleaved_is_sound_and_with_full_rounds_divides_the_bubble(
 @settings(max_examples=40)
 @given(RANKS, MICROBATCHES, st.integers(1, 3))
 def test_forward_only(ranks: int, microbatches: int, chunks: int) -> None:
-    schedule = forward_only(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    schedule = make_schedule("forward", ranks=ranks, microbatches=microbatches, chunks=chunks)
     validate(schedule)
     if microbatches % ranks == 0:
         assert simulate(schedule).duration == microbatches * chunks + ranks - 1

@@ -21,21 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeromesh.errors import LayoutError, summary
 from zeromesh.overrides import override, tensors_put_aside
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockOutput:
-    """The structure that a block returns, and the index of the leaf that is the hidden state."""
-
-    structure: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    """The leaves of the structure, with None in place of every tensor."""
-    place: int
-
-    def around(self, hidden: torch.Tensor) -> Any:
-        """Rebuild the structure with another hidden state, and None for the block's other tensors."""
-        leaves = list(self.leaves)
-        leaves[self.place] = hidden
-        return pytree.tree_unflatten(leaves, self.structure)
+HIDDEN = "hidden state"
+"""The leaf that stands for the hidden state in what a block returns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +36,8 @@ class Anatomy:
     count: int
     hidden_argument: int | str
     """The block argument that is the hidden state: a position, or a name."""
-    outputs: tuple[BlockOutput, ...]
-    """The structure that each block returns."""
+    outputs: tuple[Any, ...]
+    """The structure that each block returns, with `HIDDEN` and, for the other tensors, None as its leaves."""
     before: tuple[str, ...]
     """Modules with parameters that run before the blocks; they belong to the first stage."""
     after: tuple[str, ...]
@@ -73,7 +60,9 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
     for name, reason in _REFUSED.items():
         if getattr(config, name, None):
             raise refusal(model, f"{reason} (config.{name})")
-    body = _body(model)
+    # The base model of transformers, or the model itself.
+    base = getattr(model, "base_model", None)
+    body = next((name for name, module in model.named_modules() if module is base), "")
     batch = dict(example) if example is not None else {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
     inputs = body_inputs(model, model.get_submodule(body), batch)
     refusals: list[LayoutError] = []
@@ -132,12 +121,6 @@ def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> 
     else:
         own = set(inspect.signature(model.forward).parameters) - set(named)
     return {name: value for name, value in batch.items() if name not in own}
-
-
-def _body(model: nn.Module) -> str:
-    """Name the base model of transformers; empty if the model is its own base."""
-    base = getattr(model, "base_model", None)
-    return next((name for name, module in model.named_modules() if module is base), "")
 
 
 def _block_lists(model: Any, body: str) -> list[str]:
@@ -363,12 +346,13 @@ class _Recorder:
             idle=tuple(name for name in self._outside if name not in self._begun and name.startswith(self._body)),
         )
 
-    def _form(self, output: Any) -> BlockOutput:
+    def _form(self, output: Any) -> Any:
         leaves, structure = pytree.tree_flatten(output)
         if len(leaves) <= self._leaf:
             raise refusal(self._model, "its blocks return structures that differ")
-        plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return BlockOutput(structure=structure, leaves=plain, place=self._leaf)
+        leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        leaves[self._leaf] = HIDDEN
+        return pytree.tree_unflatten(leaves, structure)
 
 
 def _like_first(arguments: Any) -> torch.Tensor:
