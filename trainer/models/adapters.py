@@ -135,7 +135,12 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
                     "to multiply by its weight; name other layers",
                     where="model.lora.targets",
                 )
-            _initialise(layer, seed, name)
+            for adapters in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
+                if any(parameter.is_meta for parameter in adapters.parameters()):
+                    adapters.to_empty(device="cpu")
+            with seeded_cpu(seed, name):
+                for adapter in layer.active_adapters:
+                    layer.reset_lora_parameters(adapter, True)
     alone = [name for name in left_out if not [*base.get_submodule(name).children()]]
     notes = (*built.notes, *([f"no adapters on {some(alone)}"] if alone else []))
     return BuiltModel(model=model, source=AdaptedSource(built.source, model, names), notes=notes)
@@ -179,16 +184,6 @@ def _heads(model: Any) -> list[str]:
     children = dict(model.named_children())
     children.pop(model.base_model_prefix, None)
     return [name for name, each in children.items() if not is_pretrained_model(each) and [*each.parameters()]]
-
-
-def _initialise(layer: Any, seed: int, name: str) -> None:
-    """Draw a layer's adapters as PEFT does; those on the meta device get CPU memory first."""
-    for adapters in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
-        if any(parameter.is_meta for parameter in adapters.parameters()):
-            adapters.to_empty(device="cpu")
-    with seeded_cpu(seed, name):
-        for adapter in layer.active_adapters:
-            layer.reset_lora_parameters(adapter, True)
 
 
 class AdaptedSource:

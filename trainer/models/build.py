@@ -190,12 +190,16 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     made, automatic = read_configuration(section, directory, tokenizer)
     files = None if directory is None else TensorFiles(directory)
 
+    def stored_names(model: Any) -> frozenset[str]:
+        matched, canonical = match(model, files.entries if files is not None else {}), canonical_names(model)
+        return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
+
     def build() -> Any:
         with _bounded(made):
             return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
 
     with _library_errors("model.config", f"{made.model_type} cannot be built: "):
-        built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored_names(model, files))
+        built = build_deferred(build, seed, stored=None if files is None else stored_names)
     if directory is None:
         return built
     model: Any = built.model
@@ -278,12 +282,6 @@ def _library_errors(where: str, before: str = "") -> Iterator[None]:
             raise ConfigError(
                 before + str(error.__cause__), where=where
             ) from error  # The field's check raised the cause.
-
-
-def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:
-    matched = match(model, files.entries)
-    canonical = canonical_names(model)
-    return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
 
 
 def read_configuration(

@@ -134,12 +134,16 @@ class ForwardInputs:
         if pretrained is not None and fields and main in fields and main not in required:
             required.insert(0, main)  # all arguments of a Hugging Face forward have defaults
         config = getattr(model, "config", None) if is_pretrained_model(model) else None
+        try:
+            embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        except (NotImplementedError, AttributeError):
+            embedding = None
         return cls(
             model=type(model).__name__,
             fields=fields,
             named=named | _LABELS,
             required=() if users_loss else tuple(required),
-            vocab_size=_vocabulary_of(model),
+            vocab_size=embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None,
             positions=positive(text_part(config), "max_position_embeddings") or None,
         )
 
@@ -187,14 +191,6 @@ class ForwardInputs:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value[0] if isinstance(value, list | tuple) and value else value, str | None)
-
-
-def _vocabulary_of(model: nn.Module) -> int | None:
-    try:
-        embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    except (NotImplementedError, AttributeError):
-        return None
-    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 
 def text_part(config: Any) -> Any:

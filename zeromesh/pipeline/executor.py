@@ -153,9 +153,9 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
     starts, ends = ([row[first::2] for row in own] for first in (0, 1))
     timeline = Timeline(actions=schedule.actions, starts=starts, ends=ends)
     kinds: dict[tuple[int, Kind, int], list[float]] = {}
-    for rank, each in enumerate(timeline.spans):
-        for span in each:
-            kinds.setdefault((rank, span.action.kind, span.action.chunk), []).append(span.end - span.start)
+    for rank, spans in enumerate(zip(schedule.actions, starts, ends, strict=True)):
+        for action, start, end in zip(*spans, strict=True):
+            kinds.setdefault((rank, action.kind, action.chunk), []).append(end - start)
 
     def mean(rank: int, action: Action) -> float:
         durations = kinds[rank, action.kind, action.chunk]

@@ -207,15 +207,6 @@ class ScheduleError(LayoutError):
     """A pipeline schedule that cannot be carried out."""
 
 
-@dataclass(frozen=True, slots=True)
-class ActionTime:
-    """The start and end of an action, from the beginning of the step."""
-
-    action: Action
-    start: float
-    end: float
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """A step of a schedule, simulated or measured: each rank's actions, in order, with their starts and ends."""
@@ -223,11 +214,6 @@ class Timeline:
     actions: Sequence[Sequence[Action]]
     starts: Sequence[Sequence[float]]
     ends: Sequence[Sequence[float]]
-
-    @property
-    def spans(self) -> tuple[tuple[ActionTime, ...], ...]:
-        """One tuple for each rank, built on access."""
-        return tuple(tuple(map(ActionTime, *rank)) for rank in zip(self.actions, self.starts, self.ends, strict=True))
 
     @property
     def duration(self) -> float:

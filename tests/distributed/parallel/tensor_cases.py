@@ -8,10 +8,10 @@ import torch
 import transformers as tf
 
 from zeromesh.comm.activation_collectives import Exchange, Pending, open_exchange
+from zeromesh.intervals import balanced
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor.parallelize_module import Parallelized
-from zeromesh.tensor.plan.attention_split import balanced
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.tensor.trial import load_parts
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
@@ -263,10 +263,9 @@ def learns_in_chunks(mesh: Mesh, name: str, sequence: bool = False) -> dict[str,
         expected = whole(**inputs).loss * count
         expected.backward()
         model, parallel = divided(name, exchange, sequence=sequence)
-        assert parallel.head is not None
         hidden = model.base_model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
         exchange.calls.clear()
-        head = parallel.head
+        head = model.get_output_embeddings()
         found = chunked_cross_entropy(
             hidden.flatten(0, 1),
             head.weight,

@@ -12,8 +12,9 @@ from torch import nn
 from tests.distributed.parallel.tensor_cases import MODELS
 from tests.support.workers import Workers
 from zeromesh.errors import LayoutError
+from zeromesh.intervals import balanced
 from zeromesh.tensor.parallelize_module import check_blocks
-from zeromesh.tensor.plan.attention_split import balanced, share_heads
+from zeromesh.tensor.plan.attention_split import share_heads
 from zeromesh.tensor.plan.planner import Style, TensorPlan, parts_of, plan_tensor
 
 MOST = ["llama", "llama-1kv", "llama-9-3", "gpt2", "qwen3", "gemma2", "mixtral"]

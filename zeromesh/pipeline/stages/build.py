@@ -62,20 +62,18 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
     def cost(start: int, end: int, stage: int) -> float:
         return sums[end] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    # best[end]: the cut of the blocks before `end` into the stages so far, as (largest stage, sum of squares, ends of stages)
+    # best[end]: the cut of the blocks before `end` into the stages so far, as (largest stage, sum of squares, counts of blocks)
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in range(stage + 1, len(costs) - (stages - 1 - stage) + 1):
-            options = (
-                (max(largest, cost(start, end, stage)), squares + cost(start, end, stage) ** 2, (*ends, end))
-                for start, (largest, squares, ends) in best.items()
+        best = {
+            end: min(
+                (max(largest, cost(start, end, stage)), squares + cost(start, end, stage) ** 2, (*counts, end - start))
+                for start, (largest, squares, counts) in best.items()
                 if start < end
             )
-            found[end] = min(options)
-        best = found
-    ends = best[len(costs)][2]
-    return tuple(end - start for start, end in pairwise((0, *ends)))
+            for end in range(stage + 1, len(costs) - (stages - 1 - stage) + 1)
+        }
+    return best[len(costs)][2]
 
 
 Balance = Literal["parameters", "flops"]
@@ -170,7 +168,7 @@ class Stages:
         self._slot = StageSlot(anatomy.count - 1, shares)
         outside = outside or copies_outside(model, anatomy)
         idle = [(name, each) for name in anatomy.idle for each in (model.get_submodule(name), outside[name])]
-        self._undo = [override(module, "forward", partial(_refuse_to_run, model, name)) for name, module in idle]
+        self._undo = [override(module, "forward", partial(self._refuse_to_run, name)) for name, module in idle]
         self._balance = _balance_names(model) if self.count > 1 else None
         self._places = [self._place(name, outside) for name in self._stages]
         self._names = [tuple(names) for _, names in names_by_parameter(model)]
@@ -195,6 +193,10 @@ class Stages:
             stub = BlockStub(module, int(leaf), anatomy, slot, shape)
         holder = self.model.get_submodule(parent)
         return _ModuleSite(parent=holder, leaf=leaf, module=module, stub=stub, stage=self._stages[name])
+
+    def _refuse_to_run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        reason = f"{name} did not run for the first batch, so no stage has it; give that the fields of all batches"
+        raise refusal(self.model, reason)
 
     def stage_of(self, name: str) -> int:
         """Find the stage of a parameter by its name, on any rank. Raises LayoutError for a name without a stage."""
@@ -277,12 +279,6 @@ class Stages:
             for name in names:
                 parent, _, leaf = name.rpartition(".")
                 self.model.get_submodule(parent)._parameters[leaf] = best
-
-
-def _refuse_to_run(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    raise refusal(
-        model, f"{name} did not run for the first batch, so no stage has it; give that the fields of all batches"
-    )
 
 
 _BALANCE = "load_balancing_loss_func"
