@@ -21,6 +21,13 @@ from zeromesh.pipeline.stages.build import Stages
 Batch = Mapping[str, torch.Tensor]
 
 VOCABULARY = 160
+_GPT2 = {
+    "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None,
+    "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+_EXPERTS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5
+}  # fmt: skip
 _SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -35,31 +42,26 @@ _SMALL = {
 }
 
 
+_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (tf.LlamaForCausalLM, _SMALL),
+    "qwen3": (tf.Qwen3ForCausalLM, {**_SMALL, "head_dim": 8}),
+    "gemma": (tf.GemmaForCausalLM, {**_SMALL, "head_dim": 8}),
+    "gemma3": (tf.Gemma3ForCausalLM, {**_SMALL, "head_dim": 8, "sliding_window": 4}),
+    "gpt2": (tf.GPT2LMHeadModel, _GPT2),
+    "mixtral": (tf.MixtralForCausalLM, {**_SMALL, **_EXPERTS}),
+}
+
+
 def build(name: str, layers: int) -> Any:
     """A tiny model in float64, the same on every rank."""
     torch.manual_seed(0)
-    small = {**_SMALL, "num_hidden_layers": layers}
-    if name == "llama":
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**small))
-    elif name == "qwen3":
-        model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**small, head_dim=8))
-    elif name == "gemma":
-        model = tf.GemmaForCausalLM(tf.GemmaConfig(**small, head_dim=8))
-    elif name == "gemma3":
-        kinds = ["sliding_attention", "full_attention"] * (layers // 2)
-        model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, head_dim=8, layer_types=kinds, sliding_window=4))
-    elif name == "gpt2":
-        rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        sizes = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
-        none = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
-        model = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, **rates, **none))
-    else:
-        config = tf.MixtralConfig(
-            **small, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5
-        )
+    kind, values = _ROWS[name]
+    number = {"n_layer": layers} if name == "gpt2" else {"num_hidden_layers": layers}
+    types = ["sliding_attention", "full_attention"] * (layers // 2)
+    config = kind.config_class(**values, **number, **({"layer_types": types} if name == "gemma3" else {}))
+    if name == "mixtral":
         config._experts_implementation = "eager"
-        model = tf.MixtralForCausalLM(config)
-    return model.double()
+    return kind(config).double()
 
 
 def batches(count: int, *, seed: int = 1, device: str | torch.device = "cpu") -> list[dict[str, torch.Tensor]]:

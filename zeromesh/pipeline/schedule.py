@@ -221,15 +221,11 @@ class Timeline:
         return max((each[-1] for each in self.ends if each), default=0.0)
 
     @property
-    def busy(self) -> tuple[float, ...]:
-        """The time that each rank computes."""
-        return tuple(sum(map(sub, ends, starts)) for starts, ends in zip(self.starts, self.ends, strict=True))
-
-    @property
     def bubbles(self) -> tuple[float, ...]:
         """The part of the step in which each rank is idle, from 0 to 1."""
         duration = self.duration
-        return tuple(1 - busy / duration if duration else 0.0 for busy in self.busy)
+        busy = [sum(map(sub, ends, starts)) for starts, ends in zip(self.starts, self.ends, strict=True)]
+        return tuple(1 - each / duration if duration else 0.0 for each in busy)
 
     @property
     def bubble(self) -> float:

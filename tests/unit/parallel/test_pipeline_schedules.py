@@ -208,7 +208,6 @@ def test_a_transfer_and_slow_ranks_lengthen_the_step() -> None:
     assert simulate(schedule, transfer=0.5).duration == 6 + 2 * 0.5
     assert simulate(schedule, lambda rank, _action: 1.0 + rank).duration == 6
     timeline = simulate(schedule, lambda rank, _action: 1.0 + rank)
-    assert timeline.busy == (2.0, 4.0)
     assert timeline.bubbles == pytest.approx((4 / 6, 2 / 6))
     assert timeline.bubble == pytest.approx(0.5)
 

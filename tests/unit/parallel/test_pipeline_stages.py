@@ -103,7 +103,6 @@ def _skipping(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
 
 
 def scaled() -> Any:
-    """Something happens between blocks."""
     model = models.stack()
 
     def forward(input_ids: torch.Tensor) -> torch.Tensor:
