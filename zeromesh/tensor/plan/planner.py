@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any
 
 from torch import nn
@@ -203,28 +203,22 @@ class _Planner:
         if getattr(config, "slow_but_exact", False):
             raise LayoutError("slow_but_exact takes weights apart by itself; set it to false, or parallel.tensor: 1")
         names = [*self.modules, *dict(self.model.named_parameters(remove_duplicate=False))]
-        for pattern, style in library.items():
-            expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-            self._set((name for name in names if expression.fullmatch(name)), style)
-        for pattern, style in builtin.items():
-            self._set((name for name in names if fnmatchcase(name, pattern)), style)
-        for pattern, style in rules.items():
-            if style not in _STYLES:
+        patterns = [(re.escape(pattern).replace(r"\*", r"[^.]+"), style, "") for pattern, style in library.items()]
+        patterns += [(translate(pattern), style, "") for pattern, style in builtin.items()]
+        patterns += [
+            (translate(pattern), style, f"tensor-parallel rule {pattern!r}: ") for pattern, style in rules.items()
+        ]
+        for expression, style, given in patterns:
+            matched = [name for name in names if re.fullmatch(expression, name)]
+            self.styles.update(dict.fromkeys(matched, _SYNONYMS.get(style, style)))
+            if given and style not in _STYLES:
+                raise LayoutError(f"{given}there is no style {style!r}; styles are {', '.join(_STYLES)}")
+            if given and not matched:
                 raise LayoutError(
-                    f"tensor-parallel rule {pattern!r}: there is no style {style!r}; styles are {', '.join(_STYLES)}"
+                    f"{given}{style} matches no module of {type(self.model).__name__}; its modules are named like "
+                    f"{some([name for name in self.modules if name.count('.') > 1] or [*self.modules], 4)}"
                 )
-            matched = [name for name in names if fnmatchcase(name, pattern)]
-            self.given.update(dict.fromkeys(matched, f"tensor-parallel rule {pattern!r}: {style}"))
-            if not self._set(matched, style):
-                raise LayoutError(
-                    f"tensor-parallel rule {pattern!r}: {style} matches no module of {type(self.model).__name__}; its modules are "
-                    f"named like {some([name for name in self.modules if name.count('.') > 1] or [*self.modules], 4)}"
-                )
-
-    def _set(self, names: Iterable[str], style: str) -> bool:
-        found = list(names)
-        self.styles.update(dict.fromkeys(found, _SYNONYMS.get(style, style)))
-        return bool(found)
+            self.given.update(dict.fromkeys(matched if given else (), f"{given}{style}"))
 
     def embeddings(self) -> None:
         """Divide the input and output embedding by tokens, unless a rule says `replicate`."""
