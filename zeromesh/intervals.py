@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from zeromesh.errors import LayoutError
 
@@ -33,6 +34,13 @@ class Interval:
         """Return the common part; empty (at the later start) if there is none."""
         start = max(self.start, other.start)
         return Interval(start=start, end=max(start, min(self.end, other.end)))
+
+
+def balanced(length: int, parts: int) -> tuple[Interval, ...]:
+    """Split `length` into `parts` intervals whose lengths differ by at most one, the longer ones first."""
+    base, longer = divmod(length, parts)
+    ends = [number * base + min(number, longer) for number in range(parts + 1)]
+    return tuple(Interval(start=start, end=end) for start, end in pairwise(ends))
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -98,11 +98,11 @@ def divide(
     stages = Stages(model, anatomy, cut, own, outside, tensor.shares if tensor is not None else None)
     blocks = [model.get_submodule(f"{anatomy.blocks}.{index}") for stage in own for index in stages.ranges[stage]]
     copies: dict[str, StageCopies] = {}
-    for tie in stages.ties:  # Tied parameters that this rank and another one have, by their name on this rank.
-        holders = tuple(sorted({stage % ranks for stage in tie.held}))
-        here = [name for stage, name in tie.held.items() if stage in own]
+    for names, held in stages.ties.items():  # Tied parameters of this rank and another one, by their name on this rank.
+        holders = tuple(sorted({stage % ranks for stage in held}))
+        here = [name for stage, name in held.items() if stage in own]
         if here and len(holders) > 1:
-            copies[here[0]] = StageCopies(name=tie.names[0], aliases=tie.names[1:], ranks=holders)
+            copies[here[0]] = StageCopies(name=names[0], aliases=names[1:], ranks=holders)
     cuts = ModelCuts(
         parts=parts,
         copies=copies,

@@ -153,8 +153,8 @@ def _spans(bubbles: list[Bubble]) -> list[list[tuple[str, int, int, float, float
     """Return the actions of each rank in the step whose bubble is the median: kind, chunk, microbatch, start and end."""
     if not bubbles:
         return []
-    middle = sorted(bubbles, key=lambda bubble: bubble.measured)[len(bubbles) // 2]
+    middle = sorted(bubbles, key=lambda bubble: bubble.measured)[len(bubbles) // 2].timeline
     return [
-        [(span.action.kind.value, span.action.chunk, span.action.microbatch, span.start, span.end) for span in spans]
-        for spans in middle.timeline.spans
+        [(each.kind.value, each.chunk, each.microbatch, start, end) for each, start, end in zip(*spans, strict=True)]
+        for spans in zip(middle.actions, middle.starts, middle.ends, strict=True)
     ]

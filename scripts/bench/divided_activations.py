@@ -22,7 +22,7 @@ from bench.without_zero import PlainRunner
 from bench.workload import Workload
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
-from zeromesh.pipeline.schedule import Action, Kind, make_schedule, received_by
+from zeromesh.pipeline.schedule import Kind, make_schedule, received_by
 from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.tensor.parallelize_module import Parallelized
@@ -117,21 +117,11 @@ def _stages(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[
         runner = PlainRunner(stages, batches, lambda model, batch: loss(model, batch, seed=seed), seed, queue)
         for action in schedule.actions[rank]:
             given = [hidden()] if received_by(schedule, rank, action) is not None else []
-            _carry_out(runner, action, given)
+            if action.kind is Kind.FORWARD:
+                given = [tensor.requires_grad_() for tensor in given]
+            runner.run(action, given)
 
     return step
-
-
-def _carry_out(runner: PlainRunner, action: Action, given: list[Tensor]) -> None:
-    chunk, number = action.chunk, action.microbatch
-    if action.kind is Kind.FORWARD:
-        runner.forward(chunk, number, [tensor.requires_grad_() for tensor in given])
-    elif action.kind is Kind.BACKWARD:
-        runner.backward(chunk, number, given)
-    elif action.kind is Kind.BACKWARD_INPUT:
-        runner.backward_input(chunk, number, given)
-    else:
-        runner.backward_weight(chunk, number)
 
 
 def _loss(model: Any, workload: Workload) -> Any:

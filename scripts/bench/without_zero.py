@@ -1,6 +1,7 @@
 """Divided layers and stages of a model whose parameters are simply there, with autograd and without ZeRO."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zeromesh.errors import PhaseError
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue
 from zeromesh.pipeline.executor import signature_of, take_gradient
+from zeromesh.pipeline.schedule import Action, Kind
 from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 
@@ -58,7 +60,24 @@ class PlainRunner:
     def signature(self, microbatch: int) -> Hashable:
         return signature_of(self._batches[microbatch])
 
-    def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        key = action.chunk, action.microbatch
+        if action.kind is Kind.FORWARD:
+            return self._forward(*key, received)
+        if self._queue is None and action.kind is not Kind.BACKWARD:
+            raise PhaseError("a schedule that splits backward needs a queue for the gradients of weights")
+        if self._queue is not None and action.kind is Kind.BACKWARD_WEIGHT:
+            self._queue.run(key)
+            return ()
+        inputs, outputs = self._inputs.pop(key), self._outputs.pop(key, None)
+        with self._queue.deferring(key) if self._queue and action.kind is Kind.BACKWARD_INPUT else nullcontext():
+            if isinstance(outputs, torch.Tensor):
+                torch.autograd.backward(outputs, torch.full_like(outputs, self._seed))
+            elif outputs is not None:
+                torch.autograd.backward(outputs, received)
+        return [take_gradient(tensor) for tensor in inputs]
+
+    def _forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         batch, key = self._batches[microbatch], (chunk, microbatch)
         if torch.is_grad_enabled():
             self._inputs[key] = [tensor for tensor in received if tensor.requires_grad]
@@ -75,21 +94,3 @@ class PlainRunner:
         if edges:
             self._outputs[key] = edges
         return made
-
-    def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        inputs, outputs = self._inputs.pop((chunk, microbatch)), self._outputs.pop((chunk, microbatch), None)
-        if isinstance(outputs, torch.Tensor):
-            torch.autograd.backward(outputs, torch.full_like(outputs, self._seed))
-        elif outputs is not None:
-            torch.autograd.backward(outputs, gradients)
-        return [take_gradient(tensor) for tensor in inputs]
-
-    def backward_input(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if self._queue is None:
-            raise PhaseError("a schedule that splits backward needs a queue for the gradients of weights")
-        with self._queue.deferring((chunk, microbatch)):
-            return self.backward(chunk, microbatch, gradients)
-
-    def backward_weight(self, chunk: int, microbatch: int) -> None:
-        if self._queue is not None:
-            self._queue.run((chunk, microbatch))

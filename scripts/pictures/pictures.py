@@ -278,11 +278,11 @@ def schedules() -> str:
         top = 34 + row * 116
         drawing.text(12, top + 38, name, "bold")
         drawing.text(12, top + 56, f"{line.bubble:.0%} idle", "soft")
-        for rank, spans in enumerate(line.spans):
-            for span in spans:
-                x, width = left + span.start * scale, (span.end - span.start) * scale
-                drawing.rect(x, top + rank * 24, width - 1, 21, fill[span.action.kind], 2)
-                drawing.text(x + width / 2, top + rank * 24 + 15, str(span.action.microbatch), "middle small on")
+        for rank, spans in enumerate(zip(line.actions, line.starts, line.ends, strict=True)):
+            for action, start, end in zip(*spans, strict=True):
+                x, width = left + start * scale, (end - start) * scale
+                drawing.rect(x, top + rank * 24, width - 1, 21, fill[action.kind], 2)
+                drawing.text(x + width / 2, top + rank * 24 + 15, str(action.microbatch), "middle small on")
     return drawing.svg()
 
 

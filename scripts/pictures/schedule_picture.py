@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import get_args
 
-from zeromesh.pipeline.schedule import ActionTime, Kind, ScheduleName, Timeline, make_schedule, simulate, validate
+from zeromesh.pipeline.schedule import Action, Kind, ScheduleName, Timeline, make_schedule, simulate, validate
 
 _FILL = {Kind.FORWARD: ">", Kind.BACKWARD: "<", Kind.BACKWARD_INPUT: "<", Kind.BACKWARD_WEIGHT: "w"}
 
@@ -15,16 +15,16 @@ def render(timeline: Timeline, *, columns: int = 100) -> str:
     An action is its microbatch's number, where there is room, and `>` for forward, `<` for backward, `w` for gradients of
     weights; letters after the number are the chunk, from b. Dots are the bubble.
     """
-    margin = len(f"rank {len(timeline.spans) - 1} ")
+    margin = len(f"rank {len(timeline.ends) - 1} ")
     room = max(1, columns - margin)
     scale = min(4.0, room / timeline.duration) if timeline.duration and _in_units(timeline) else 0.0
     scale = scale or (room / timeline.duration if timeline.duration else 1.0)
     width = min(room, round(timeline.duration * scale))
     lines = []
-    for rank, spans in enumerate(timeline.spans):
+    for rank, spans in enumerate(zip(timeline.actions, timeline.starts, timeline.ends, strict=True)):
         row = ["."] * width
-        for span in spans:
-            _draw(row, span, scale)
+        for action, start, end in zip(*spans, strict=True):
+            _draw(row, action, round(start * scale), min(width, round(end * scale)))
         lines.append(f"{f'rank {rank}':<{margin}}{''.join(row)}")
     share = ", ".join(f"{100 * part:.0f} %" for part in timeline.bubbles)
     return "\n".join([*lines, *_wrap(f"bubble: {share}; all ranks {100 * timeline.bubble:.1f} %", columns)])
@@ -32,16 +32,14 @@ def render(timeline: Timeline, *, columns: int = 100) -> str:
 
 def _in_units(timeline: Timeline) -> bool:
     """Return True if times are small whole numbers, which need no more columns than their labels."""
-    return all(span.end == round(span.end) for spans in timeline.spans for span in spans) and timeline.duration < 200
+    return all(end == round(end) for ends in timeline.ends for end in ends) and timeline.duration < 200
 
 
-def _draw(row: list[str], span: ActionTime, scale: float) -> None:
-    start, end = round(span.start * scale), min(len(row), round(span.end * scale))
-    chunk = chr(ord("a") + span.action.chunk % 26) if span.action.chunk else ""
-    label = f"{span.action.microbatch}{chunk}"
-    fill = _FILL[span.action.kind] * (end - start)
-    text = label + fill[len(label) :] if len(label) < len(fill) else fill
-    row[start:end] = text
+def _draw(row: list[str], action: Action, start: int, end: int) -> None:
+    chunk = chr(ord("a") + action.chunk % 26) if action.chunk else ""
+    label = f"{action.microbatch}{chunk}"
+    fill = _FILL[action.kind] * (end - start)
+    row[start:end] = label + fill[len(label) :] if len(label) < len(fill) else fill
 
 
 def _wrap(text: str, columns: int) -> list[str]:

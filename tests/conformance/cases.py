@@ -120,7 +120,6 @@ class Run:
         return self.divided.pipeline or StepDriver(self.mesh)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Whole parameters by name."""
         return {name: tensor.clone().cpu() for name, tensor in self.engine.state.parameters()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -141,7 +140,6 @@ class Run:
         return digest(tensors)
 
     def close(self) -> None:
-        """Free the engine."""
         self.engine.close()
         self.divided.close()
 
@@ -200,7 +198,6 @@ def in_arena(mesh: Mesh, problem: dict[str, Any], layouts: list[dict[str, Any]])
 
 
 def reference_run(mesh: Mesh, problem: dict[str, Any], out: str) -> dict[str, Any]:
-    """Train without the engine."""
     trained = reference.train_plainly(Problem(**problem))
     save(out, trained.gradients, trained.parameters)
     return {"losses": trained.losses, "norms": trained.norms, "final_loss": trained.final_loss}

@@ -40,7 +40,6 @@ class Laboratory:
         self._count = 0
 
     def reference(self, problem: Problem) -> Result:
-        """The plain process's result."""
         path = self._folder / f"reference-{problem.key}.safetensors"
         numbers = path.with_suffix(".json")
         if not numbers.exists():

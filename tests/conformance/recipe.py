@@ -56,7 +56,6 @@ class Problem:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def settings(self) -> OptimizerSettings:
-        """The optimizer's settings."""
         groups: dict[str, Any] = {"weight_decay": 0.1}
         if self.decay:
             groups = {"weight_decay": 0.2, "no_decay": SUBJECTS[self.model].no_decay}
@@ -69,8 +68,6 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How it is trained."""
-
     stage: int = 3
     accumulation: int = 1
     transport: str = "auto"
@@ -95,7 +92,6 @@ class Layout:
     """What rests where: `optimizer=file gradients=none parameters=host:0.5`, and `checksums` or `stripes`."""
 
     def options(self, problem: Problem) -> ZeroOptions:
-        """The engine's options."""
         compute, wide = DTYPES[problem.precision]
         reduce = getattr(torch, self.reduce) if self.reduce else wide
         scale = ScalerSettings(initial_scale=self.scale, growth_interval=4) if self.scale else None

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.plain import plain_loop
+
 from .models import SUBJECTS, Batch, gpt2
 from .recipe import DTYPES, LEARNING_RATE, Problem
 
@@ -37,7 +39,6 @@ def batch_of(problem: Problem, step: int) -> dict[str, torch.Tensor]:
 
 
 def part(batch: Batch, start: int, end: int) -> dict[str, torch.Tensor]:
-    """Samples [start, end)."""
     return {name: values[start:end] for name, values in batch.items()}
 
 
@@ -48,29 +49,25 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def train_plainly(problem: Problem) -> Trained:
-    """Train without zeromesh."""
     subject, model = SUBJECTS[problem.model], build(problem)
     convert(model, DTYPES[problem.precision][0])
-    optimizer = _optimizer(problem, model)
-    losses, norms, gradients = [], [], {}
-    for step in range(problem.steps):
-        batch = batch_of(problem, step)
+
+    def mean(model: Any, batch: Batch) -> torch.Tensor:
         with problem.arithmetic():
-            loss = subject.loss_sum(model, batch) / subject.count(batch)
-        loss.backward()
-        if step == GRADIENT_STEP:
-            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-            gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
-        limit = problem.clip or float("inf")
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), limit)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    with torch.no_grad(), problem.arithmetic():
-        batch = batch_of(problem, 0)
-        final = float(subject.loss_sum(model, batch) / subject.count(batch))
-    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Trained(losses=losses, norms=norms, final_loss=final, gradients=gradients, parameters=parameters)
+            return subject.loss_sum(model, batch) / subject.count(batch)
+
+    batches = [batch_of(problem, step) for step in range(problem.steps)]
+    plain = plain_loop(model, batches, mean, _optimizer(problem, model), clip_norm=problem.clip)
+    with torch.no_grad():
+        final = float(mean(model, batches[0]))
+    gradients = plain.gradients[GRADIENT_STEP] if problem.steps > GRADIENT_STEP else {}
+    return Trained(
+        losses=plain.losses,
+        norms=plain.norms,
+        final_loss=final,
+        gradients=gradients,
+        parameters=plain.states[-1],
+    )
 
 
 def _optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:

@@ -57,7 +57,6 @@ def whole_matrix() -> list[Row]:
 
 
 def name_of(row: Row) -> str:
-    """A short identifier."""
     clip = "clip" if row["clip"] else "noclip"
     groups = "groups" if row["decay"] else "one"
     place = f"w{row['size']}-s{row['stage']}-a{row['accumulation']}"

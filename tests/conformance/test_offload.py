@@ -45,7 +45,6 @@ PROBLEMS = {
 
 @pytest.fixture(scope="module")
 def resident() -> dict[object, Result]:
-    """Results without offload."""
     return {}
 
 

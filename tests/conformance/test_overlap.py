@@ -16,7 +16,6 @@ def place(entries: Entries, text: str) -> int:
 
 
 def when(entries: Entries, text: str) -> float:
-    """Its time, in seconds."""
     return entries[place(entries, text)][0]
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.contract.cases_units import Block, Stack
 from tests.contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, cross_entropy, plain_loop, samples
-from tests.support.trainer_cases import Plain
+from tests.support.plain import Plain
 from zeromesh import Callback, Trainer
 
 Found = tuple[torch.Tensor, int]

@@ -64,8 +64,6 @@ class Made:
 
 
 class Holder:
-    """An ordinary object."""
-
     def __init__(self, hidden: torch.Tensor) -> None:
         self.inner = {"hidden": [hidden]}
 
@@ -220,8 +218,6 @@ class HidesView(Block):
 
 
 class UsesHiddenViews(Stack):
-    """Multiplies by them."""
-
     def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         x = block(x)
         return x + torch.tanh(x @ HidesView.kept.pop())
@@ -413,17 +409,14 @@ class Nested(nn.Module):
 
 
 def lists() -> nn.Module:
-    """`ModuleList([ModuleList([attention, feedforward]), ...])`."""
     return Nested(lambda: nn.ModuleList([Block(), nn.Linear(WIDTH, WIDTH)]))
 
 
 def dicts() -> nn.Module:
-    """`ModuleList([ModuleDict(...), ...])`."""
     return Nested(lambda: nn.ModuleDict({"first": Block(), "second": nn.Linear(WIDTH, WIDTH)}))
 
 
 def parameter_lists() -> nn.Module:
-    """`ModuleList([ParameterList(...), ...])`."""
     return Nested(lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) * 0.1 for _ in range(2)))
 
 
@@ -442,8 +435,6 @@ class Namespace(nn.Module):
 
 
 class Namespaced(Stack):
-    """Blocks are such modules."""
-
     def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
         return block.first(x) * block.gain
 
@@ -458,7 +449,6 @@ class OwnForward(Stack):
 
     @staticmethod
     def chain(block: Any, x: torch.Tensor) -> torch.Tensor:
-        """Forward of a list."""
         for each in block:
             x = each(x)
         return x
@@ -480,7 +470,6 @@ class Recomputed(Stack):
         return self.head(x)
 
     def all_of_them(self, x: torch.Tensor) -> torch.Tensor:
-        """One region."""
         for block in self.blocks:
             x = block(x)
         return x
@@ -562,13 +551,10 @@ class Subclassed(nn.Parameter):
     """A user's own class of parameters."""
 
     def doubled(self) -> torch.Tensor:
-        """A method of it."""
         return self * 2
 
 
 class OwnParameters(Block):
-    """Uses it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up.weight = Subclassed(self.up.weight.detach())

@@ -35,13 +35,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import get_scheduler
 
-from tests.support.trainer_cases import Gradients, Plain, apart, seeded, settings, stacked
+from tests.support.plain import Gradients, Plain, apart, distances, nothing, plain_fit
+from tests.support.trainer_cases import seeded, settings
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import is_accelerator
-from zeromesh.trainer.data.sampler import SampleOrder
 
 WIDTH = 48
 """A block of two linear layers of this size has more than 4096 elements."""
@@ -118,10 +117,6 @@ def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(model(batch["values"]), batch["classes"], reduction="sum"), len(batch["classes"])
 
 
-def no_hook(model: nn.Module, step: int) -> None:
-    """A plain loop that does nothing beside training."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     """A user's model and loop, and what becomes of them.
@@ -138,8 +133,8 @@ class Case:
     steps: int = 4
     config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     callbacks: Callable[[], Sequence[Any]] = list
-    before_step: Callable[[nn.Module, int], None] = no_hook
-    after_step: Callable[[nn.Module, int], None] = no_hook
+    before_step: Callable[[nn.Module, int], None] = nothing
+    after_step: Callable[[nn.Module, int], None] = nothing
     plain: Callable[[Case], Plain] | None = None
     refused: Refusal | tuple[Refusal, ...] = ()
     gradients: bool = True
@@ -204,22 +199,11 @@ def _differences(case: Case, layout: Layout, folder: str) -> dict[str, float]:
         if refused:
             return {}
         found = {name: value.detach().clone() for name, value in trainer.state_dict()}
-    worst = _apart_by_name(found, plain.states[-1])
+    worst = distances(found, plain.states[-1])
     differences = {"losses": apart(report.losses, plain.losses), "skipped": float(report.skipped_steps)}
     if callbacks and isinstance(callbacks[-1], Gradients):
         differences["gradients"] = callbacks[-1].worst
     return {**differences, **{name: value for name, value in worst.items() if not value <= TOLERANCE}}
-
-
-def _apart_by_name(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Relative differences; of what is zero but for rounding, in parts of the model's largest tensor."""
-    least = 1e-3 * max(float(value.norm()) for value in wanted.values())
-    return {
-        name: float((found[name].cpu() - value).norm()) / (float(value.norm()) + least)
-        if name in found
-        else float("inf")
-        for name, value in wanted.items()
-    }
 
 
 @cache
@@ -230,33 +214,8 @@ def _plain(name: str) -> Plain:
 
 def plain_loop(case: Case) -> Plain:
     """What a user writes without zeromesh: the global batch at once, AdamW, clipping, a linear schedule; one process."""
-    config = case.settings("", LAYOUTS[0])
-    run, size, data, found = config["run"], config["batch"]["global_size"], case.dataset(), Plain()
-    model = seeded(case.build).double().train()
-    eps = config["optimizer"].get("eps", 1e-8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=eps, weight_decay=0.1)
-    schedule = get_scheduler("linear", optimizer, 1, case.steps)
-    order = SampleOrder(length=len(data), seed=run["seed"])
-    for step in range(case.steps):
-        case.before_step(model, step + 1)
-        indices = [order.dataset_index(index) for index in range(step * size, (step + 1) * size)]
-        total, count = case.loss(model, stacked(data, indices))
-        (total / count).backward()
-        found.losses.append(float(total.detach()) / count)
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        found.gradients.append(
-            {
-                name: torch.zeros_like(model.get_parameter(name)) if each is None else each.clone()
-                for name, each in gradients.items()
-            }
-        )
-        found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), run["clip_norm"])))
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        case.after_step(model, step + 1)
-    found.states.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
-    return found
+    model, config = seeded(case.build).double(), case.settings("", LAYOUTS[0])
+    return plain_fit(model, case.dataset(), config, case.loss, case.before_step, case.after_step)
 
 
 # In the test

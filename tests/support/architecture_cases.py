@@ -10,14 +10,14 @@ import transformers as tf
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
+from tests.support.plain import apart, compare, plain_fit, stacked
 from tests.support.tasks import SAMPLES as ROWS
 from tests.support.tasks import SPEECH, TASKS, spoken
-from tests.support.trainer_cases import Plain, apart, distance, lines_of, settings, stacked
-from zeromesh import Callback, Trainer
+from tests.support.trainer_cases import lines_of, seeded, settings
+from zeromesh import Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
-from zeromesh.trainer.data.sampler import SampleOrder
 from zeromesh.trainer.models.small_copy import InFloat64
 
 STEPS = 5
@@ -29,44 +29,6 @@ its usual epsilon of 1e-8 makes of 1e-17, which is another on every machine, wha
 
 Mean = Callable[[torch.Tensor, int], torch.Tensor]
 """What a model gives for a batch of so many samples, and the mean that this is."""
-
-
-def plainly_trained(
-    model: Any, data: Sequence[Mapping[str, torch.Tensor]], config: Mapping[str, Any], mean: Mean
-) -> Plain:
-    """Train as torch's users do: the global batch at once, in float64."""
-    run, size, found = config["run"], config["batch"]["global_size"], Plain()
-    for parameter in model.parameters():
-        parameter.data = parameter.data.double()
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.1)
-    schedule = tf.get_scheduler("linear", optimizer, 1, run["max_steps"])
-    order = SampleOrder(length=len(data), seed=run["seed"])
-    for step in range(run["max_steps"]):
-        batch = stacked(data, [order.dataset_index(index) for index in range(step * size, (step + 1) * size)])
-        loss = mean(model(**batch).loss, size)
-        loss.backward()
-        found.losses.append(float(loss.detach()))
-        found.gradients.append(
-            {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()}
-        )
-        found.norms.append(float(nn.utils.clip_grad_norm_(trained.values(), run["clip_norm"])))
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return found
-
-
-class Watch(Callback):
-    """Compares every gradient of every step."""
-
-    def __init__(self, plain: Plain) -> None:
-        self.plain, self.worst = plain, 0.0
-
-    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
-        wanted = self.plain.gradients[step - 1]
-        found = {name: trainer.gradient(name) for name in wanted}
-        self.worst = max(self.worst, distance({name: g for name, g in found.items() if g is not None}, wanted))
 
 
 def differences(
@@ -87,33 +49,21 @@ def differences(
     }
     config = settings(folder, **{**sizes, **sections})
     with InFloat64():
-        plain = plainly_trained(reference.train(), data, config, mean)
-        watch, held = Watch(plain), data[:7]
-        with Trainer(mine, config, data, held, callbacks=[watch]) as trainer:
-            report = trainer.fit()
-            after(trainer)
+        held, size = data[:7], config["batch"]["global_size"]
+        plain = plain_fit(reference.train(), data, config, lambda model, batch: (mean(model(**batch).loss, size), 1))
+        found, report = compare(mine, config, data, plain, eval_dataset=held, after=after)
         with torch.no_grad():
             wanted = float(mean(reference.eval()(**stacked(held, range(len(held)))).loss, len(held)))
-    return {
-        "losses": apart(report.losses, plain.losses),
-        "norms": apart([line["grad_norm"] for line in lines_of(Path(folder) / name)], plain.norms),
-        "gradients": watch.worst,
-        "parameters": distance(dict(mine.named_parameters()), dict(reference.named_parameters())),
-        "evaluation": apart([report.eval_loss or 0.0], [wanted]),
-    }
+    norms = [line["grad_norm"] for line in lines_of(Path(folder) / name)]
+    return {**found, "norms": apart(norms, plain.norms), "evaluation": apart([report.eval_loss or 0.0], [wanted])}
 
 
 def seeded_pair(build: Any) -> tuple[Any, Any]:
     """Two models with the same weights."""
-    made = []
-    for _ in range(2):
-        torch.manual_seed(11)
-        made.append(build())
-    return made[0], made[1]
+    return seeded(build), seeded(build)
 
 
 def trained(mesh: Mesh, folder: str, name: str, stage: int) -> dict[str, float]:
-    """One of the fifteen."""
     subject = ARCHITECTURES[name]
     data = subject.samples(SAMPLES)
     return differences(folder, f"{name}-{stage}", seeded_pair(subject.build), data, zero={"stage": stage})

@@ -87,7 +87,6 @@ def pictures(count: int) -> Samples:
 
 
 def recordings(count: int) -> Samples:
-    """Spectra, and their transcripts."""
     generator = torch.Generator().manual_seed(5)
     return [
         {

@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import fault_injection
-from tests.support.trainer_cases import gpt2, llama, sentence_loss, sentences, settings
+from tests.support.plain import sentence_loss
+from tests.support.trainer_cases import gpt2, llama, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore

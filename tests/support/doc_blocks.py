@@ -109,7 +109,6 @@ def scripts_of(page: str) -> list[Script]:
 
 
 def script(page: str, name: str) -> Script:
-    """One of them."""
     (found,) = (each for each in scripts_of(page) if each.name == name)
     return found
 

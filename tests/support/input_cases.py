@@ -13,7 +13,8 @@ import datasets
 import torch
 from torch import nn
 
-from tests.support.trainer_cases import Pictures, gpt2, llama, sentence_loss, sentences, settings
+from tests.support.plain import sentence_loss
+from tests.support.trainer_cases import Pictures, gpt2, llama, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.cli.main import main
@@ -52,8 +53,6 @@ def command(mesh: Mesh, words: list[str]) -> dict[str, Any]:
 
 
 class NoLoss(nn.Module):
-    """Gives no scalar."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 2)

@@ -15,12 +15,19 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor
 from zeromesh.pipeline.generation import StagedForward
-from zeromesh.pipeline.schedule import forward_only, make_schedule
+from zeromesh.pipeline.schedule import make_schedule
 from zeromesh.pipeline.stages.build import Stages
 
 Batch = Mapping[str, torch.Tensor]
 
 VOCABULARY = 160
+_GPT2 = {
+    "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None,
+    "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+_EXPERTS = {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5
+}  # fmt: skip
 _SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -35,31 +42,26 @@ _SMALL = {
 }
 
 
+_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (tf.LlamaForCausalLM, _SMALL),
+    "qwen3": (tf.Qwen3ForCausalLM, {**_SMALL, "head_dim": 8}),
+    "gemma": (tf.GemmaForCausalLM, {**_SMALL, "head_dim": 8}),
+    "gemma3": (tf.Gemma3ForCausalLM, {**_SMALL, "head_dim": 8, "sliding_window": 4}),
+    "gpt2": (tf.GPT2LMHeadModel, _GPT2),
+    "mixtral": (tf.MixtralForCausalLM, {**_SMALL, **_EXPERTS}),
+}
+
+
 def build(name: str, layers: int) -> Any:
     """A tiny model in float64, the same on every rank."""
     torch.manual_seed(0)
-    small = {**_SMALL, "num_hidden_layers": layers}
-    if name == "llama":
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**small))
-    elif name == "qwen3":
-        model = tf.Qwen3ForCausalLM(tf.Qwen3Config(**small, head_dim=8))
-    elif name == "gemma":
-        model = tf.GemmaForCausalLM(tf.GemmaConfig(**small, head_dim=8))
-    elif name == "gemma3":
-        kinds = ["sliding_attention", "full_attention"] * (layers // 2)
-        model = tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**small, head_dim=8, layer_types=kinds, sliding_window=4))
-    elif name == "gpt2":
-        rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        sizes = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
-        none = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
-        model = tf.GPT2LMHeadModel(tf.GPT2Config(**sizes, **rates, **none))
-    else:
-        config = tf.MixtralConfig(
-            **small, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.5
-        )
+    kind, values = _ROWS[name]
+    number = {"n_layer": layers} if name == "gpt2" else {"num_hidden_layers": layers}
+    types = ["sliding_attention", "full_attention"] * (layers // 2)
+    config = kind.config_class(**values, **number, **({"layer_types": types} if name == "gemma3" else {}))
+    if name == "mixtral":
         config._experts_implementation = "eager"
-        model = tf.MixtralForCausalLM(config)
-    return model.double()
+    return kind(config).double()
 
 
 def batches(count: int, *, seed: int = 1, device: str | torch.device = "cpu") -> list[dict[str, torch.Tensor]]:
@@ -121,37 +123,39 @@ def trains(
     for step in range(2):
         staged.zero_grad()
         runner = PlainRunner(stages, data, loss_of, seed=0.5 + step, queue=queue)
-        measured = executor.run(plan, runner)
+        marks = executor.run(plan, runner)
         losses = mesh.world.all_reduce(runner.losses.cpu(), "losses")
         wanted_losses, wanted = alone(whole, data, 0.5 + step)
         differences.append(_difference(losses, wanted_losses.cpu()))
         differences += [_difference(found, wanted[name]) for name, found in _gradients(mesh, stages, staged)]
     names = sorted(name for name, _ in staged.named_parameters())
-    bubble = executor.bubble(measured)
+    bubble = executor.bubble(plan, marks)
     channels.close()
     return {
         "difference": max(differences),
         "names": names,
-        "ties": [[list(tie.names), {str(stage): name for stage, name in tie.held.items()}] for tie in stages.ties],
+        "ties": [
+            [list(names), {str(stage): name for stage, name in held.items()}] for names, held in stages.ties.items()
+        ],
         "calls": sorted(set(calls.values())),
         "called": len(calls),
         "bubble": [bubble.predicted, bubble.measured],
-        "spans": len(measured.marks) // 2,
+        "spans": len(marks) // 2,
     }
 
 
 def _gradients(mesh: Mesh, stages: Stages, model: Any) -> list[tuple[str, torch.Tensor]]:
     """Of this rank's parameters, under their names in checkpoints, those of tied ones summed over stages."""
     held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    for tie in stages.ties:
-        copies = [name for stage, name in tie.held.items() if stage in stages.own]
+    for names, by_stage in stages.ties.items():
+        copies = [name for stage, name in by_stage.items() if stage in stages.own]
         grads = [held.pop(name) for name in dict.fromkeys(copies) if name in held]
         shape = stages.model.get_parameter(copies[0]).shape if copies else (0,)
         largest = max(int(row[0]) for row in mesh.world.gather_integers([torch.Size(shape).numel()]))
         total = torch.stack(grads).sum(0).flatten().cpu() if grads else torch.zeros(largest, dtype=torch.float64)
         mesh.world.all_reduce(total, "gradients of tied parameters")
         if grads:
-            held[tie.names[0]] = total.view(shape).to(grads[0].device)
+            held[names[0]] = total.view(shape).to(grads[0].device)
     return list(held.items())
 
 
@@ -170,7 +174,8 @@ def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
     executor = Executor(mesh.world, channels)
     runner = PlainRunner(stages, data, loss_of)
     with torch.no_grad():
-        executor.run(forward_only(ranks=mesh.world.size, microbatches=microbatches, chunks=chunks), runner)
+        plan = make_schedule("forward", ranks=mesh.world.size, microbatches=microbatches, chunks=chunks)
+        executor.run(plan, runner)
         wanted = torch.stack([loss_of(whole, batch) for batch in data])
     channels.close()
     return _difference(mesh.world.all_reduce(runner.losses.cpu(), "losses"), wanted.cpu())

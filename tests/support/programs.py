@@ -102,7 +102,6 @@ def _become(asked: dict[str, Any], executable: str) -> list[str]:
 
 
 def _run(words: list[str]) -> None:
-    """As `python WORDS` does."""
     isolated = False
     while words[0] in ("-P", "-u"):
         isolated, words = isolated or words[0] == "-P", words[1:]

@@ -19,6 +19,7 @@ from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules
 from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups, gradient_of
 from zeromesh.optim.optimizer_step import OptimizerStep, WeightAverage
 from zeromesh.pipeline.pipeline import ZeroRunner
+from zeromesh.pipeline.schedule import Action, Kind
 from zeromesh.rng import Streams, seed_all
 from zeromesh.tensor import parallelize_module
 from zeromesh.tensor.dropout_rng import ShardedRandomness
@@ -269,15 +270,16 @@ def labels_swapped(swap: Swap) -> None:
 
 
 def last_weights_dropped(swap: Swap) -> None:
-    def make(backward: Any) -> Any:
-        def planted(self: ZeroRunner, chunk: int, microbatch: int) -> None:
-            if self._reduced.get(chunk, 0) == len(self.work) - 1:
-                self.queue._queued[chunk, microbatch].clear()
-            backward(self, chunk, microbatch)
+    def make(run: Any) -> Any:
+        def planted(self: ZeroRunner, action: Action, received: Any) -> Any:
+            last = self._reduced.get(action.chunk, 0) == len(self.work) - 1
+            if action.kind is Kind.BACKWARD_WEIGHT and last:
+                self.queue._queued[action.chunk, action.microbatch].clear()
+            return run(self, action, received)
 
         return planted
 
-    swap(ZeroRunner, "backward_weight", make)
+    swap(ZeroRunner, "run", make)
 
 
 # Data axes: what is summed over microbatches and ranks

@@ -244,5 +244,4 @@ def write(
 
 
 def targets_of(reader: CheckpointReader, holdings: Sequence[TensorShard]) -> list[PlacedValues]:
-    """Where elements come from."""
     return list(places_of(reader, holdings))

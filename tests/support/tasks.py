@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.support.architectures import ARCHITECTURES
-from tests.support.trainer_cases import stacked
+from tests.support.plain import stacked
 from zeromesh.trainer.config.sections.model import Head
 
 SAMPLES, LENGTH, VOCABULARY = 7, 8, 60
@@ -30,12 +30,10 @@ _LLAVA = {
 
 
 def ids(*shape: int) -> torch.Tensor:
-    """Token ids."""
     return torch.randint(1, VOCABULARY - 1, shape, generator=torch.Generator().manual_seed(0))
 
 
 def noise(*shape: int) -> torch.Tensor:
-    """Pictures or sounds."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -68,7 +66,6 @@ class Task:
 
 
 def text() -> dict[str, torch.Tensor]:
-    """Tokens with padding."""
     mask = (torch.arange(LENGTH) < torch.arange(LENGTH - SAMPLES + 1, LENGTH + 1)[:, None]).long()
     return {"input_ids": ids(SAMPLES, LENGTH), "attention_mask": mask}
 

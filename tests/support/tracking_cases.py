@@ -105,8 +105,6 @@ class Lag(Callback):
 
 
 class Breaks(Callback):
-    """Raises after a step."""
-
     def __init__(self, step: int) -> None:
         self._step = step
 

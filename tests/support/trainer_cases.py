@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Callable as Function
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,10 +13,10 @@ import transformers as tf
 from torch import nn
 from torch.nn import functional as F
 
+from tests.support.plain import Plain, apart, clones, compare, distance, plain_fit, sentence_loss, stacked
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
-from zeromesh.trainer.data.sampler import SampleOrder
 
 VOCABULARY = 64
 LENGTH = 12
@@ -64,80 +63,6 @@ def settings(folder: str, **sections: Mapping[str, Any]) -> dict[str, Any]:
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
     return base
-
-
-@dataclass(slots=True)
-class Plain:
-    """What a plain loop in one process did: per step the loss, the norm, every gradient; states[n] is after n steps."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
-
-
-Sum = Function[[Any, dict[str, torch.Tensor]], tuple[torch.Tensor, int]]
-
-
-def sentence_loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Sum and count of a language model's loss."""
-    logits, targets = model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-    return total, int((targets != -100).sum())
-
-
-def stacked(dataset: Sequence[Mapping[str, torch.Tensor]], indices: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Samples as a batch."""
-    return {name: torch.stack([dataset[index][name] for index in indices]) for name in dataset[0]}
-
-
-def plain_fit(
-    model: Any,
-    dataset: Any,
-    config: dict[str, Any],
-    loss_sum: Sum = sentence_loss,
-    before_step: Function[[Any, int], None] = lambda model, step: None,
-) -> Plain:
-    """Train as torch's users do, the global batch at once, by the rules that `settings` names; steps are counted from 1."""
-    run, size, found = config["run"], config["batch"]["global_size"], Plain()
-    model.double().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = tf.get_scheduler("linear", optimizer, 1, run["max_steps"])
-    order = SampleOrder(length=len(dataset), seed=run["seed"])
-    found.states.append(_clones(model))
-    for step in range(run["max_steps"]):
-        before_step(model, step + 1)
-        batch = stacked(dataset, [order.dataset_index(index) for index in range(step * size, (step + 1) * size)])
-        total, count = loss_sum(model, batch)
-        (total / count).backward()
-        found.losses.append(float(total.detach()) / count)
-        found.gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), run["clip_norm"])))
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        found.states.append(_clones(model))
-    return found
-
-
-def _clones(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """The largest relative difference of any tensor; infinite where names or dtypes differ."""
-    found, wanted = ({name: value.cpu() for name, value in each.items()} for each in (found, wanted))
-    if found.keys() != wanted.keys() or any(found[name].dtype != wanted[name].dtype for name in wanted):
-        return float("inf")
-    largest = max(float(value.norm()) for value in wanted.values())
-    return max(
-        float((found[name] - value).norm()) / (float(value.norm()) + 1e-3 * largest) for name, value in wanted.items()
-    )
-
-
-def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative difference of two lists of numbers."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -231,7 +156,7 @@ def story(mesh: Mesh, folder: str, stage: int) -> dict[str, Any]:
         report = trainer.fit()
         again = trainer.fit()
         witness.look(trainer, 4)
-        whole = _clones(model)
+        whole = clones(model)
     return {
         "config": config,
         "events": witness.events,
@@ -306,32 +231,16 @@ def uneven(mesh: Mesh, folder: str, kind: str, micro: int) -> dict[str, Any]:
     plain_build = llama if text else lambda: Pictures(loss=False)
     loss_sum: Any = {"text": sentence_loss, "mean": _every_picture, "sum": picture_loss}[kind]
     plain = plain_fit(seeded(plain_build), plain_data, config, loss_sum)
-    watched = Gradients(plain)
     loss = picture_loss if kind == "sum" else None
-    model = seeded(build)
-    with Trainer(model, config, data, data[:7], compute_loss=loss, callbacks=[watched]) as trainer:
-        report = trainer.fit()
-        after = trainer.evaluate(data[:3])["eval_loss"]
+    model, after = seeded(build), list[float]()
+
+    def evaluate(trainer: Trainer) -> None:
+        after.append(trainer.evaluate(data[:3])["eval_loss"])
+
+    found, _ = compare(model, config, data, plain, eval_dataset=data[:7], compute_loss=loss, after=evaluate)
     with torch.no_grad():
         total, count = loss_sum(model, stacked(plain_data, range(3)))
-    return {
-        "losses": apart(report.losses, plain.losses),
-        "gradients": watched.worst,
-        "model": distance(_clones(model), plain.states[4]),
-        "after": abs(after - float(total) / count),
-    }
-
-
-class Gradients(Callback):
-    """Compares all gradients with the plain loop's."""
-
-    def __init__(self, plain: Plain) -> None:
-        self.plain, self.worst = plain, 0.0
-
-    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
-        wanted = self.plain.gradients[step - 1]
-        found = {name: trainer.gradient(name) for name in wanted}
-        self.worst = max(self.worst, distance({name: g.cpu() for name, g in found.items() if g is not None}, wanted))
+    return {**found, "model": distance(clones(model), plain.states[4]), "after": abs(after[0] - float(total) / count)}
 
 
 def initial(mesh: Mesh, folder: str, stage: int) -> dict[str, str]:
@@ -383,7 +292,6 @@ def half(mesh: Mesh, folder: str) -> dict[str, Any]:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """A run's metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -410,7 +318,7 @@ def spoiled(mesh: Mesh, folder: str, calls: Sequence[int], **section: Any) -> di
             report = trainer.fit()
         except RuntimeError as problem:
             error = f"{type(problem).__name__}: {problem}"
-        weights = "" if report is None else digest(_clones(trainer.model))
+        weights = "" if report is None else digest(clones(trainer.model))
     lines = lines_of(Path(folder) / "run")
     skipped = report.skipped_steps if report else None
     return {"error": error, "skipped": skipped, "lines": lines, "weights": weights}
@@ -478,7 +386,7 @@ def interrupted(mesh: Mesh, folder: str, where: str) -> dict[str, Any]:
                 finite = bool(model(input_ids=data[0]["input_ids"][None]).logits.isfinite().all())
             trainer.save(Path(folder) / "interrupted")
             report = trainer.fit()
-        states.append({name.replace("down_proj.0", "down_proj"): tensor for name, tensor in _clones(model).items()})
+        states.append({name.replace("down_proj.0", "down_proj"): tensor for name, tensor in clones(model).items()})
     return {
         "same": digest(states[0]) == digest(states[1]),
         "steps": [line["step"] for line in lines_of(Path(folder) / where)],
@@ -541,7 +449,7 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
             found[f"{name} dtype"] = str(loaded.dtype)
     found["class"] = type(tf.AutoModel.from_pretrained(root / "after")).__name__
     found["config"] = json.loads((root / "after/config.json").read_text())
-    sources = {"during": save.seen, "after": digest(_clones(model))}
+    sources = {"during": save.seen, "after": digest(clones(model))}
     for name, state in sources.items():
         config = settings(folder, model={"source": str(root / name)}, precision=precision)
         with Trainer(None, config, data) as trainer:
@@ -576,7 +484,7 @@ def resaved(mesh: Mesh, folder: str, tokenizer: str) -> dict[str, Any]:
     found: dict[str, Any] = {"said": said, "losses": report.losses, "again": again == digest(wanted)}
     if mesh.rank == 0:
         loaded, note = tf.AutoModelForCausalLM.from_pretrained(root / "out", output_loading_info=True)
-        found["loaded"] = digest(_clones(loaded)) == digest(wanted)
+        found["loaded"] = digest(clones(loaded)) == digest(wanted)
         found["problems"] = [name for name, values in note.items() if values]
         found["tokens"] = tf.AutoTokenizer.from_pretrained(root / "out")("one two")["input_ids"]
     return found

@@ -158,7 +158,6 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
         return [worker.pid for worker in self._workers]
 
     def run(self, case: str, *, timeout: float = 60.0, **arguments: Any) -> list[Any]:
@@ -229,7 +228,6 @@ class Pool:
         return "\n".join(lines[-_LAST_LINES:])
 
     def close(self) -> None:
-        """End the workers."""
         self.open = False
         for worker in self._workers:
             _signal(worker.pid, signal.SIGKILL)
@@ -290,14 +288,12 @@ class Workers:
         return Pool(self._zygote, options if options.device != "cpu" else replace(options, device=self._device))
 
     def close(self) -> None:
-        """End everything."""
         for pool in self._pools.values():
             pool.close()
         self._zygote.close()
 
 
 def _launch_variables(rank: int, options: PoolOptions, port: str) -> dict[str, str]:
-    """What torchrun sets."""
     hosts = [_host_of(each, options.hosts) for each in range(options.size)]
     numbers = {
         "RANK": rank,

@@ -129,7 +129,7 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     require_same_settings(mesh, config, {})
     config = pin_sources(config, mesh, model_given=False)
     directory = directory_of(config.model.source or "", config.model.revision)
-    config = _with_model_defaults(config, directory)
+    config = _with_model_defaults(config)
     set_products(config, mesh.device)
     named = config.data.tokenizer or (directory if has_tokenizer(directory) else None)
     tokenizer = load_tokenizer(named) if named is not None else None
@@ -166,11 +166,11 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     )
 
 
-def _with_model_defaults(config: TrainerConfig, directory: Path) -> TrainerConfig:
+def _with_model_defaults(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration with the task and the compute dtype of the model's directory, where they are not set."""
     section, precision = config.model, config.precision
     head_given = "head" in section.model_fields_set
-    made, _ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}), directory)
+    made, *_ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}))
     if not head_given and made.is_encoder_decoder:
         section = section.model_copy(update={"head": "seq2seq_lm"})
     if "compute" not in precision.model_fields_set:

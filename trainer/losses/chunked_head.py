@@ -18,10 +18,15 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
+from zeromesh.kernels.chunked_cross_entropy import (
+    UNCHANGED,
+    LogitChange,
+    chunk_for,
+    chunked_cross_entropy,
+)
 from zeromesh.offload.accelerator import found
 from zeromesh.overrides import override
-from zeromesh.tensor.layers import VocabParallelHead
+from zeromesh.tensor.layers import ColumnParallelLinear
 from zeromesh.trainer.models.adapters import output_layer
 
 Route = Literal["loss_function", "logits"]
@@ -89,9 +94,9 @@ class ChunkedHead:
         if rows.shape[0] != current.targets.numel():
             raise PhaseError(f"{rows.shape[0]} hidden states reached the head for {current.targets.numel()} labels")
         # The head is looked up for each call, as a divided model gets its own head back after training.
-        head: nn.Linear | VocabParallelHead = output_layer(self._model)
+        head: nn.Linear | ColumnParallelLinear = output_layer(self._model)
         parts: dict[str, Any] = {}
-        if isinstance(head, VocabParallelHead):
+        if isinstance(head, ColumnParallelLinear):
             parts = {"sizes": head.sizes, "exchange": head.exchange}
         total = self._kernel(
             rows,

@@ -23,6 +23,7 @@ from zeromesh.trainer.config.sections.model import Head, LoraSection
 from zeromesh.weight_init.weight_sources import (
     INITIALISER_ERRORS,
     BuiltModel,
+    BuiltSource,
     ParameterSource,
     is_pretrained_model,
     seeded_cpu,
@@ -108,6 +109,11 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
         )
     names = {id(tensor): name for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
     left_out = _no_targets(base) if section.targets == "all-linear" else []
+    heads = [
+        name
+        for name, each in base.named_children()
+        if name != base.base_model_prefix and not is_pretrained_model(each) and [*each.parameters()]
+    ]
     settings = peft.LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha or 2 * section.rank,
@@ -115,7 +121,7 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
         target_modules=list(section.targets) if isinstance(section.targets, tuple) else section.targets,
         task_type=_TASKS.get(head),
         exclude_modules=left_out or None,
-        modules_to_save=None if head in _LANGUAGE else _heads(base),
+        modules_to_save=None if head in _LANGUAGE else heads,
     )
     try:
         with seeded_cpu(seed, "adapters"), warnings.catch_warnings(action="ignore", category=FutureWarning):
@@ -135,7 +141,12 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
                     "to multiply by its weight; name other layers",
                     where="model.lora.targets",
                 )
-            _initialise(layer, seed, name)
+            for adapters in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
+                if any(parameter.is_meta for parameter in adapters.parameters()):
+                    adapters.to_empty(device="cpu")
+            with seeded_cpu(seed, name):
+                for adapter in layer.active_adapters:
+                    layer.reset_lora_parameters(adapter, True)
     alone = [name for name in left_out if not [*base.get_submodule(name).children()]]
     notes = (*built.notes, *([f"no adapters on {some(alone)}"] if alone else []))
     return BuiltModel(model=model, source=AdaptedSource(built.source, model, names), notes=notes)
@@ -175,68 +186,51 @@ def import_peft() -> Any:
     return peft
 
 
-def _heads(model: Any) -> list[str]:
-    children = dict(model.named_children())
-    children.pop(model.base_model_prefix, None)
-    return [name for name, each in children.items() if not is_pretrained_model(each) and [*each.parameters()]]
-
-
-def _initialise(layer: Any, seed: int, name: str) -> None:
-    """Draw a layer's adapters as PEFT does; those on the meta device get CPU memory first."""
-    for adapters in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
-        if any(parameter.is_meta for parameter in adapters.parameters()):
-            adapters.to_empty(device="cpu")
-    with seeded_cpu(seed, name):
-        for adapter in layer.active_adapters:
-            layer.reset_lora_parameters(adapter, True)
-
-
-class AdaptedSource:
+class AdaptedSource(ParameterSource):
     """The parameter values of a model with adapters, which are kept here; other values come from the base model's source.
 
     `names` maps ids of tensors to their names in the base model.
     """
 
     def __init__(self, source: ParameterSource, model: nn.Module, names: Mapping[int, str]) -> None:
-        self._source = source
+        self._source, self._adapters = source, BuiltSource(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
         self._inside = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
-        rest = {name: tensor for name, tensor in parameters.items() if name not in self._inside}
-        self._own = {name: tensor.detach() for name, tensor in rest.items() if not tensor.is_meta}
         # The trained copy of a head, `head.modules_to_save.default.weight`, starts from `head.original_module.weight`.
-        for name in rest.keys() - self._own:
+        for name in [each for each, tensor in parameters.items() if each not in self._inside and tensor.is_meta]:
             self._inside[name] = self._inside[re.sub(r"\.modules_to_save\.[^.]*\.", ".original_module.", name, count=1)]
+        for name in self._inside:
+            self._adapters.release(name)
         self._readers = Counter(self._inside[name] for name, _ in model.named_parameters() if name in self._inside)
 
+    def _source_of(self, fqn: str) -> tuple[ParameterSource, str]:
+        return (self._source, self._inside[fqn]) if fqn in self._inside else (self._adapters, fqn)
+
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        own = self._own.get(fqn)
-        return self._source.read(self._inside[fqn], start, end) if own is None else own.reshape(-1)[start:end]
+        source, name = self._source_of(fqn)
+        return source.read(name, start, end)
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        own = self._own.get(fqn)
-        if own is None:
-            self._source.fill(self._inside[fqn], rows, interval, out)
-        else:
-            rows.take(own.reshape(-1), 0, interval, out)
+        source, name = self._source_of(fqn)
+        source.fill(name, rows, interval, out)
 
     def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
-        return self._source.place(self._inside[fqn], start, dtype) if fqn in self._inside else None
+        source, name = self._source_of(fqn)
+        return source.place(name, start, dtype)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        self._source.expect((self._inside[name], start, end) for name, start, end in ranges if name not in self._own)
+        self._source.expect((self._inside[name], start, end) for name, start, end in ranges if name in self._inside)
 
     def buffer(self, name: str) -> torch.Tensor | None:
         return self._source.buffer(self._inside[name]) if name in self._inside else None
 
     def release(self, fqn: str) -> None:
-        self._own.pop(fqn, None)
-        name = self._inside.get(fqn)
-        if name is not None:
-            self._readers[name] -= 1
-            if not self._readers[name]:
-                self._source.release(name)
+        source, name = self._source_of(fqn)
+        self._readers[name] -= source is self._source
+        if self._readers[name] <= 0:
+            source.release(name)
 
     def close(self) -> None:
         self._source.close()
-        self._own.clear()
+        self._adapters.close()

@@ -45,7 +45,18 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
     if inside is None:
         raise ConfigError(f"{type(model).__name__} is no model of transformers, and computes as it does", where=_WHERE)
     if name in _FLASH:
-        _require_flash(name, compute, device)
+        package, available = _FLASH[name]
+        computes = str(compute).removeprefix("torch.")
+        missing = (
+            f"{name} needs {package}, or kernels (pip install kernels), with which transformers fetches it from the Hub"
+        )
+        for refused, reason in (
+            (not is_accelerator(device), f"{name} computes on GPUs, and this run on {device.type.upper()}; take sdpa"),
+            (not (available() or is_kernels_available()), missing),
+            (compute.itemsize != 2, f"{name} computes in bfloat16 and float16, and precision.compute is {computes}"),
+        ):
+            if refused:
+                raise ConfigError(reason, where=_WHERE)
     elif name == "flex_attention" and not is_accelerator(device):
         raise ConfigError("flex_attention has no backward on CPUs; take sdpa", where=_WHERE)
     parts = (inside, *(each for each in inside.modules() if isinstance(each, PreTrainedModel)))
@@ -71,22 +82,6 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
         undo()
         raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_WHERE)
     return undo
-
-
-def _require_flash(name: str, compute: torch.dtype, device: torch.device) -> None:
-    package, available = _FLASH[name]
-    if not is_accelerator(device):
-        raise ConfigError(f"{name} computes on GPUs, and this run on {device.type.upper()}; take sdpa", where=_WHERE)
-    if not (available() or is_kernels_available()):
-        raise ConfigError(
-            f"{name} needs {package}, or kernels (pip install kernels), with which transformers fetches it from the Hub",
-            where=_WHERE,
-        )
-    if compute.itemsize != 2:
-        raise ConfigError(
-            f"{name} computes in bfloat16 and float16, and precision.compute is {str(compute).removeprefix('torch.')}",
-            where=_WHERE,
-        )
 
 
 def with_documents(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:

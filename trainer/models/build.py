@@ -187,16 +187,19 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
         ConfigError: for a model type, a field or a value that is unknown, with the nearest names, and for a missing
             source, with what was tried.
     """
-    directory = None if section.source is None else directory_of(section.source, section.revision)
-    made, automatic = read_configuration(section, directory, tokenizer)
+    made, automatic, directory = read_configuration(section, tokenizer)
     files = None if directory is None else TensorFiles(directory)
+
+    def stored_names(model: Any) -> frozenset[str]:
+        matched, canonical = match(model, files.entries if files is not None else {}), canonical_names(model)
+        return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
 
     def build() -> Any:
         with _bounded(made):
             return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
 
     with _library_errors("model.config", f"{made.model_type} cannot be built: "):
-        built = build_deferred(build, seed, stored=None if files is None else lambda model: _stored_names(model, files))
+        built = build_deferred(build, seed, stored=None if files is None else stored_names)
     if directory is None or files is None:
         return built
     model: Any = built.model
@@ -242,9 +245,8 @@ def check_model(section: ModelSection) -> None:
 
     Raises `ConfigError` as `build_model` does.
     """
-    directory = None if section.source is None else Path(section.source).expanduser()
-    if directory is None or directory.is_dir():
-        read_configuration(section, directory)
+    if section.source is None or Path(section.source).expanduser().is_dir():
+        read_configuration(section)
 
 
 def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
@@ -252,8 +254,10 @@ def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
 
     Raises `ConfigError` for an image processor of the model's directory that cannot be loaded.
     """
-    directory = None if section.source is None or model is not None else directory_of(section.source, section.revision)
-    made = getattr(model, "config", None) if model is not None else read_configuration(section, directory)[0]
+    if model is not None:
+        made, directory = getattr(model, "config", None), None
+    else:
+        made, _, directory = read_configuration(section)
     mode = "L" if getattr(made, "num_channels", 3) == 1 else "RGB"
     if directory is not None and (directory / "preprocessor_config.json").is_file():
         with _library_errors("model.source"):
@@ -281,17 +285,10 @@ def _library_errors(where: str, before: str = "") -> Iterator[None]:
             ) from error  # The field's check raised the cause.
 
 
-def _stored_names(model: Any, files: TensorFiles) -> frozenset[str]:
-    matched = match(model, files.entries)
-    canonical = canonical_names(model)
-    return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
-
-
-def read_configuration(
-    section: ModelSection, directory: Path | None, tokenizer: Tokenizer | None = None
-) -> tuple[Any, Any]:
-    """Return the library's configuration of a model, read from `directory` if given, and the class that builds it."""
+def read_configuration(section: ModelSection, tokenizer: Tokenizer | None = None) -> tuple[Any, Any, Path | None]:
+    """Return the library's configuration of a model, the class that builds it, and the directory of its source, or None."""
     settings, trusted = dict(section.config or {}), section.trust_remote_code
+    directory = None if section.source is None else directory_of(section.source, section.revision)
     if directory is None:
         made = _from_fields(settings, tokenizer)
     else:
@@ -299,7 +296,7 @@ def read_configuration(
         # Saved adapters refer to the base model by this name, and code of the directory is found by it.
         made.name_or_path = directory if trusted else section.source
     _check_values(made)
-    return made, _automatic_class(made, section.head, trust_remote_code=trusted)
+    return made, _automatic_class(made, section.head, trust_remote_code=trusted), directory
 
 
 def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:

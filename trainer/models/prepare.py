@@ -89,16 +89,17 @@ def enable_activation_checkpointing(
             f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that "
             "are known; set activation_checkpointing: none, or name the blocks"
         )
-    on_device, offloaded = _checkpoint_functions(mode, store)
-    count = store.away_of(len(recomputed)) if store is not None else 0
-    run = {id(block): offloaded for block in recomputed[:count]}
-    if by_itself:
-        for module in layers:
-            module._gradient_checkpointing_func = run.get(id(module), on_device)  # type: ignore[assignment]
-            module.gradient_checkpointing = True  # type: ignore[assignment]
-    else:
-        for block in recomputed:
-            _wrap_forward(block, run.get(id(block), on_device))
+    run = partial(checkpoint, use_reentrant=False)
+    if mode == "selective":
+        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
+    away = {id(block) for block in recomputed[: store.away_of(len(recomputed))]} if store is not None else set()
+    for block in layers if by_itself else recomputed:
+        recompute = partial(_recomputed, run, store, id(block) in away)
+        if by_itself:
+            block._gradient_checkpointing_func = recompute  # type: ignore[assignment]
+            block.gradient_checkpointing = True  # type: ignore[assignment]
+        else:
+            _wrap_forward(block, recompute)
     return len(recomputed)
 
 
@@ -122,23 +123,22 @@ def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def _checkpoint_functions(mode: Mode, store: ActivationStore | None) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the checkpoint functions for blocks whose inputs stay on the device, and for those with offloaded inputs."""
-    run = partial(checkpoint, use_reentrant=False)
-    if mode == "selective":
-        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
-
-    def recompute(away: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if store is None:
-            return run(_replaying(function), *map(_copied, args), **kwargs)
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        # `checkpoint` saves its arguments under the hooks that are active around the call; inside, it has its own
-        # hooks.
-        with store.keeping(away=away):
-            return run(_replaying(function), *[_aligned(arg) if store.moves(arg) else arg for arg in args], **kwargs)
-
-    return partial(recompute, False), partial(recompute, True)
+def _recomputed(
+    run: Callable[..., Any],
+    store: ActivationStore | None,
+    away: bool,
+    function: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a block's `function` by `run`, which keeps its inputs: with `away`, off the device."""
+    if store is None:
+        return run(_replaying(function), *map(_copied, args), **kwargs)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    # `checkpoint` saves its arguments under the hooks that are active around the call; inside, it has its own hooks.
+    with store.keeping(away=away):
+        return run(_replaying(function), *[_aligned(arg) if store.moves(arg) else arg for arg in args], **kwargs)
 
 
 def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -298,7 +298,7 @@ def prepare_model(
     model that was given compiled; its blocks are compiled instead, since parameters are gathered between them. Raises `ConfigError`
     if no blocks are known to compile, and `StorageError` without a directory for inputs on files.
     """
-    # A model that already trains may have modules in evaluation mode (frozen statistics), which stay so.
+    # Modules in evaluation mode inside a model that trains (frozen statistics) stay so; `from_pretrained` leaves all in that mode.
     evaluating = [module for module in model.modules() if model.training and not module.training]
     model.train()
     for module in evaluating:

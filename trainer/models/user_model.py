@@ -134,12 +134,16 @@ class ForwardInputs:
         if pretrained is not None and fields and main in fields and main not in required:
             required.insert(0, main)  # all arguments of a Hugging Face forward have defaults
         config = getattr(model, "config", None) if is_pretrained_model(model) else None
+        try:
+            embedding = getattr(model, "get_input_embeddings", lambda: None)()
+        except (NotImplementedError, AttributeError):
+            embedding = None
         return cls(
             model=type(model).__name__,
             fields=fields,
             named=named | _LABELS,
             required=() if users_loss else tuple(required),
-            vocab_size=_vocabulary_of(model),
+            vocab_size=embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None,
             positions=positive(text_part(config), "max_position_embeddings") or None,
         )
 
@@ -154,11 +158,16 @@ class ForwardInputs:
         known = self.fields is not None
         if unused is False or not (known or library) or not (self.named - _LABELS).intersection(sample):
             return dict(sample)
-        return {
-            name: value
-            for name, value in sample.items()
-            if name in self.named or name in _OF_COLLATORS or not (_is_text(value) or (library and known))
-        }
+        kept = {}
+        for name, value in sample.items():
+            first = value[0] if isinstance(value, list | tuple) and value else value
+            if (
+                name in self.named
+                or name in _OF_COLLATORS
+                or not (isinstance(first, str | None) or (library and known))
+            ):
+                kept[name] = value
+        return kept
 
     def left_out(self, batch: Mapping[str, Any]) -> list[str]:
         """Return the fields of a batch that forward does not accept."""
@@ -183,18 +192,6 @@ class ForwardInputs:
                 f"sequences of {length} tokens are longer than the {self.positions} positions of {self.model} "
                 f"(max_position_embeddings of its configuration); {cure}, or build the model with more positions"
             )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value[0] if isinstance(value, list | tuple) and value else value, str | None)
-
-
-def _vocabulary_of(model: nn.Module) -> int | None:
-    try:
-        embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    except (NotImplementedError, AttributeError):
-        return None
-    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 
 def text_part(config: Any) -> Any:

@@ -21,7 +21,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import IGNORED_LABEL, Collate
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.adapters import pretrained_of
-from zeromesh.trainer.models.build import directory_of, pin_sources, read_configuration
+from zeromesh.trainer.models.build import pin_sources, read_configuration
 from zeromesh.trainer.models.small_copy import InFloat64, first_copy, vary
 from zeromesh.trainer.models.user_model import ForwardInputs, integer, text_part, unwrap
 from zeromesh.weight_init.weight_sources import seeded_cpu
@@ -174,8 +174,7 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
                 "a model whose code comes with it is verified as an object: give it to Trainer, and call verify()",
                 where="model.trust_remote_code",
             )
-        directory = None if pinned.source is None else directory_of(pinned.source, pinned.revision)
-        made, automatic = read_configuration(pinned, directory)
+        made, automatic, _ = read_configuration(pinned)
         attention = {} if section.attention is None else {"attn_implementation": section.attention}
 
         def from_config(small: Any) -> nn.Module:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -22,18 +22,8 @@ from zeromesh.errors import PhaseError
 from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
 from zeromesh.overrides import override
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Layer:
-    queue: WeightQueue
-    weight: nn.Parameter
-    edge: GradientEdge
-    """The edge that accumulates the weight's gradient; it stays valid when the weight's values are released."""
-    transposed: bool
-
-
-_Products = dict[nn.Parameter, list[tuple[_Layer, torch.Tensor, torch.Tensor]]]
-"""The factors of each weight's gradient: for each use the layer, its output gradient, and its input."""
+_Products = dict[nn.Parameter, list[tuple[GradientEdge, torch.Tensor, torch.Tensor]]]
+"""The factors of each weight's gradient: for each use the edge that accumulates the gradient, and two matrices."""
 
 
 class WeightQueue:
@@ -54,11 +44,11 @@ class WeightQueue:
         finally:
             self._current = None
 
-    def add(self, layer: _Layer, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Queue one use of a layer. Raises PhaseError outside of `deferring`."""
+    def add(self, weight: nn.Parameter, edge: GradientEdge, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Queue the factors of one use of a weight, whose gradient goes to `edge`. Raises PhaseError outside of `deferring`."""
         if self._current is None:
             raise PhaseError("backward of a model whose gradients of weights are deferred ran outside of `deferring`")
-        self._current.setdefault(layer.weight, []).append((layer, grad, x))
+        self._current.setdefault(weight, []).append((edge, first, second))
 
     def run(self, key: Hashable) -> None:
         """Compute the queued gradients in the order of backward, freeing factors on the way.
@@ -70,40 +60,42 @@ class WeightQueue:
             raise PhaseError(f"gradients of weights of {key} were to be computed, but its backward has not run")
         products = self._queued.pop(key)
         while products:
-            uses = products.pop(next(iter(products)))
-            edge = uses[0][0].edge
-            gradient = _multiply(*uses.pop(0))
+            weight = next(iter(products))
+            uses = products.pop(weight)
+            edge, *factors = uses.pop(0)
+            gradient = linear_grad_weight(*factors).view(weight.shape)
+            del factors
             while uses:  # A weight used several times has one gradient.
-                gradient.add_(_multiply(*uses.pop(0)))
+                gradient.add_(linear_grad_weight(*uses.pop(0)[1:]).view(weight.shape))
             torch.autograd.backward([edge], [gradient])
 
 
-def _multiply(layer: _Layer, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    factors = (x, grad) if layer.transposed else (grad, x)
-    return linear_grad_weight(*factors).view(layer.weight.shape)
-
-
 class _DeferredLinear(torch.autograd.Function):
-    """The weight comes twice: as a plain tensor to multiply with, and inside `layer` as the parameter. If the parameter were an
-    input without a gradient, autograd would still run its hooks."""
+    """A linear layer whose backward passes the factors of the weight's gradient to `queue`.
+
+    `weight` is a plain tensor: if the parameter were an input without a gradient, autograd would still run its hooks.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: bool,
+        queue: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer = layer
-        return linear(x, weight.t() if layer.transposed else weight, bias)
+        ctx.transposed, ctx.queue = transposed, queue
+        return linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        layer: _Layer = ctx.layer
-        of_x, _, of_bias = ctx.needs_input_grad[:3]
-        layer.queue.add(layer, grad, x)
-        grad_x = linear_grad_x(grad, weight.t() if layer.transposed else weight) if of_x else None
-        grad_bias = grad.flatten(0, -2).sum(dim=0) if of_bias else None
-        return grad_x, None, grad_bias, None
+        of_x, _, of_bias, *_ = ctx.needs_input_grad
+        ctx.queue(*((x, grad) if ctx.transposed else (grad, x)))
+        grad_x = linear_grad_x(grad, weight.t() if ctx.transposed else weight) if of_x else None
+        return grad_x, None, grad.flatten(0, -2).sum(dim=0) if of_bias else None, None, None
 
 
 def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQueue) -> Callable[[], None]:
@@ -113,10 +105,12 @@ def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQu
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     undo = ExitStack()
     for module in {id(module): module for block in blocks for module in block.modules()}.values():
-        if not _is_linear(module) or holders[id(module._parameters["weight"])] > 1:
-            continue
-        forward = MethodType(_forward_of(queue, transposed=type(module) is not nn.Linear), module)
-        undo.callback(override(module, "forward", forward))
+        kind, own = type(module), vars(module).get("forward")
+        transposed = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+        ours = own is None or str(getattr(own, "__module__", "")).startswith("zeromesh.")
+        if ours and (kind is nn.Linear or transposed) and holders[id(module._parameters["weight"])] == 1:
+            forward = MethodType(_forward_of(queue, transposed=transposed), module)
+            undo.callback(override(module, "forward", forward))
     return undo.close
 
 
@@ -125,16 +119,9 @@ def _forward_of(queue: WeightQueue, *, transposed: bool) -> Callable[[Any, torch
         weight: nn.Parameter = module.weight
         if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
             return linear(x, weight.t() if transposed else weight, module.bias)
-        layer = _Layer(queue=queue, weight=weight, edge=get_gradient_edge(weight), transposed=transposed)
-        out: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), module.bias, layer)  # type: ignore[no-untyped-call]
+        # The edge stays valid when the weight's values are released.
+        add = partial(queue.add, weight, get_gradient_edge(weight))
+        out: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), module.bias, transposed, add)  # type: ignore[no-untyped-call]
         return out
 
     return forward
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Return True for an `nn.Linear` or transformers' `Conv1D` whose forward is its class's or zeromesh's."""
-    kind, own = type(module), vars(module).get("forward")
-    transposed = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
-    ours = own is None or str(getattr(own, "__module__", "")).startswith("zeromesh.")
-    return ours and (kind is nn.Linear or transposed)

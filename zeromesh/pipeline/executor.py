@@ -1,17 +1,15 @@
 """The executor carries out a rank's actions, with sends and receives between them, in training, evaluation and generation.
 
-Receives are posted ahead in the order in which the neighbour sends, sends go in the background, so both overlap computing.
-
-On a device a message occupies both ends from its launch until the other end has launched it too, so messages launched in
-different orders can deadlock. There all ranks launch their messages in one order (`MessageOrder`), each at the end of the action
-during which the simulated schedule sends it.
+Sends go in the background, and a receive begins where the simulated schedule sends the message, so both overlap computing. All
+ranks launch their messages in one order (`message_order`): on a device a message occupies both ends from its launch until the other
+end has launched it too, so messages launched in different orders could deadlock.
 """
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,52 +22,30 @@ from zeromesh.pipeline.schedule import (
     Action,
     Kind,
     Message,
-    MessageOrder,
     PipelineSchedule,
     Timeline,
+    message_order,
     received_by,
     sent_by,
     simulate,
-    validate,
 )
 from zeromesh.telemetry.event_ring import Activity
 
 
-class StageRunner:
-    """Computes actions. Returned tensors are sent on, and arguments were received; at the ends of the pipeline both are empty."""
+class StageRunner(Protocol):
+    """Computes actions."""
 
     def signature(self, microbatch: int) -> Hashable:
         """Return the inputs of activation shapes (the batch's shapes, gradient mode); equal on all ranks."""
-        raise NotImplementedError
 
-    def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run a microbatch through a chunk. Received tensors require a gradient if one is to be sent back for them."""
-        raise NotImplementedError
+    def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Run an action on the tensors that its rank received for it; returns those to send on. At the ends of the pipeline both
+        are empty.
 
-    def backward(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run backward from the gradients of the forward's outputs; returns those of its inputs; both in order, of tensors that
-        require one."""
-        raise NotImplementedError
-
-    def backward_input(self, chunk: int, microbatch: int, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run backward, but leave gradients of linear weights to `backward_weight`."""
-        raise NotImplementedError
-
-    def backward_weight(self, chunk: int, microbatch: int) -> None:
-        """Compute the weight gradients that `backward_input` has left."""
-        raise NotImplementedError
-
-
-def compute(runner: StageRunner, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Run an action of any kind on a runner."""
-    if action.kind is Kind.FORWARD:
-        return runner.forward(action.chunk, action.microbatch, received)
-    if action.kind is Kind.BACKWARD:
-        return runner.backward(action.chunk, action.microbatch, received)
-    if action.kind is Kind.BACKWARD_INPUT:
-        return runner.backward_input(action.chunk, action.microbatch, received)
-    runner.backward_weight(action.chunk, action.microbatch)
-    return ()
+        A forward runs a microbatch through a chunk; received tensors require a gradient if one is to be sent back for them. A
+        backward starts from the gradients of the forward's outputs and returns those of its inputs, both in order, of tensors that
+        require one; that of inputs alone leaves gradients of linear weights to the action for weights.
+        """
 
 
 def signature_of(batch: Mapping[str, Any]) -> Hashable:
@@ -110,15 +86,6 @@ def _seconds(marks: Sequence[_Moment]) -> list[float]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """The measured times of one run of a schedule on this rank."""
-
-    schedule: PipelineSchedule
-    marks: tuple[_Moment, ...]
-    """The beginning of the run, then the start and end of each action, without the waiting before the action."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Bubble:
     """The part of a step in which ranks do not compute, from 0 to 1."""
 
@@ -135,11 +102,14 @@ class Executor:
     def __init__(self, group: ProcessSet, channels: Channels) -> None:
         self.group = group
         self._channels = channels
-        self._known: dict[PipelineSchedule, tuple[dict[int, list[Message]], MessageOrder | None]] = {}
-        """The messages from each neighbour, and on devices the order of launches, by validated schedule."""
+        self._orders: dict[PipelineSchedule, tuple[list[tuple[float, Message]], dict[Action, float]]] = {}
+        """The result of `message_order` for each schedule that has been run."""
 
-    def run(self, schedule: PipelineSchedule, runner: StageRunner) -> Measured:
+    def run(self, schedule: PipelineSchedule, runner: StageRunner) -> list[_Moment]:
         """Carry out this rank's part of a schedule.
+
+        Returns the beginning of the run, then the start and end of each action, without the waiting before the action; an empty
+        list for a single stage.
 
         Raises:
             LayoutError: for a schedule of another number of ranks, or one that cannot be carried out.
@@ -151,30 +121,30 @@ class Executor:
         if schedule.stages == 1:  # A single stage sends nothing and waits for no rank.
             for action in schedule.actions[rank]:
                 self.group.watch.begin_microbatch(action.microbatch)
-                compute(runner, action, ())
-            return Measured(schedule=schedule, marks=())
-        if schedule not in self._known:
-            validate(schedule)
-            order = MessageOrder.of(schedule, rank) if self.group.on_stream else None
-            self._known[schedule] = _incoming(schedule, rank), order
+                runner.run(action, ())
+            return []
+        if schedule not in self._orders:
+            self._orders[schedule] = message_order(schedule, rank)
+        messages, ends = self._orders[schedule]
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         # Shapes that only some ranks remember would end in an abort.
         passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
         advice = "Every rank of a pipeline must be given the same data"
         self.group.require_same(passed, CollectiveError, advice=advice)
-        run = _Run(schedule, rank, *self._known[schedule], runner, signatures, self._channels)
+        run = _Run(schedule, rank, deque(messages), ends, runner, signatures, self._channels)
         marks = [_now(self._channels.device)]
         for action in schedule.actions[rank]:
             marks += run.do(action)
         self._channels.settle()
-        return Measured(schedule=schedule, marks=tuple(marks))
+        return marks
 
-    def bubble(self, measured: Measured) -> Bubble:
-        """Collect the waiting times of all ranks, which call this together; it waits until a device has computed everything."""
-        own = [round(1e9 * seconds) for seconds in _seconds(measured.marks)]
+    def bubble(self, schedule: PipelineSchedule, marks: Sequence[_Moment]) -> Bubble:
+        """Collect the waiting times of all ranks in a run that returned `marks`. All ranks call this together; it waits until a
+        device has computed everything."""
+        own = [round(1e9 * seconds) for seconds in _seconds(marks)]
         longest = max(row[0] for row in self.group.gather_integers([len(own)]))
         rows = self.group.gather_integers(own + [0] * (longest - len(own)))
-        return bubble(measured.schedule, [[value * 1e-9 for value in row] for row in rows])
+        return bubble(schedule, [[value * 1e-9 for value in row] for row in rows])
 
 
 def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubble:
@@ -183,9 +153,9 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
     starts, ends = ([row[first::2] for row in own] for first in (0, 1))
     timeline = Timeline(actions=schedule.actions, starts=starts, ends=ends)
     kinds: dict[tuple[int, Kind, int], list[float]] = {}
-    for rank, each in enumerate(timeline.spans):
-        for span in each:
-            kinds.setdefault((rank, span.action.kind, span.action.chunk), []).append(span.end - span.start)
+    for rank, spans in enumerate(zip(schedule.actions, starts, ends, strict=True)):
+        for action, start, end in zip(*spans, strict=True):
+            kinds.setdefault((rank, action.kind, action.chunk), []).append(end - start)
 
     def mean(rank: int, action: Action) -> float:
         durations = kinds[rank, action.kind, action.chunk]
@@ -194,122 +164,84 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
     return Bubble(predicted=simulate(schedule, mean).bubble, measured=timeline.bubble, timeline=timeline)
 
 
-def _incoming(schedule: PipelineSchedule, rank: int) -> dict[int, list[Message]]:
-    incoming: dict[int, list[Message]] = {}
-    for source in schedule.neighbours(rank):
-        for action in schedule.actions[source]:
-            message = sent_by(schedule, source, action)
-            if message is not None and message.target == rank:
-                incoming.setdefault(source, []).append(message)
-    return incoming
-
-
-_AHEAD = 2
-"""The number of a neighbour's messages that are received ahead of their use, which costs memory."""
-
-
 @dataclass(slots=True)
 class _Run:
     schedule: PipelineSchedule
     rank: int
-    incoming: Mapping[int, list[Message]]
-    order: MessageOrder | None
-    """On devices, the order in which all ranks launch messages."""
+    due: deque[tuple[float, Message]]
+    """The messages that this rank has not launched yet, each with its simulated send time, in the order of launches."""
+    ends: Mapping[Action, float]
+    """The simulated end of each action of this rank."""
     runner: StageRunner
     signatures: Sequence[Hashable]
     channels: Channels
-    _due: deque[tuple[float, Message]] = field(init=False)
-    """On devices, the messages that this rank has not launched yet."""
-    _posted: Counter[int] = field(default_factory=Counter)
-    """The number of messages of each neighbour that this rank has begun to receive."""
-    _consumed: Counter[int] = field(default_factory=Counter)
     _waiting: dict[Message, Incoming] = field(default_factory=dict)
     _here: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
+    """The messages of this rank to itself."""
     _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
-    """The specs of gradients that the next stage will send back for activations sent to it, by stage and microbatch."""
-    _owed: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
-    """The specs of gradients that this rank is to send back for activations it received, by stage and microbatch."""
-
-    def __post_init__(self) -> None:
-        self._due = deque(self.order.messages if self.order is not None else ())
+    """The specs of gradients that travel back for activations that were sent or received, by receiving stage and microbatch."""
 
     def do(self, action: Action) -> list[_Moment]:
         """Wait for the action's inputs, compute it, and send its outputs; returns its start and end."""
+        device, watch = self.channels.device, self.channels.group.watch
         wanted = received_by(self.schedule, self.rank, action)
         received: Sequence[torch.Tensor] = () if wanted is None else self._take(wanted)
-        if self.order is None:
-            self._post_ahead()
-        self.channels.group.watch.begin_microbatch(action.microbatch)
-        self.channels.group.watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
-        start = _now(self.channels.device)
-        outputs = compute(self.runner, action, received)
-        end = _now(self.channels.device)
+        if not self.channels.group.on_stream:  # There a receive would hold up the send of this action.
+            self._receive(self.ends[action])
+        watch.begin_microbatch(action.microbatch)
+        watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
+        start = _now(device)
+        outputs = self.runner.run(action, received)
+        end = _now(device)
         del received
         message = sent_by(self.schedule, self.rank, action)
         if message is not None:
             self._send(message, outputs)
-        if self.order is None:
-            self.channels.advance()
-            self._post_ahead()
-        else:
-            self._post_made(self.order.ends[action])
+        self._receive(self.ends[action])
+        self.channels.advance()
         return [start, end]
 
     def _kind(self, message: Message) -> Hashable:
         return message.gradient, message.stage, self.signatures[message.microbatch]
 
     def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        number = message.microbatch
-        if not message.gradient:
-            self._gradients[message.stage - 1, number] = _differentiable(tensors)
-        # Both sides know the shapes of gradients from the activations.
-        specs = self._owed.pop((message.stage + 1, number)) if message.gradient else None
+        specs = self._specs(message, tensors)
         if message.target == message.source:
             self._here[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-        else:
-            while self._due and self._due[0][1] != message:
-                self._post(self._due[0][1].source)
-            if self._due:
-                self._due.popleft()
-            self.channels.send(message.target, self._kind(message), tensors, str(message), specs)
+            return
+        while self.due[0][1] != message:
+            self._receive_next()
+        self.due.popleft()
+        self.channels.send(message.target, self._kind(message), tensors, str(message), specs)
 
     def _take(self, message: Message) -> list[torch.Tensor]:
         if message.source == message.target:
             tensors = self._here.pop(message)
-            self._gradients.pop((message.stage, message.microbatch), None)
         else:
             while message not in self._waiting:
-                self._post(self._due[0][1].source if self._due else message.source)
-            self._consumed[message.source] += 1
+                self._receive_next()
             tensors, specs = self._waiting.pop(message).wait()
             for tensor, spec in zip(tensors, specs, strict=True):
                 tensor.requires_grad_(spec.differentiable and not message.gradient)
         if not message.gradient:
-            self._owed[message.stage, message.microbatch] = _differentiable(tensors)
+            self._specs(message, tensors)
         return tensors
 
-    def _post_ahead(self) -> None:
-        for source, messages in self.incoming.items():
-            end = min(len(messages), self._consumed[source] + _AHEAD)
-            while self._posted[source] < end:
-                message = messages[self._posted[source]]
-                if message.gradient and (message.stage, message.microbatch) not in self._gradients:
-                    break
-                self._post(source)
+    def _specs(self, message: Message, activations: Sequence[torch.Tensor] = ()) -> list[MessageSpec] | None:
+        """Return the specs of a message of gradients, which both ends know from the activations; None for `activations`, for whose
+        gradients they are kept."""
+        if message.gradient:
+            return self._gradients.pop((message.stage, message.microbatch), None)
+        specs = [MessageSpec.of(tensor) for tensor in activations if tensor.requires_grad]
+        self._gradients[message.stage - 1, message.microbatch] = specs
+        return None
 
-    def _post_made(self, moment: float) -> None:
+    def _receive(self, moment: float) -> None:
         """Begin to receive the messages that other ranks have sent up to this simulated moment."""
-        while self._due and self._due[0][0] <= moment:
-            self._post(self._due[0][1].source)
+        while self.due and self.due[0][0] <= moment and self.due[0][1].source != self.rank:
+            self._receive_next()
 
-    def _post(self, source: int) -> None:
-        message = self.incoming[source][self._posted[source]]
-        if self._due:
-            self._due.popleft()
-        self._posted[source] += 1
-        specs = self._gradients.pop((message.stage, message.microbatch)) if message.gradient else None
-        self._waiting[message] = self.channels.receive(source, self._kind(message), str(message), specs)
-
-
-def _differentiable(tensors: Sequence[torch.Tensor]) -> list[MessageSpec]:
-    return [MessageSpec.of(tensor) for tensor in tensors if tensor.requires_grad]
+    def _receive_next(self) -> None:
+        _, message = self.due.popleft()
+        kind, specs = self._kind(message), self._specs(message) if message.gradient else None
+        self._waiting[message] = self.channels.receive(message.source, kind, str(message), specs)

@@ -13,15 +13,15 @@ import torch
 
 from zeromesh.errors import DataError, LayoutError
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.pipeline.executor import Executor, StageRunner
-from zeromesh.pipeline.schedule import forward_only
+from zeromesh.pipeline.executor import Executor
+from zeromesh.pipeline.schedule import Action, make_schedule
 from zeromesh.pipeline.stages.build import Stages
 
 CACHE = "past_key_values"
 _BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
-class StagedForward(StageRunner):
+class StagedForward:
     """The forward calls of one generation: the first takes the prompts, each later one the new tokens if keys and values are
     cached.
 
@@ -34,7 +34,8 @@ class StagedForward(StageRunner):
         self._stages = stages
         self._microbatches = microbatches
         self._call = call
-        self._schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
+        ranks, chunks = executor.group.size, len(stages.own)
+        self._schedule = make_schedule("forward", ranks=ranks, microbatches=microbatches, chunks=chunks)
         self._caches: dict[tuple[int, int], Any] = {}
         """Caches by chunk and microbatch, since stubs in one chunk store entries for another's blocks. The first is the
         caller's."""
@@ -77,7 +78,8 @@ class StagedForward(StageRunner):
     def signature(self, microbatch: int) -> Hashable:
         return "tokens", tuple(self._batches[microbatch]["input_ids"].shape)
 
-    def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        chunk, microbatch = action.chunk, action.microbatch
         stages, batch = self._stages, dict(self._batches[microbatch])
         if hasattr(getattr(stages.model, "config", None), "output_router_logits"):
             batch["output_router_logits"] = False  # Experts have no loss here.
@@ -121,7 +123,7 @@ class StagedLane(Protocol):
 
 
 @dataclass(slots=True)
-class TurnRunner(StageRunner):
+class TurnRunner:
     """Runs turns of several lanes through the stages of a pipeline, of which each works on another lane meanwhile:
 
         first stage     lane 0  lane 1  lane 0  lane 1          with as many lanes as stages, none of which waits
@@ -147,7 +149,8 @@ class TurnRunner(StageRunner):
     def signature(self, microbatch: int) -> Hashable:
         return "turn", self._shapes[microbatch % len(self.lanes)]
 
-    def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        chunk, microbatch = action.chunk, action.microbatch
         stages, lane = self.stages, self.lanes[microbatch % len(self.lanes)]
         if not chunk:
             if microbatch >= len(self.lanes):

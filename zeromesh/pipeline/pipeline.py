@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,9 +14,9 @@ from torch import nn
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
-from zeromesh.pipeline.executor import Bubble, Executor, Measured, StageRunner, signature_of, take_gradient
+from zeromesh.pipeline.executor import Bubble, Executor, signature_of, take_gradient
 from zeromesh.pipeline.generation import StagedForward, StagedLane, TurnRunner
-from zeromesh.pipeline.schedule import Kind, PipelineSchedule, ScheduleName, forward_only, make_schedule
+from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleName, make_schedule
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
 from zeromesh.zero.engine import ZeroEngine
@@ -39,8 +39,8 @@ class MicrobatchWork:
 
 
 @dataclass(kw_only=True, slots=True)
-class ZeroRunner(StageRunner):
-    """Runs one step's microbatches. `losses` has the sum of each microbatch's losses, on the last stage."""
+class ZeroRunner:
+    """Runs the actions of one step's microbatches as passes of the engine."""
 
     passes: Passes
     stages: Stages | None
@@ -55,8 +55,10 @@ class ZeroRunner(StageRunner):
     after: Callable[[int], None] | None = None
     """Called with the number of each microbatch whose backward is complete."""
     losses: list[torch.Tensor] = field(init=False)
-    _inputs: dict[tuple[int, int], list[torch.Tensor]] = field(default_factory=dict)
-    _forwards: dict[tuple[int, int], PassProgress] = field(default_factory=dict)
+    """The sum of each microbatch's losses, on the last stage."""
+    _forwards: dict[tuple[int, int], tuple[PassProgress, list[torch.Tensor]]] = field(default_factory=dict)
+    """The pass of each forward that waits for its backward and the received tensors that require a gradient, by chunk and
+    microbatch."""
     _reduced: dict[int, int] = field(default_factory=dict)
     """The number of backwards that have begun to add to the gradients of each chunk."""
 
@@ -66,85 +68,77 @@ class ZeroRunner(StageRunner):
     def signature(self, microbatch: int) -> Hashable:
         return signature_of(self.work[microbatch].batch)
 
-    def forward(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
-        run = partial(self._run, chunk, microbatch, received)
+    def run(self, action: Action, received: Tensors) -> Tensors:
+        """Run an action, as `StageRunner.run` says."""
+        key = action.chunk, action.microbatch
+        if action.kind is Kind.FORWARD:
+            outputs = self._forward(*key, received)
+            if self.stages is not None and not self.stages.is_last(action.chunk):
+                return outputs
+            self.losses[action.microbatch] = outputs[0].detach()
+            return ()
+        forward, inputs = self._forwards[key]
+        if action.kind is not Kind.BACKWARD_INPUT:
+            # The first backward of a chunk begins the sums of gradients, the last one ends them.
+            number = self._reduced.get(action.chunk, 0)
+            self._reduced[action.chunk] = number + 1
+            forward.first, forward.last = number == 0, number == len(self.work) - 1
+            del self._forwards[key]
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            self.passes.backward_weight(forward, partial(self.queue.run, key))
+            return ()
+        gradients = self._start(*key, forward, received)
+        if action.kind is Kind.BACKWARD_INPUT:
+            with self.queue.deferring(key):
+                self.passes.backward_input(forward, gradients)
+        else:
+            self.passes.backward(forward, gradients)
+            if self.after is not None:
+                self.after(action.microbatch)
+        taken = [take_gradient(tensor) for tensor in inputs]
+        inputs.clear()
+        return taken
+
+    def _forward(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
+        streams, run = self.work[microbatch].streams, partial(self._run, chunk, microbatch, received)
         if not torch.is_grad_enabled():
-            with self.passes.drawing(self.work[microbatch].streams):
-                return self._sent(chunk, microbatch, run())
+            with self.passes.drawing(streams):
+                return run()
         key = chunk, microbatch
-        outputs, forward = self.passes.forward(chunk, run, self.work[microbatch].streams, goes_on=key in self.goes_on)
-        self._inputs[key] = [tensor for tensor in received if tensor.requires_grad]
-        self._forwards[key] = forward
-        return self._sent(chunk, microbatch, outputs)
+        outputs, forward = self.passes.forward(chunk, run, streams, goes_on=key in self.goes_on)
+        self._forwards[key] = forward, [tensor for tensor in received if tensor.requires_grad]
+        return outputs
 
     def _run(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
         work, stages = self.work[microbatch], self.stages
         with work.around():
-            if stages is None:
-                return (self.loss(work.batch, work.seed * self.scale),)
-            if not stages.is_last(chunk):
+            if stages is not None and not stages.is_last(chunk):
                 self.passes.begin_without_root()
                 return stages.forward(chunk, work.batch, received)
-            with stages.chunk(chunk, received):
+            with stages.chunk(chunk, received) if stages is not None else nullcontext():
                 return (self.loss(work.batch, work.seed * self.scale),)
-
-    def _is_last(self, chunk: int) -> bool:
-        return self.stages is None or self.stages.is_last(chunk)
-
-    def _sent(self, chunk: int, microbatch: int, outputs: Tensors) -> Tensors:
-        if not self._is_last(chunk):
-            return outputs
-        self.losses[microbatch] = outputs[0].detach()
-        return ()
-
-    def backward(self, chunk: int, microbatch: int, gradients: Tensors) -> Tensors:
-        forward = self._placed(chunk, self._forwards.pop((chunk, microbatch)))
-        self.passes.backward(forward, self._start(chunk, microbatch, forward, gradients))
-        if self.after is not None:
-            self.after(microbatch)
-        return self._returned(chunk, microbatch)
-
-    def backward_input(self, chunk: int, microbatch: int, gradients: Tensors) -> Tensors:
-        forward = self._forwards[chunk, microbatch]
-        with self.queue.deferring((chunk, microbatch)):
-            self.passes.backward_input(forward, self._start(chunk, microbatch, forward, gradients))
-        return self._returned(chunk, microbatch)
-
-    def backward_weight(self, chunk: int, microbatch: int) -> None:
-        forward = self._placed(chunk, self._forwards.pop((chunk, microbatch)))
-        self.passes.backward_weight(forward, partial(self.queue.run, (chunk, microbatch)))
-
-    def _placed(self, chunk: int, forward: PassProgress) -> PassProgress:
-        """Mark a forward as first or last of its chunk in the order of backwards: the first begins gradient sums, the last ends
-        them."""
-        number = self._reduced.get(chunk, 0)
-        self._reduced[chunk] = number + 1
-        forward.first, forward.last = number == 0, number == len(self.work) - 1
-        return forward
 
     def _start(self, chunk: int, microbatch: int, forward: PassProgress, gradients: Tensors) -> Tensors:
         """Return the gradients that backward starts with: those from the next stage, or the seed of a loss that requires one."""
-        if not self._is_last(chunk):
+        if self.stages is not None and not self.stages.is_last(chunk):
             return gradients
         seed = self.work[microbatch].seed * self.scale
         return [torch.full_like(self.losses[microbatch], seed)] if forward.roots else ()
-
-    def _returned(self, chunk: int, microbatch: int) -> list[torch.Tensor]:
-        return [take_gradient(tensor) for tensor in self._inputs.pop((chunk, microbatch))]
 
 
 class StepDriver:
     """Runs one rank's passes over its microbatches by a schedule, which has a single stage for a model that is not cut."""
 
-    def __init__(self, mesh: Mesh, stages: Stages | None = None, name: ScheduleName = "1f1b", chunks: int = 1) -> None:
+    def __init__(self, mesh: Mesh, stages: Stages | None = None, name: ScheduleName = "1f1b") -> None:
         """All ranks of the world call this together."""
         self._stages = stages
         self._name: ScheduleName = name
-        self._ranks, self._chunks = mesh.pipeline.size, chunks
-        self._channels = Channels(mesh.pipeline, mesh.device, shape=mesh.shape, ring=chunks > 1)
+        self._ranks, self._chunks = mesh.pipeline.size, 1 if stages is None else len(stages.own)
+        self._channels = Channels(mesh.pipeline, mesh.device, shape=mesh.shape, ring=self._chunks > 1)
         self._executor = Executor(mesh.pipeline, self._channels)
         self._queue = WeightQueue()
-        self._measured: Measured | None = None
+        self._measured: tuple[PipelineSchedule, list[Any]] | None = None
+        """The schedule of the latest step, and the moments that its run has returned."""
 
     @property
     def is_last(self) -> bool:
@@ -156,9 +150,8 @@ class StepDriver:
         """The number of microbatches of an evaluation that keep all ranks busy."""
         return 2 * self._ranks if self._ranks > 1 else 1
 
-    def schedule(self, microbatches: int) -> PipelineSchedule:
-        """Return the schedule of a step of `microbatches` microbatches."""
-        return make_schedule(self._name, ranks=self._ranks, microbatches=microbatches, chunks=self._chunks)
+    def _schedule(self, name: ScheduleName | Literal["forward"], microbatches: int) -> PipelineSchedule:
+        return make_schedule(name, ranks=self._ranks, microbatches=microbatches, chunks=self._chunks)
 
     def train(
         self,
@@ -176,7 +169,7 @@ class StepDriver:
             CollectiveError: when a neighbour is gone or late.
             PhaseError: during another pass; nothing is begun then.
         """
-        schedule = self.schedule(len(work))
+        schedule = self._schedule(self._name, len(work))
         each, actions = self._ranks == 1, schedule.actions[self._executor.group.index]
         follows = frozenset(
             (first.chunk, first.microbatch)
@@ -196,7 +189,7 @@ class StepDriver:
                 after=after if each else None,
             )
             with torch.enable_grad():
-                self._measured = self._executor.run(schedule, runner)
+                self._measured = schedule, self._executor.run(schedule, runner)
             return runner.losses
 
         losses = engine.run_schedule(run)
@@ -206,17 +199,14 @@ class StepDriver:
 
     def evaluate(self, engine: ZeroEngine, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
         """Run forward alone; returns losses as `train` does."""
-        schedule = forward_only(ranks=self._ranks, microbatches=len(work), chunks=self._chunks)
         with engine.evaluation() as passes:
             runner = ZeroRunner(passes=passes, stages=self._stages, work=work, loss=loss, queue=self._queue)
-            self._executor.run(schedule, runner)
+            self._executor.run(self._schedule("forward", len(work)), runner)
         return runner.losses
 
     def bubble(self) -> Bubble | None:
         """Return the idle part of the latest step, predicted and measured; None before the first step, and for a single rank."""
-        if self._measured is None or self._ranks == 1:
-            return None
-        return self._executor.bubble(self._measured)
+        return None if self._measured is None or self._ranks == 1 else self._executor.bubble(*self._measured)
 
 
 class Pipeline(StepDriver):
@@ -224,7 +214,7 @@ class Pipeline(StepDriver):
 
     def __init__(self, mesh: Mesh, stages: Stages, name: ScheduleName, blocks: Sequence[nn.Module]) -> None:
         """`blocks` are this rank's blocks, whose gradients a schedule may compute in halves."""
-        super().__init__(mesh, stages, name, len(stages.own))
+        super().__init__(mesh, stages, name)
         self.stages = stages
         self._put_back = defer_weights(stages.model, blocks if name == "zero_bubble" else (), self._queue)
 
@@ -235,10 +225,9 @@ class Pipeline(StepDriver):
     def run_turns(self, lanes: Sequence[StagedLane], turns: int, call: Callable[..., Any]) -> None:
         """Run `turns` forwards of each lane, and choose a token of each row after each, inside a pass of the engine. All ranks of
         the pipeline call this; `call` is the model's own call."""
-        schedule = forward_only(ranks=self._ranks, microbatches=turns * len(lanes), chunks=self._chunks)
         runner = TurnRunner(self.stages, call, lanes, self._executor.group)
         with torch.no_grad():
-            self._executor.run(schedule, runner)
+            self._executor.run(self._schedule("forward", turns * len(lanes)), runner)
         runner.finish()
 
     def restore(self) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
 from itertools import chain
@@ -25,6 +25,7 @@ from operator import attrgetter, itemgetter, sub
 from typing import Literal, get_args
 
 from zeromesh.errors import LayoutError, counted
+from zeromesh.intervals import balanced
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -76,9 +77,8 @@ class PipelineSchedule:
         """Return the stage that is a rank's chunk."""
         return chunk * self.ranks + rank
 
-    def neighbours(self, rank: int) -> list[int]:
-        """List the other ranks that a rank sends to or receives from, in order."""
-        return sorted({(rank - 1) % self.ranks, (rank + 1) % self.ranks} - {rank})
+    def __str__(self) -> str:
+        return f"pipeline schedule {self.name} of {counted(self.ranks, 'rank')} x {counted(self.chunks, 'chunk')}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,10 @@ def _message(schedule: PipelineSchedule, source: int, target: int, microbatch: i
     )
 
 
-def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
+@lru_cache(maxsize=16, typed=True)
+def make_schedule(
+    name: ScheduleName | Literal["forward"], *, ranks: int, microbatches: int, chunks: int = 1
+) -> PipelineSchedule:
     """Make the schedule called `name`.
 
     gpipe runs all forwards, then all backwards, with all microbatches in flight (Huang et al., "GPipe", 2019). 1f1b runs forwards
@@ -131,35 +134,27 @@ def make_schedule(name: ScheduleName, *, ranks: int, microbatches: int, chunks: 
     (Narayanan et al., "PipeDream", 2019, flushed at the end of a step). interleaved does the same with several chunks per rank,
     so that the bubble is `chunks` times smaller (Narayanan et al., "Efficient large-scale language model training on GPU
     clusters", 2021). zero_bubble runs backward in halves; weight gradients, which no other rank waits for, fill the bubble of
-    1f1b, with at most `ranks` microbatches in flight (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023).
+    1f1b, with at most `ranks` microbatches in flight (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023). forward runs
+    forwards alone, for evaluation or one generated token; chunks take turns as in interleaved.
 
     Raises:
         LayoutError: for an unknown name, a number below 1, or chunks with a schedule that takes one.
     """
-    if name not in get_args(ScheduleName):
+    if name not in (*get_args(ScheduleName), "forward"):
         raise LayoutError(f"pipeline schedule {name!r}: allowed are {', '.join(get_args(ScheduleName))}")
-    if chunks != 1 and name != "interleaved":
+    if chunks != 1 and name not in ("interleaved", "forward"):
         raise LayoutError(f"pipeline schedule {name} has one chunk per rank, got {chunks}; take interleaved for more")
-    return _schedule(name, ranks, microbatches, chunks)
-
-
-def forward_only(*, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
-    """Make a schedule of forwards alone, for evaluation or one generated token. Chunks take turns as in `interleaved`."""
-    return _schedule("forward", ranks, microbatches, chunks)
-
-
-@lru_cache(maxsize=16, typed=True)
-def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> PipelineSchedule:
     for what, number in (("ranks", ranks), ("chunks per rank", chunks), ("microbatches", microbatches)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise LayoutError(f"a pipeline schedule has at least 1 of {what}, got {number!r}")
-    rounds = _rounds(ranks, microbatches)
-    turns = list(_turns(rounds, chunks))
-    backward = Kind.BACKWARD_INPUT if name == "zero_bubble" else Kind.BACKWARD
+    # Microbatches go through chunks in rounds: none below `ranks`, since a smaller one would wait for itself at each chunk, and
+    # larger ones first, so that no later round overtakes them.
+    rounds = balanced(microbatches, max(1, microbatches // ranks))
+    turns = [(chunk, number) for each in rounds for chunk in range(chunks) for number in range(each.start, each.end)]
     forwards = [Action(kind=Kind.FORWARD, chunk=chunk, microbatch=number) for chunk, number in turns]
     backwards, weights = (
         [Action(kind=kind, chunk=chunks - 1 - chunk, microbatch=number) for chunk, number in turns]
-        for kind in (backward, Kind.BACKWARD_WEIGHT)
+        for kind in (Kind.BACKWARD_INPUT if name == "zero_bubble" else Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     )
 
     def actions(rank: int) -> Iterator[Action]:
@@ -168,7 +163,7 @@ def _schedule(name: str, ranks: int, microbatches: int, chunks: int) -> Pipeline
         if name == "gpipe":
             return chain(forwards, backwards)
         # The last rank begins its first backward when the first round has reached the last of its chunks.
-        ahead = (chunks - 1) * rounds[0] + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
+        ahead = (chunks - 1) * rounds[0].length + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
         alternating = _alternate(forwards, backwards, ahead=ahead)
         return _with_weights(alternating, weights, rank) if name == "zero_bubble" else alternating
 
@@ -192,28 +187,8 @@ def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -
     """Yield `ahead` forwards, then a forward and a backward in turn, then the remaining backwards."""
     ahead = min(ahead, len(forwards))
     yield from forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        yield forward
-        yield backward
+    yield from chain(*zip(forwards[ahead:], backwards, strict=False))
     yield from backwards[len(forwards) - ahead :]
-
-
-def _rounds(ranks: int, microbatches: int) -> list[int]:
-    """Return the sizes of the rounds in which microbatches go through chunks: none below `ranks`, since a smaller round would
-    wait for itself at each chunk, and larger ones first, so that no later round overtakes them."""
-    rounds = max(1, microbatches // ranks)
-    share, more = divmod(microbatches, rounds)
-    return [share + (number < more) for number in range(rounds)]
-
-
-def _turns(rounds: Sequence[int], chunks: int) -> Iterator[tuple[int, int]]:
-    """Yield chunk and microbatch in the order in which rounds of microbatches go through a rank's chunks."""
-    first = 0
-    for size in rounds:
-        for chunk in range(chunks):
-            for number in range(first, first + size):
-                yield chunk, number
-        first += size
 
 
 Times = Callable[[int, Action], float]
@@ -232,15 +207,6 @@ class ScheduleError(LayoutError):
     """A pipeline schedule that cannot be carried out."""
 
 
-@dataclass(frozen=True, slots=True)
-class ActionTime:
-    """The start and end of an action, from the beginning of the step."""
-
-    action: Action
-    start: float
-    end: float
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
     """A step of a schedule, simulated or measured: each rank's actions, in order, with their starts and ends."""
@@ -250,25 +216,16 @@ class Timeline:
     ends: Sequence[Sequence[float]]
 
     @property
-    def spans(self) -> tuple[tuple[ActionTime, ...], ...]:
-        """One tuple for each rank, built on access."""
-        return tuple(tuple(map(ActionTime, *rank)) for rank in zip(self.actions, self.starts, self.ends, strict=True))
-
-    @property
     def duration(self) -> float:
         """The time of the step, until the last rank has ended."""
         return max((each[-1] for each in self.ends if each), default=0.0)
 
     @property
-    def busy(self) -> tuple[float, ...]:
-        """The time that each rank computes."""
-        return tuple(sum(map(sub, ends, starts)) for starts, ends in zip(self.starts, self.ends, strict=True))
-
-    @property
     def bubbles(self) -> tuple[float, ...]:
         """The part of the step in which each rank is idle, from 0 to 1."""
         duration = self.duration
-        return tuple(1 - busy / duration if duration else 0.0 for busy in self.busy)
+        busy = [sum(map(sub, ends, starts)) for starts, ends in zip(self.starts, self.ends, strict=True)]
+        return tuple(1 - each / duration if duration else 0.0 for each in busy)
 
     @property
     def bubble(self) -> float:
@@ -282,10 +239,11 @@ _BEFORE = {
     Kind.BACKWARD_INPUT: Kind.FORWARD,
     Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
 }
+"""The kind of action that has to be done on a microbatch in a chunk before another kind."""
 
 
-def validate(schedule: PipelineSchedule) -> None:
-    """Prove that a schedule can be carried out.
+def validate(schedule: PipelineSchedule) -> Timeline:
+    """Prove that a schedule can be carried out, and return its simulated times.
 
     Every action of training (or, without any backward, of evaluation) occurs once. No rank waits for ever for its own action or
     another's message, if sends do not block and each rank receives another's messages in the order of their sends.
@@ -295,14 +253,14 @@ def validate(schedule: PipelineSchedule) -> None:
     """
     if len(schedule.actions) != schedule.ranks:
         raise ScheduleError(
-            f"{_title(schedule)} has actions for {counted(len(schedule.actions), 'rank')} instead of {schedule.ranks}"
+            f"{schedule} has actions for {counted(len(schedule.actions), 'rank')} instead of {schedule.ranks}"
         )
     halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     kinds = {Kind.FORWARD, *map(attrgetter("kind"), chain(*schedule.actions))}
     if kinds & halves:
         kinds |= halves
         if Kind.BACKWARD in kinds:
-            raise ScheduleError(f"{_title(schedule)} has backwards both whole and in halves")
+            raise ScheduleError(f"{schedule} has backwards both whole and in halves")
     wanted = Counter(
         Action(kind=kind, chunk=chunk, microbatch=number)
         for kind in kinds
@@ -318,8 +276,8 @@ def validate(schedule: PipelineSchedule) -> None:
         given = Counter(actions)
         for offenders, what in ((given - wanted, "occurs once too often"), (wanted - given, "is missing")):
             if offenders:
-                raise ScheduleError(f"{_title(schedule)}: on rank {rank} {min(offenders, key=str)} {what}")
-    simulate(schedule)
+                raise ScheduleError(f"{schedule}: on rank {rank} {min(offenders, key=str)} {what}")
+    return simulate(schedule)
 
 
 def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer: float = 0.0) -> Timeline:
@@ -331,54 +289,47 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
     Raises:
         ScheduleError: when ranks wait for each other, or for an action that comes later, for ever.
     """
-    world = range(schedule.ranks)
-    state = _Simulation(
-        times=times or (lambda _rank, action: UNIT_TIMES[action.kind]),
-        transfer=transfer,
-        ready=list(world),
-        starts=[[] for _ in world],
-        ends=[[] for _ in world],
-    )
-    runs = [_run_rank(schedule, rank, state) for rank in world]
-    while state.ready:
-        rank = state.ready.pop()
-        wanted = next(runs[rank], None)
-        if wanted is not None:
-            state.waiting[wanted] = rank
+    starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
+    ends: list[list[float]] = [[] for _ in range(schedule.ranks)]
+    arrivals: dict[int, float] = {}
+    times = times or (lambda _rank, action: UNIT_TIMES[action.kind])
+    runs = [
+        _run_rank(schedule, rank, times, transfer, arrivals, *both)
+        for rank, both in enumerate(zip(starts, ends, strict=True))
+    ]
+    before = -1
+    while before < (before := sum(map(len, ends))):
+        for run in runs:
+            next(run, None)
     waits = []
-    for rank, actions in enumerate(schedule.actions):
-        done = len(state.ends[rank])
-        if done < len(actions):
-            action, before = actions[done], _before(actions[done])
-            needed = before if before and before not in actions[:done] else received_by(schedule, rank, action)
+    for rank, (actions, ended) in enumerate(zip(schedule.actions, ends, strict=True)):
+        if len(ended) < len(actions):
+            action = actions[len(ended)]
+            earlier = replace(action, kind=_BEFORE.get(action.kind, action.kind))
+            lacks = earlier != action and earlier not in actions[: len(ended)]
+            needed = earlier if lacks else received_by(schedule, rank, action)
             waits.append(f"rank {rank} for the {needed} before {action}")
     if waits:
-        raise ScheduleError(f"{_title(schedule)}: ranks would wait for ever: {'; '.join(waits)}")
-    return Timeline(actions=schedule.actions, starts=state.starts, ends=state.ends)
+        raise ScheduleError(f"{schedule}: ranks would wait for ever: {'; '.join(waits)}")
+    return Timeline(actions=schedule.actions, starts=starts, ends=ends)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Simulation:
-    """The state of the simulation. A message is an integer: `stage * microbatches + microbatch` of its receiver, complemented for
-    gradients."""
+def _run_rank(
+    schedule: PipelineSchedule,
+    rank: int,
+    times: Times,
+    transfer: float,
+    arrivals: dict[int, float],
+    starts: list[float],
+    ends: list[float],
+) -> Iterator[None]:
+    """Run a rank's actions; yields while it waits for a message, and stops at an action that can never run.
 
-    times: Times
-    transfer: float
-    arrivals: dict[int, float] = field(default_factory=dict)
-    waiting: dict[int, int] = field(default_factory=dict)
-    """The rank that waits for each message."""
-    ready: list[int]
-    starts: list[list[float]]
-    ends: list[list[float]]
-
-
-def _run_rank(schedule: PipelineSchedule, rank: int, state: _Simulation) -> Iterator[int]:
-    """Run a rank's actions; yields each message that it has to wait for, and stops at an action that can never run."""
+    A message in `arrivals` is an integer: `stage * microbatches + microbatch` of its receiver, complemented for gradients.
+    """
     ranks, number, last = schedule.ranks, schedule.microbatches, (schedule.stages - 1) * schedule.microbatches
     forward, backward_input, backward_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-    transfer = state.transfer if ranks > 1 else 0.0
-    arrivals, waiting, times, clock = state.arrivals, state.waiting, state.times, 0.0
-    starts, ends, done = state.starts[rank], state.ends[rank], set[int]()
+    delay, clock, done = transfer if ranks > 1 else 0.0, 0.0, set[int]()
     wanted: int | None
     sent: int | None
     for action in schedule.actions[rank]:
@@ -394,54 +345,35 @@ def _run_rank(schedule: PipelineSchedule, rank: int, state: _Simulation) -> Iter
             wanted, sent = (~at if at < last else None), (~(at - number) if at >= number else None)
             if kind is backward_input:
                 done.add(~at)
-        start = clock
         if wanted is not None:
             while wanted not in arrivals:
-                yield wanted
+                yield
             arrival = arrivals[wanted]
-            if arrival > start:  # `max` would take as long as all else together
-                start = arrival
-        clock = start + times(rank, action)
-        starts.append(start)
+            if arrival > clock:  # `max` would take as long as all else together
+                clock = arrival
+        starts.append(clock)
+        clock += times(rank, action)
         ends.append(clock)
         if sent is not None:
-            arrivals[sent] = clock + transfer
-            if sent in waiting:
-                state.ready.append(waiting.pop(sent))
+            arrivals[sent] = clock + delay
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MessageOrder:
-    """A rank's part of one global order of messages, in which each rank can launch its sends and receives. A rank has computed
-    each send before any message of a later moment can arrive, so no rank waits for ever if all follow the order."""
+def message_order(schedule: PipelineSchedule, rank: int) -> tuple[list[tuple[float, Message]], dict[Action, float]]:
+    """Return a rank's part of one global order of messages, in which each rank can launch its sends and receives.
 
-    messages: tuple[tuple[float, Message], ...]
-    """The messages that the rank sends or receives, each with its simulated send time under `UNIT_TIMES`."""
-    ends: Mapping[Action, float]
-    """The simulated end of each of the rank's actions."""
+    These are the messages that the rank sends or receives, each with its simulated send time under `UNIT_TIMES`, and the simulated
+    ends of its actions. A rank has computed each send before any message of a later moment can arrive, so no rank waits for ever if
+    all follow the order. Among messages of one moment, that of the lower rank is first.
 
-    @classmethod
-    def of(cls, schedule: PipelineSchedule, rank: int) -> MessageOrder:
-        """Make one rank's part for a valid schedule. Among messages of one moment, that of the lower rank is first."""
-        ends = simulate(schedule).ends
-        messages: list[tuple[float, int, Message]] = []
-        for source in sorted({rank, *schedule.neighbours(rank)}):
-            for action, end in zip(schedule.actions[source], ends[source], strict=True):
-                message = sent_by(schedule, source, action)
-                if message is not None and source != message.target and rank in (source, message.target):
-                    messages.append((end, source, message))
-        messages.sort(key=itemgetter(0, 1))
-        own = dict(zip(schedule.actions[rank], ends[rank], strict=True))
-        return cls(messages=tuple((end, message) for end, _, message in messages), ends=own)
-
-
-def _before(action: Action) -> Action | None:
-    """Return the previous action of the same microbatch and chunk on the rank, or None."""
-    kind = _BEFORE.get(action.kind)
-    return None if kind is None else Action(kind=kind, chunk=action.chunk, microbatch=action.microbatch)
-
-
-def _title(schedule: PipelineSchedule) -> str:
-    return (
-        f"pipeline schedule {schedule.name} of {counted(schedule.ranks, 'rank')} x {counted(schedule.chunks, 'chunk')}"
-    )
+    Raises:
+        ScheduleError: for a schedule that `validate` refuses.
+    """
+    ends = validate(schedule).ends
+    messages: list[tuple[float, int, Message]] = []
+    for source in {(rank - 1) % schedule.ranks, rank, (rank + 1) % schedule.ranks}:
+        for action, end in zip(schedule.actions[source], ends[source], strict=True):
+            message = sent_by(schedule, source, action)
+            if message is not None and source != message.target and rank in (source, message.target):
+                messages.append((end, source, message))
+    messages.sort(key=itemgetter(0, 1))
+    return [(end, message) for end, _, message in messages], dict(zip(schedule.actions[rank], ends[rank], strict=True))

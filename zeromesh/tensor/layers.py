@@ -2,8 +2,8 @@
 
     ColumnParallelLinear     some outputs       input whole (or a share of the sequence), output local
     RowParallelLinear        some inputs        input local, output whole (or a share of the sequence); bias once, after the sum
-    VocabParallelHead        some tokens        logits local in training, gathered where a caller asks for them
 
+An output embedding is a ColumnParallelLinear whose outputs, the logits, are gathered; training computes the loss of local ones.
 Embeddings and experts keep their modules, whose forwards are wrapped. `transposed` layers keep weights as `[in, out]` (GPT-2).
 """
 
@@ -41,7 +41,7 @@ class ColumnParallelLinear(_Linear):
     Args:
         source: input shared with the other layers that read it.
         randomness: generators to switch to this rank's random numbers after this layer; None: the caller does so.
-        gathered: number of outputs of each rank, gathered on all ranks. None: outputs stay local.
+        sizes: number of outputs of each rank, gathered on all ranks. None: outputs stay local.
         rows: outputs to compute from a whole weight, whose gradient is then partial: for fused projections whose key and
             value heads are shared by ranks. None: the weight has this rank's outputs alone.
     """
@@ -52,14 +52,14 @@ class ColumnParallelLinear(_Linear):
         source: SharedInput,
         *,
         randomness: ShardedRandomness | None = None,
-        gathered: Sequence[int] | None = None,
+        sizes: Sequence[int] | None = None,
         rows: Sequence[Interval] | None = None,
     ) -> None:
         super().__init__(linear)
+        self.exchange, self.sizes = source.exchange, sizes
         self._source = source
         self._number = source.join(self)
         self._randomness = randomness
-        self._gathered = gathered
         self._rows = rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -70,8 +70,8 @@ class ColumnParallelLinear(_Linear):
             whole, _ = self._source.take(x)
             weight = self._some(self.weight.t() if self.transposed else self.weight)
             out = linear(whole, weight, None if self.bias is None else self._some(self.bias))
-        if self._gathered is not None:
-            return autograd_collectives.all_gather(out, -1, self._source.exchange, self._gathered)
+        if self.sizes is not None:
+            return autograd_collectives.all_gather(out, -1, self.exchange, self.sizes)
         if self._randomness is not None and self.training:
             self._randomness.enter()
         return out
@@ -137,15 +137,6 @@ def lookup_own(
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
     return autograd_collectives.all_reduce_output(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
-
-
-class VocabParallelHead(ColumnParallelLinear):
-    """The output embedding of this rank's tokens; `sizes` counts each rank's tokens. A call returns all logits, gathered."""
-
-    def __init__(self, linear: Any, source: SharedInput, sizes: Sequence[int]) -> None:
-        super().__init__(linear, source, gathered=tuple(sizes))
-        self.sizes = tuple(sizes)
-        self.exchange = source.exchange
 
 
 def divided_experts(

@@ -26,16 +26,18 @@ from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    VocabParallelHead,
     divided_experts,
     latent_and_rotary,
     lookup_own,
 )
+from zeromesh.tensor.plan.attention_split import forward_source
 from zeromesh.tensor.plan.planner import WHOLE, LayerPlan, Style, TensorPlan, inside, parts_of
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
 from zeromesh.units.plan import block_modules
 
 _HIDDEN = "hidden_states"
+_READS_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*reshape\(\w+, \w+, \1\)")
+"""The code of an attention that reshapes its heads to the width of its input."""
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
@@ -79,8 +81,6 @@ class Parallelized:
         self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
         """This rank's part of every parameter that is divided or has partial gradients, by FQN (the first of a tied parameter). All
         others are whole on every rank, with equal gradients."""
-        self.head: VocabParallelHead | None = None
-        """The output embedding, if it is divided."""
         self.randomness = ShardedRandomness(exchange.index, active=_draws(model))
         self.shares = SequenceShares(exchange) if sequence else None
         """The state of sequence parallelism; None if blocks pass on the whole sequence."""
@@ -89,11 +89,14 @@ class Parallelized:
         self._sources: dict[str, SharedInput] = {}
         self._undo: list[Callable[[], None]] = []
         self._readers = plan.readers()
-        self._cut_parameters()
+        names = dict(model.named_parameters())
+        for name, part in self.parts.items():
+            if part.region.local_shape != tuple(names[name].shape):
+                local = torch.empty(part.region.local_shape, dtype=names[name].dtype, device="meta")
+                made = nn.Parameter(local, requires_grad=names[name].requires_grad)
+                self._undo += replace_parameter(model, names[name], made)
         for layer in plan.layers:
             replacement = self._module(layer)
-            if isinstance(replacement, VocabParallelHead):
-                self.head = replacement
             if replacement is not None:
                 self._replace(layer.module, replacement)
         self._patch()
@@ -105,63 +108,42 @@ class Parallelized:
         while self._undo:
             self._undo.pop()()
 
-    def _cut_parameters(self) -> None:
-        names = dict(self._model.named_parameters())
-        for name, part in self.parts.items():
-            old = names[name]
-            if part.region.local_shape != tuple(old.shape):
-                local = torch.empty(part.region.local_shape, dtype=old.dtype, device="meta")
-                made = nn.Parameter(local, requires_grad=old.requires_grad)
-                self._undo += replace_parameter(self._model, old, made)
-
     def _module(self, layer: LayerPlan) -> nn.Module | None:
         """Create the module that replaces the one of `layer`; None if it stays."""
         module: Any = self._model.get_submodule(layer.module)
-        index = self._exchange.index
-        if layer.style is Style.EXPERTS:
-            self._set(module, "forward", partial(divided_experts, module.forward, self._exchange))
-            return None
-        if layer.style in (Style.PARTIAL, Style.EMBEDDING_FEATURES, Style.SINKS):
-            return None
-        if layer.style is Style.LATENT:
+        exchange, index, style = self._exchange, self._exchange.index, layer.style
+        if style is Style.EXPERTS:
+            self._set(module, "forward", partial(divided_experts, module.forward, exchange))
+        elif style is Style.LATENT:
             attention: Any = self._model.get_submodule(layer.parent)
-            self._set(
-                module, "forward", partial(latent_and_rotary, module.forward, attention.kv_lora_rank, self._exchange)
-            )
-            return None
-        if layer.style is Style.EMBEDDING:
+            self._set(module, "forward", partial(latent_and_rotary, module.forward, attention.kv_lora_rank, exchange))
+        elif style is Style.EMBEDDING:
             # The lookup takes local token numbers, as it took global ones before.
             (tokens,), padding = layer.shares[index], module.padding_idx
             owned = padding is not None and tokens.start <= padding < tokens.end
             self._set(module, "padding_idx", padding - tokens.start if owned else None)
             self._set(module, "num_embeddings", tokens.length)
-            self._set(module, "forward", partial(lookup_own, module.forward, tokens, self._exchange))
+            self._set(module, "forward", partial(lookup_own, module.forward, tokens, exchange))
+        elif style is Style.HEAD:
+            return ColumnParallelLinear(module, SharedInput(exchange), sizes=layer.sizes())
+        if style in (*WHOLE, Style.EXPERTS, Style.EMBEDDING, Style.EMBEDDING_FEATURES):
             return None
-        if layer.style is Style.HEAD:
-            return VocabParallelHead(module, SharedInput(self._exchange), layer.sizes())
         # In a block of experts the sequence is whole, since the router's losses are not sums over tokens.
         on_shares = self.plan.in_block(layer.module) and not self.plan.in_experts(layer.module)
         shares = self.shares if on_shares else None
         randomness = self.randomness if self.shares is None else None
-        if layer.style in (Style.ROW, Style.ROW_SPLIT):
+        if style in (Style.ROW, Style.ROW_SPLIT):
+            source = self._sources.get(layer.parent)
+            splits = layer.sizes() if style is Style.ROW_SPLIT else None
             return RowParallelLinear(
-                module,
-                self._exchange,
-                shares=shares,
-                randomness=randomness,
-                source=self._sources.get(layer.parent),
-                splits=layer.sizes() if layer.style is Style.ROW_SPLIT else None,
+                module, exchange, shares=shares, randomness=randomness, source=source, splits=splits
             )
-        source = self._source(layer.parent, shares)
-        if layer.style is Style.COLUMN_GATHERED:
-            return ColumnParallelLinear(module, source, gathered=layer.sizes())
-        rows = layer.shares[index] if layer.style is Style.SLICED else None
+        new = SharedInput(exchange, shares, before=layer.parent in self._readers)
+        source = self._sources.setdefault(layer.parent, new)
+        if style is Style.COLUMN_GATHERED:
+            return ColumnParallelLinear(module, source, sizes=layer.sizes())
+        rows = layer.shares[index] if style is Style.SLICED else None
         return ColumnParallelLinear(module, source, rows=rows, randomness=randomness)
-
-    def _source(self, parent: str, shares: SequenceShares | None) -> SharedInput:
-        if parent not in self._sources:
-            self._sources[parent] = SharedInput(self._exchange, shares, before=parent in self._readers)
-        return self._sources[parent]
 
     def _replace(self, name: str, made: nn.Module) -> None:
         old = self._model.get_submodule(name)
@@ -177,19 +159,19 @@ class Parallelized:
 
     def _patch(self) -> None:
         index = self._exchange.index
-        for patch in self.plan.patches:
-            module = self._model.get_submodule(patch.module)
-            holder, _, attribute = patch.attribute.rpartition(".")
+        for name, path, values in self.plan.patches:
+            module: Any = self._model.get_submodule(name)
+            holder, _, attribute = path.rpartition(".")
             if holder:
                 config = copy.copy(getattr(module, holder))
-                setattr(config, attribute, patch.values[index])
+                setattr(config, attribute, values[index])
                 self._set(module, holder, config)
             else:
-                self._set(module, attribute, patch.values[index])
+                self._set(module, attribute, values[index])
         for attention, division in self.plan.attentions.items():
             module = self._model.get_submodule(attention)
             own, taken = division.shares[index].queries, inspect.signature(module.forward).parameters
-            if _takes_width_of_input(module):
+            if _READS_WIDTH.search(forward_source(module)):
                 width = own.length * getattr(module, "head_dim", 0)
                 run = partial(_with_narrow_input, module.forward, self._sources[attention], width)
                 self._set(module, "forward", run)
@@ -211,10 +193,10 @@ class Parallelized:
         rows = [layer.module for layer in self.plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)]
         for name in self._readers:
             reader = self._model.get_submodule(name)
-            run = partial(_read, reader.forward, self._sources[name])
-            if name not in self.plan.attentions and not any(inside(row, (name,)) for row in rows):
-                run = partial(_route, reader.forward)  # Such as linear attention, whose outputs are all gathered.
-            self._set(reader, "forward", partial(run, shares))
+            # Such as linear attention, whose outputs are all gathered.
+            gathered = name not in self.plan.attentions and not any(inside(row, (name,)) for row in rows)
+            source = None if gathered else self._sources[name]
+            self._set(reader, "forward", partial(_on_whole, reader.forward, shares, source))
         for layer in self.plan.layers:
             if layer.style is Style.EXPERTS:
                 module = self._model.get_submodule(layer.parent)
@@ -223,16 +205,7 @@ class Parallelized:
                         f"{layer.parent}: noise of a router cannot be drawn where the sequence is divided; "
                         "set parallel.sequence: false"
                     )
-                self._set(module, "forward", partial(_route, module.forward, shares))
-
-
-def _takes_width_of_input(attention: nn.Module) -> bool:
-    """Return True for an attention whose code reshapes its heads to the width of its input."""
-    try:
-        source = inspect.getsource(type(attention).forward)
-    except (OSError, TypeError):  # Its source is not available.
-        return False
-    return re.search(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*reshape\(\w+, \w+, \1\)", source) is not None
+                self._set(module, "forward", partial(_on_whole, module.forward, shares, None))
 
 
 def _with_narrow_input(forward: Callable[..., Any], source: SharedInput, width: int, *args: Any, **kwargs: Any) -> Any:
@@ -316,35 +289,33 @@ def _run(
     return _with_first(output, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange)) if last else output
 
 
-def _read(forward: Callable[..., Any], source: SharedInput, shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of an attention on the whole sequence."""
+def _on_whole(
+    forward: Callable[..., Any], shares: SequenceShares, source: SharedInput | None, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a forward on the whole sequence: that of an attention whose projections read it from `source`, or else that of a block
+    of experts or linear attention, which returns a share of its (flat) output."""
     if not shares.active:
         return forward(*args, **kwargs)
 
-    def join(share: torch.Tensor) -> torch.Tensor:
+    def gathered(share: torch.Tensor) -> torch.Tensor:
         whole = autograd_collectives.all_gather(share, 1, shares.exchange)
-        source.joined(whole, share)
+        if source is not None:
+            source.joined(whole, share)
         return whole
 
-    args, kwargs = _with_hidden(args, kwargs, join)
-    try:
-        return forward(*args, **kwargs)
-    finally:
-        source.forget()
-
-
-def _route(forward: Callable[..., Any], shares: SequenceShares, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a block of experts or linear attention on the whole sequence, and return a share of its (flat) output."""
-    if not shares.active:
-        return forward(*args, **kwargs)
-    args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange))
+    args, kwargs = _with_hidden(args, kwargs, gathered)
+    if source is not None:
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            source.forget()
     shape = _hidden(args, kwargs).shape
 
-    def share(out: torch.Tensor) -> torch.Tensor:
+    def shared(out: torch.Tensor) -> torch.Tensor:
         own = autograd_collectives.split(out.view(shape), 1, shares.exchange)
         return own if out.dim() == len(shape) else own.flatten(0, 1)
 
-    return _with_first(forward(*args, **kwargs), share)
+    return _with_first(forward(*args, **kwargs), shared)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:

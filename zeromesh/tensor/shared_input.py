@@ -6,6 +6,8 @@ gradient of its input; after the last layer the all-reduce starts, and the gradi
     backward      dX of q | dX of k | dX of v | start of the sum | dW of q | dW of k | dW of v | end of the sum
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -56,12 +58,10 @@ class SequenceShares:
 class _Reading:
     """One input on its way through the layers: its origin in forward, and the outstanding work of backward."""
 
-    exchange: Exchange
+    source: SharedInput
     mode: str
     """The origin: `sum`, whole on all ranks; `gather`, a share on each; `gathered`, shares concatenated by `attention`."""
-    transposed: tuple[bool, ...]
     needed: bool
-    trained: tuple[bool, ...]
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """The gradients of outputs, by the number of the layer."""
     total: torch.Tensor | None = None
@@ -92,7 +92,8 @@ class SharedInput:
     """The sequence shares, if the input is one and the layers need all of it. None: the input is whole on every rank."""
     before: bool = False
     """True if the shares are gathered before the input is read (`joined`), since the code around the layers reads its shape."""
-    _members: list[Any] = field(default_factory=list)
+    members: list[Any] = field(default_factory=list)
+    """The layers that read the input."""
     _seen: tuple[torch.Tensor, int, bool] | None = None
     """The input that was read last, its version, and whether gradients were recorded."""
     _handed_out: tuple[torch.Tensor, _Reading] | None = None
@@ -103,8 +104,8 @@ class SharedInput:
 
     def join(self, member: nn.Module) -> int:
         """Add a layer that will read the input, whose `weight` is `[in, out]` if `transposed`; returns its number."""
-        self._members.append(member)
-        return len(self._members) - 1
+        self.members.append(member)
+        return len(self.members) - 1
 
     def joined(self, whole: torch.Tensor, share: torch.Tensor) -> None:
         """Record `whole` as the concatenation of the ranks' `share`s, for layers that read it until `forget`."""
@@ -122,7 +123,7 @@ class SharedInput:
             x = self._narrow[1]
         now = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
         if self._handed_out is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
-            self._seen, self._handed_out, self._left = now, self._read(x), len(self._members)
+            self._seen, self._handed_out, self._left = now, self._read(x), len(self.members)
         handed_out = self._handed_out
         self._left -= 1
         if not self._left:  # Freed once unused: this may be the last reference to the input.
@@ -139,14 +140,8 @@ class SharedInput:
             mode, share = "gathered", self._joined[1]
         elif self.shares is not None and self.shares.active and not self.before:
             mode = "gather"
-        weights: list[torch.Tensor] = [member.weight for member in self._members]
-        reading = _Reading(
-            exchange=self.exchange,
-            mode=mode,
-            transposed=tuple(member.transposed for member in self._members),
-            needed=x.requires_grad,
-            trained=tuple(weight.requires_grad for weight in weights),
-        )
+        weights: list[torch.Tensor] = [member.weight for member in self.members]
+        reading = _Reading(source=self, mode=mode, needed=x.requires_grad)
         output = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, output), reading
 
@@ -155,7 +150,7 @@ class SharedInput:
         """Compute layer `number`'s `x @ weight.T + bias`, or `x @ weight + bias` if it is transposed."""
         output, reading = self.take(x)
         if not torch.is_grad_enabled():
-            return linear(output, weight.t() if self._members[number].transposed else weight, bias)
+            return linear(output, weight.t() if self.members[number].transposed else weight, bias)
         return cast(torch.Tensor, _Project.apply(output, weight.detach(), bias, reading, number))  # type: ignore[no-untyped-call]
 
 
@@ -176,14 +171,14 @@ class _Take(torch.autograd.Function):
         # The share is gathered again in backward, so that no rank keeps the whole.
         ctx.save_for_backward(share)
         if reading.mode == "gather":
-            return reading.exchange.all_gather_async(x, sequence_dim(x)).wait()
+            return reading.source.exchange.all_gather_async(x, sequence_dim(x)).wait()
         return x.view_as(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         reading: _Reading = ctx.reading
-        exchange, (x,) = reading.exchange, ctx.saved_tensors
+        exchange, members, (x,) = reading.source.exchange, reading.source.members, ctx.saved_tensors
         grad = reading.collected(grad)
         wanted = sorted(reading.gradients)
         shared = reading.mode != "sum"
@@ -195,10 +190,10 @@ class _Take(torch.autograd.Function):
             )
         if whole is not None:
             x = whole.wait()
-        of_weights: list[torch.Tensor | None] = [None] * len(reading.transposed)
+        of_weights: list[torch.Tensor | None] = [None] * len(members)
         for number in wanted:
             left, right = reading.gradients[number], x
-            if reading.transposed[number]:
+            if members[number].transposed:
                 left, right = right, left
             of_weights[number] = linear_grad_weight(left, right)
         reading.gradients.clear()
@@ -226,7 +221,7 @@ class _Project(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.reading, ctx.number = reading, number
         ctx.save_for_backward(weight)
-        return linear(x, weight.t() if reading.transposed[number] else weight, bias)
+        return linear(x, weight.t() if reading.source.members[number].transposed else weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -234,9 +229,9 @@ class _Project(torch.autograd.Function):
         reading: _Reading = ctx.reading
         if ctx.number in reading.gradients:
             raise PhaseError("backward ran through a column layer twice before it reached the layer's input")
-        (weight,) = ctx.saved_tensors
+        (weight,), member = ctx.saved_tensors, reading.source.members[ctx.number]
         if reading.needed:
-            reading.add(grad, weight.t() if reading.transposed[ctx.number] else weight)
-        if reading.trained[ctx.number]:
+            reading.add(grad, weight.t() if member.transposed else weight)
+        if member.weight.requires_grad:
             reading.gradients[ctx.number] = grad
         return None, None, linear_grad_bias(grad) if ctx.needs_input_grad[2] else None, None, None

@@ -13,7 +13,8 @@ from tests.contract import cases_flags
 from tests.contract.cases_units import Stack
 from tests.contract.harness import Case, Layout, cross_entropy, plain_loop, samples
 from tests.distributed.contract.parameter_cases import Look, Stop
-from tests.support.trainer_cases import distance, llama, plain_fit, seeded, sentences, settings, stacked
+from tests.support.plain import distance, plain_fit, stacked
+from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier
@@ -32,13 +33,11 @@ class Plain:
         self.losses: list[float] = [0.0]
 
     def before(self, model: nn.Module, step: int) -> None:
-        """Of a step."""
         if step == 1:
             self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(self.decay))
         self.flags(model, step)
 
     def after(self, model: nn.Module, step: int) -> None:
-        """Of a step."""
         counts = step >= self.start and step % self.every == 0
         if counts:
             self.averaged.update_parameters(model)

@@ -11,7 +11,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR
 
 from tests.distributed.contract.sameness_cases import samples, squares
-from tests.support.trainer_cases import distance, gpt2, plain_fit, seeded, sentences, settings
+from tests.support.plain import compare, distance, plain_fit
+from tests.support.trainer_cases import gpt2, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.sampler import SampleOrder
@@ -67,9 +68,8 @@ def _trained(folder: str, name: str, build: Function[[], Any], callbacks: Any = 
     plain = plain_fit(reference, samples(23), settings(folder), squares)
     assert all(not module.training for module in frozen)
     config = settings(folder, run={"name": name}, **sections)
-    with Trainer(seeded(build).double(), config, samples(23), compute_loss=squares, callbacks=callbacks) as trainer:
-        trainer.fit()
-        return distance({key: value.clone() for key, value in trainer.state_dict()}, plain.states[-1])
+    model = seeded(build).double()
+    return compare(model, config, samples(23), plain, callbacks=callbacks, compute_loss=squares)[0]["parameters"]
 
 
 def modes(mesh: Mesh, folder: str, stages: list[int]) -> dict[str, float]:

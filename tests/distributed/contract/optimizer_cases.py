@@ -174,12 +174,10 @@ def optimizer_of(name: str, model: nn.Module) -> Optimizer:
 
 
 def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
-    """The mean over rows."""
     return (model(rows[:, :13]) - rows[:, 13:]).square().mean()
 
 
 def batches() -> Iterable[torch.Tensor]:
-    """Of all steps."""
     random = torch.Generator().manual_seed(3)
     return [torch.randn(BATCH, 26, generator=random, dtype=torch.float64) for _ in range(STEPS)]
 

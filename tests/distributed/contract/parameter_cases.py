@@ -11,7 +11,8 @@ from torch import nn
 from tests.contract import cases_flags
 from tests.contract.cases_units import Stack
 from tests.contract.harness import CLASSES, FEATURES, WIDTH, Case, Layout, cross_entropy, plain_loop, samples
-from tests.support.trainer_cases import distance, llama, plain_fit, seeded, sentences, settings
+from tests.support.plain import compare, distance, plain_fit
+from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import LayoutError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
@@ -37,12 +38,16 @@ def train(
     case = Case(name="own", build=build)
     with tempfile.TemporaryDirectory() as folder:
         config = {**case.settings(folder, layout), **sections}
-        with Trainer(
-            seeded(build).double(), config, samples(), compute_loss=cross_entropy, callbacks=callbacks
-        ) as trainer:
-            trainer.fit()
-            found = {name: value.detach().clone() for name, value in trainer.state_dict()}
-    return {"difference": distance(found, plain_loop(case).states[-1])}
+        return {"difference": apart_in(config, case, callbacks)}
+
+
+def apart_in(config: dict[str, Any], case: Case, callbacks: list[Any]) -> float:
+    """The difference of a case's parameters from the plain loop's, after a run with these callbacks."""
+    model, plain = seeded(case.build).double(), plain_loop(case)
+    found, _ = compare(
+        model, config, samples(), plain, callbacks=callbacks, gradients=False, losses=False, compute_loss=cross_entropy
+    )
+    return found["parameters"]
 
 
 def caught_in_gathered(mesh: Mesh, layout: dict[str, Any]) -> dict[str, Any]:
@@ -97,7 +102,6 @@ class InPlace(Stack):
 
     @staticmethod
     def change(parameter: torch.Tensor) -> None:
-        """Change a gradient."""
         assert parameter.grad is not None
         parameter.grad.mul_(-3)
 
@@ -111,7 +115,6 @@ class Counted(Stack):
         torch.autograd.graph.register_multi_grad_hook([self.stem.weight, self.head.weight], self.count)
 
     def count(self, gradients: Any) -> None:
-        """Count."""
         self.seen += 1
 
 
@@ -213,10 +216,7 @@ def changed(mesh: Mesh, layout: dict[str, Any], folder: str, name: str, stop: in
     case = Case(name="own", build=build, steps=STEPS, before_step=flags, config=sections)
     config = {**case.settings(folder, Layout(**layout)), "checkpoint": {"every_steps": 1}}
     callbacks = [cases_flags.Flagging(flags), Stop(stop)]
-    with Trainer(seeded(build).double(), config, samples(), compute_loss=cross_entropy, callbacks=callbacks) as trainer:
-        trainer.fit()
-        found = {name: value.detach().clone() for name, value in trainer.state_dict()}
-    return distance(found, plain_loop(case).states[-1])
+    return apart_in(config, case, callbacks)
 
 
 def changed_inside_backward(mesh: Mesh, folder: str) -> float:
@@ -289,7 +289,5 @@ def changed_over_axes(mesh: Mesh, folder: str) -> float:
                 parameter.requires_grad_(step != 3)
 
     plain = plain_fit(reference, data, config, before_step=flags)
-    with Trainer(seeded(llama).double(), config, data, callbacks=[cases_flags.Flagging(flags)]) as trainer:
-        trainer.fit()
-        found = {name: value.detach().clone() for name, value in trainer.state_dict()}
-    return distance(found, plain.states[-1])
+    callbacks = [cases_flags.Flagging(flags)]
+    return compare(seeded(llama).double(), config, data, plain, callbacks=callbacks, gradients=False)[0]["parameters"]

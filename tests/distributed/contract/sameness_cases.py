@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from tests.support.trainer_cases import distance, plain_fit, settings
+from tests.support.plain import compare, plain_fit
+from tests.support.trainer_cases import settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 
@@ -28,7 +29,6 @@ class Counting(nn.Module):
 
 
 def samples(count: int) -> list[dict[str, torch.Tensor]]:
-    """Values without labels."""
     generator = torch.Generator().manual_seed(3)
     return [{"x": torch.randn(80, generator=generator, dtype=torch.float64)} for _ in range(count)]
 
@@ -79,8 +79,6 @@ def weights(mesh: Mesh, folder: str, layouts: list[dict[str, Any]]) -> list[dict
     for layout in layouts:
         torch.manual_seed(mesh.rank)
         model = Counting().double()
-        with Trainer(model, settings(folder, **layout), samples(23), compute_loss=squares) as trainer:
-            trainer.fit()
-            end = {name: value.clone() for name, value in trainer.state_dict()}
-            found.append({"parameters": distance(end, plain.states[-1]), "shift": float(model.shift.sum())})
+        apart, _ = compare(model, settings(folder, **layout), samples(23), plain, compute_loss=squares)
+        found.append({"parameters": apart["parameters"], "shift": float(model.shift.sum())})
     return found

@@ -383,7 +383,6 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def averages(mesh: Mesh, stage: int) -> float:
-    """Averaged weights, beside torch's."""
     ours, plain = sides(mesh, stage, ema={"decay": 0.9})
     averaged = AveragedModel(plain.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step in range(STEPS):

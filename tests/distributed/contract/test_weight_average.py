@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.contract.harness import Layout
-from tests.support.trainer_cases import distance
+from tests.support.plain import distance
 from tests.support.workers import Workers
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.load import load_config

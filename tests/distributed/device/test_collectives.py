@@ -14,7 +14,7 @@ from zeromesh.environment import kept_environment, setting
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh import device_works
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
-from zeromesh.pipeline.schedule import MessageOrder, make_schedule, received_by, sent_by
+from zeromesh.pipeline.schedule import make_schedule, message_order, received_by, sent_by
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
@@ -63,15 +63,14 @@ def test_pipelines_launch_their_messages_in_one_order(workers: Workers, schedule
 def test_a_message_is_made_before_later_ones_and_launched_before_it_is_needed(
     schedule: str, chunks: int, ranks: int
 ) -> None:
-    """Each rank can launch all of its messages in the order of `MessageOrder`: what it sends is made by then."""
+    """Each rank can launch all of its messages in the order of `message_order`: what it sends is made by then."""
     for microbatches in (1, ranks, 3 * ranks + 1):
         plan = make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)  # type: ignore[arg-type]
         for rank, actions in enumerate(plan.actions):
-            order = MessageOrder.of(plan, rank)
-            due = list(order.messages)
+            due, ends = message_order(plan, rank)
             for action in actions:
                 wanted, made = received_by(plan, rank, action), sent_by(plan, rank, action)
-                before, end = [message for _, message in due], order.ends[action]
+                before, end = [message for _, message in due], ends[action]
                 if wanted is not None and wanted.source != rank and wanted in before:
                     launched, due = before[: before.index(wanted) + 1], due[before.index(wanted) + 1 :]
                     assert all(message.source != rank for message in launched), "a receive would overtake a send"

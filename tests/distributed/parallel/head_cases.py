@@ -1,5 +1,6 @@
 """Cases on the loss of models whose output embedding is divided: as the trainer computes it, against one process."""
 
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -7,7 +8,8 @@ import torch
 import transformers as tf
 
 from tests.distributed.parallel import tensor_cases as cases
-from tests.support.trainer_cases import LLAMA, apart, plain_fit, seeded, sentences, settings
+from tests.support.plain import apart, plain_fit
+from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.mesh.process_mesh import Mesh
@@ -34,14 +36,13 @@ class Centred(tf.LlamaForCausalLM):
         return output
 
 
-cases.MODELS.update(
-    {
-        "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**cases._SMALL, logits_scaling=8.0)),
-        "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**{**cases._SMALL, "pad_token_id": 0}, logit_scale=0.3)),
-        "modernbert": lambda: tf.ModernBertForMaskedLM(tf.ModernBertConfig(**_MODERN)),
-        "centred": lambda: Centred(tf.LlamaConfig(**cases._SMALL)),
-    }
-)
+_PADDED = {**cases._SMALL, "pad_token_id": 0}
+cases.MODELS |= {
+    "granite": partial(cases.made, tf.GraniteForCausalLM, {**cases._SMALL, "logits_scaling": 8.0}),
+    "cohere": partial(cases.made, tf.CohereForCausalLM, {**_PADDED, "logit_scale": 0.3}),
+    "modernbert": partial(cases.made, tf.ModernBertForMaskedLM, _MODERN),
+    "centred": partial(cases.made, Centred, cases._SMALL),
+}
 
 
 def learns(mesh: Mesh, names: list[str]) -> dict[str, Any]:

@@ -9,18 +9,17 @@ import torch
 import transformers as tf
 
 from tests.support import fault_injection
+from tests.support.plain import distance, sentence_loss
 from tests.support.trainer_cases import (
     LLAMA,
     VOCABULARY,
     Pictures,
     digest,
-    distance,
     gpt2,
     lines_of,
     llama,
     pictures,
     seeded,
-    sentence_loss,
     sentences,
     settings,
 )

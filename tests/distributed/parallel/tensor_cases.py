@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import transformers as tf
 
 from zeromesh.comm.activation_collectives import Exchange, Pending, open_exchange
+from zeromesh.intervals import balanced
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.tensor.parallelize_module import Parallelized
-from zeromesh.tensor.plan.attention_split import balanced
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
 from zeromesh.trainer.models.small_copy import InFloat64
@@ -37,6 +38,10 @@ _GPT2 = {
     "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 _BIGCODE = {**_GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_DISTILBERT = {
+    "dim": 32, "hidden_dim": 44, "n_heads": 4, "n_layers": 2, "vocab_size": 67, "dropout": 0.0, "attention_dropout": 0.0,
+    "pad_token_id": 0,
+}  # fmt: skip
 _T5 = {
     "d_model": 32, "d_kv": 6, "d_ff": 44, "num_layers": 2, "num_heads": 4, "vocab_size": 67,
     "decoder_start_token_id": 1, "pad_token_id": 0, "eos_token_id": None,
@@ -56,80 +61,72 @@ _DEEPSEEK = {
 _FALCON = {**_without("head_dim", "num_key_value_heads", "intermediate_size"), "ffn_hidden_size": 44}
 
 
-def _experts(config: Any) -> Any:
-    config._experts_implementation = "eager"
-    return config
+def made(kind: Any, values: dict[str, Any]) -> Any:
+    """A model of a class of transformers with these values of its configuration."""
+    config = kind.config_class(**values)
+    if any("experts" in name for name in values):
+        config._experts_implementation = "eager"
+    return kind(config)
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**_SMALL, attention_bias=True, mlp_bias=True)),
-    "llama-1kv": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**{**_SMALL, "num_key_value_heads": 1})),
-    "llama-9-3": lambda: tf.LlamaForCausalLM(
-        tf.LlamaConfig(**{**_SMALL, **_NINE_HEADS}, tie_word_embeddings=True)
+_PADDED = {**_SMALL, "pad_token_id": 0}
+_QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (tf.LlamaForCausalLM, {**_SMALL, "attention_bias": True, "mlp_bias": True}),
+    "llama-1kv": (tf.LlamaForCausalLM, {**_SMALL, "num_key_value_heads": 1}),
+    "llama-9-3": (tf.LlamaForCausalLM, {**_SMALL, **_NINE_HEADS, "tie_word_embeddings": True}),
+    "qwen3": (tf.Qwen3ForCausalLM, _SMALL),
+    "gemma": (tf.GemmaForCausalLM, _SMALL),
+    "gemma2": (
+        tf.Gemma2ForCausalLM,
+        {**_SMALL, "sliding_window": 4, "final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5},
     ),
-    "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**_SMALL)),
-    "gemma": lambda: tf.GemmaForCausalLM(tf.GemmaConfig(**_SMALL)),
-    "gemma2": lambda: tf.Gemma2ForCausalLM(
-        tf.Gemma2Config(**_SMALL, sliding_window=4, final_logit_softcapping=0.5, attn_logit_softcapping=0.5)
+    "gemma3": (tf.Gemma3ForCausalLM, {**_PADDED, "sliding_window": 4}),
+    "gpt2": (tf.GPT2LMHeadModel, _BIGCODE),
+    "opt": (tf.OPTForCausalLM, {**_OPT, "dropout": 0.0, "word_embed_proj_dim": 24}),
+    "falcon": (
+        tf.FalconForCausalLM,
+        {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": False, "bias": True},
     ),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(tf.Gemma3TextConfig(**{**_SMALL, "pad_token_id": 0}, sliding_window=4)),
-    "gpt2": lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**_GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)),
-    "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(**_OPT, dropout=0.0, word_embed_proj_dim=24)
+    "falcon-mq": (
+        tf.FalconForCausalLM,
+        {**_FALCON, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "alibi": False},
     ),
-    "falcon": lambda: tf.FalconForCausalLM(
-        tf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True, alibi=False, bias=True)
+    "falcon-alibi": (
+        tf.FalconForCausalLM,
+        {**_FALCON, "new_decoder_architecture": False, "multi_query": False, "alibi": True},
     ),
-    "falcon-mq": lambda: tf.FalconForCausalLM(
-        tf.FalconConfig(**_FALCON, new_decoder_architecture=False, multi_query=True, parallel_attn=True, alibi=False)
+    "deepseek": (tf.DeepseekV3ForCausalLM, {**_without("head_dim", "num_key_value_heads"), **_DEEPSEEK}),
+    "apertus": (tf.ApertusForCausalLM, _PADDED),
+    "bloom": (tf.BloomForCausalLM, {**_without("num_attention_heads", "num_hidden_layers"), "n_head": 4, "n_layer": 2}),
+    "bert": (
+        tf.BertForMaskedLM,
+        {**_PADDED, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": False},
     ),
-    "falcon-alibi": lambda: tf.FalconForCausalLM(
-        tf.FalconConfig(**_FALCON, new_decoder_architecture=False, multi_query=False, alibi=True)
+    "openai-gpt": (tf.OpenAIGPTLMHeadModel, _BIGCODE),
+    "bigcode": (tf.GPTBigCodeForCausalLM, {**_BIGCODE, "multi_query": True}),
+    "bigcode-heads": (tf.GPTBigCodeForCausalLM, {**_BIGCODE, "multi_query": False}),
+    "mpt": (tf.MptForCausalLM, {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "vocab_size": 67}),
+    "gpt_neox_japanese": (
+        tf.GPTNeoXJapaneseForCausalLM,
+        {**_without("intermediate_size"), "intermediate_multiple_size": 2, **_QUIET},
     ),
-    "deepseek": lambda: tf.DeepseekV3ForCausalLM(
-        _experts(tf.DeepseekV3Config(**_without("head_dim", "num_key_value_heads"), **_DEEPSEEK))
+    "distilbert": (tf.DistilBertForMaskedLM, _DISTILBERT),
+    "t5": (tf.T5ForConditionalGeneration, {**_T5, "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu"}),
+    "gpt_neox": (tf.GPTNeoXForCausalLM, {**_SMALL, **_QUIET}),
+    "phi3": (tf.Phi3ForCausalLM, _PADDED),
+    "phi3-1kv": (tf.Phi3ForCausalLM, {**_PADDED, "num_key_value_heads": 1}),
+    "olmo2": (tf.Olmo2ForCausalLM, _SMALL),
+    "mixtral": (
+        tf.MixtralForCausalLM,
+        {**_SMALL, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5},
     ),
-    "apertus": lambda: tf.ApertusForCausalLM(tf.ApertusConfig(**{**_SMALL, "pad_token_id": 0})),
-    "bloom": lambda: tf.BloomForCausalLM(
-        tf.BloomConfig(**_without("num_attention_heads", "num_hidden_layers"), n_head=4, n_layer=2)
+    "qwen3_moe": (
+        tf.Qwen3MoeForCausalLM,
+        {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 22, "mlp_only_layers": [1]},
     ),
-    "bert": lambda: tf.BertForMaskedLM(
-        tf.BertConfig(
-            **{**_SMALL, "pad_token_id": 0}, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, is_decoder=False
-        )
-    ),
-    "openai-gpt": lambda: tf.OpenAIGPTLMHeadModel(
-        tf.OpenAIGPTConfig(**_GPT2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    ),
-    "bigcode": lambda: tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**_BIGCODE, multi_query=True)),
-    "bigcode-heads": lambda: tf.GPTBigCodeForCausalLM(tf.GPTBigCodeConfig(**_BIGCODE, multi_query=False)),
-    "mpt": lambda: tf.MptForCausalLM(tf.MptConfig(d_model=32, n_heads=4, n_layers=2, expansion_ratio=2, vocab_size=67)),
-    "gpt_neox_japanese": lambda: tf.GPTNeoXJapaneseForCausalLM(
-        tf.GPTNeoXJapaneseConfig(
-            **_without("intermediate_size"), intermediate_multiple_size=2, hidden_dropout=0.0, attention_dropout=0.0
-        )
-    ),
-    "distilbert": lambda: tf.DistilBertForMaskedLM(
-        tf.DistilBertConfig(
-            dim=32, hidden_dim=44, n_heads=4, n_layers=2, vocab_size=67, dropout=0.0, attention_dropout=0.0, pad_token_id=0
-        )
-    ),
-    "t5": lambda: tf.T5ForConditionalGeneration(tf.T5Config(**_T5, dropout_rate=0.0, feed_forward_proj="gated-gelu")),
-    "gpt_neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_SMALL, hidden_dropout=0.0, attention_dropout=0.0)),
-    "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{**_SMALL, "pad_token_id": 0})),
-    "phi3-1kv": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**{**_SMALL, "pad_token_id": 0, "num_key_value_heads": 1})),
-    "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**_SMALL)),
-    "mixtral": lambda: tf.MixtralForCausalLM(
-        _experts(tf.MixtralConfig(**_SMALL, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5))
-    ),
-    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(
-        _experts(
-            tf.Qwen3MoeConfig(
-                **_SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=22, mlp_only_layers=[1]
-            )
-        )
-    ),
-}  # fmt: skip
+}
+MODELS: dict[str, Callable[[], Any]] = {name: partial(made, *row) for name, row in _ROWS.items()}
 
 
 class Counting:
@@ -263,10 +260,9 @@ def learns_in_chunks(mesh: Mesh, name: str, sequence: bool = False) -> dict[str,
         expected = whole(**inputs).loss * count
         expected.backward()
         model, parallel = divided(name, exchange, sequence=sequence)
-        assert parallel.head is not None
         hidden = model.base_model(inputs["input_ids"], attention_mask=inputs["attention_mask"]).last_hidden_state
         exchange.calls.clear()
-        head = parallel.head
+        head = model.get_output_embeddings()
         found = chunked_cross_entropy(
             hidden.flatten(0, 1),
             head.weight,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.devices import DEVICE
-from tests.support.trainer_cases import apart, distance
+from tests.support.plain import apart, distance
 from tests.support.workers import PoolOptions, Workers
 
 FULL = pytest.mark.full

@@ -12,8 +12,9 @@ from torch import nn
 from tests.distributed.parallel.tensor_cases import MODELS
 from tests.support.workers import Workers
 from zeromesh.errors import LayoutError
+from zeromesh.intervals import balanced
 from zeromesh.tensor.parallelize_module import check_blocks
-from zeromesh.tensor.plan.attention_split import balanced, share_heads
+from zeromesh.tensor.plan.attention_split import share_heads
 from zeromesh.tensor.plan.planner import Style, TensorPlan, parts_of, plan_tensor
 
 MOST = ["llama", "llama-1kv", "llama-9-3", "gpt2", "qwen3", "gemma2", "mixtral"]
@@ -166,53 +167,62 @@ def _llama(**changes: Any) -> Any:
         return tf.LlamaForCausalLM(tf.LlamaConfig(**{**settings, "vocab_size": 67, **changes}))
 
 
+def _on_meta(kind: str, config: Any) -> Any:
+    with torch.device("meta"):
+        return getattr(tf, kind)(config)
+
+
+def _longcat() -> Any:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
+    experts = {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 24, "n_routed_experts": 4, "vocab_size": 64}
+    return _on_meta("LongcatFlashForCausalLM", tf.LongcatFlashConfig(**sizes, **experts, num_layers=1))
+
+
+def _mamba() -> Any:
+    config = tf.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
+    return _on_meta("MambaForCausalLM", config)
+
+
+def _value_embeds() -> Any:
+    model = _llama()
+    model.model.layers[0].self_attn.forward = lambda hidden_states, value_embeds=None, **others: hidden_states
+    return model
+
+
 @pytest.mark.parametrize(
-    ("changes", "size", "rules", "message"),
+    ("make", "size", "rules", "message"),
     [
         (
-            {},
+            _llama,
             8,
             {},
             "layers.0.self_attn: 4 query heads cannot be divided among 8 ranks; parallel.tensor may be at most 4",
         ),
-        ({"intermediate_size": 3}, 4, {}, "model.layers.0.mlp.gate_proj: too small to be divided among 4 ranks"),
         (
+            lambda: _llama(intermediate_size=3),
+            4,
             {},
+            "model.layers.0.mlp.gate_proj: too small to be divided among 4 ranks",
+        ),
+        (
+            _llama,
             2,
             {"*.mlp.up": "colwise"},
             "matches no module of LlamaForCausalLM; its modules are named like model.layers.0",
         ),
-        ({}, 2, {"*.up_proj": "colwyse"}, "tensor-parallel rule '*.up_proj': there is no style 'colwyse'"),
-        ({}, 2, {"*.mlp": "colwise"}, "layers.0.mlp: a LlamaMLP cannot be divided; allowed are torch.nn.Linear"),
-        ({}, 2, {"*.k_proj": "replicate"}, "model.layers.0.self_attn.k_proj would be whole beside projections"),
+        (_llama, 2, {"*.up_proj": "colwyse"}, "tensor-parallel rule '*.up_proj': there is no style 'colwyse'"),
+        (_llama, 2, {"*.mlp": "colwise"}, "layers.0.mlp: a LlamaMLP cannot be divided; allowed are torch.nn.Linear"),
+        (_llama, 2, {"*.k_proj": "replicate"}, "model.layers.0.self_attn.k_proj would be whole beside projections"),
+        (_longcat, 2, {}, "identity_expert: every rank would add what this expert passes on"),
+        (_value_embeds, 2, {}, "layers.0.self_attn: its argument value_embeds is of all heads; set parallel"),
+        (_mamba, 2, {}, "whose blocks hold backbone.layers.*.mixer (MambaMixer); give rules"),
+        (lambda: nn.Sequential(nn.Linear(4, 4)), 2, {}, "there is no tensor-parallel plan for Sequential"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(
-    changes: dict[str, Any], size: int, rules: dict[str, str], message: str
-) -> None:
+def test_what_cannot_be_divided_is_refused(make: Any, size: int, rules: dict[str, str], message: str) -> None:
     with pytest.raises(LayoutError) as raised:
-        plan_tensor(_llama(**changes), size, rules)
+        plan_tensor(make(), size, rules)
     assert message in str(raised.value)
-
-
-def test_experts_that_pass_on_what_they_get_are_refused() -> None:
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8}
-    sizes |= {
-        "ffn_hidden_size": 48,
-        "expert_ffn_hidden_size": 24,
-        "n_routed_experts": 4,
-        "vocab_size": 64,
-        "num_layers": 1,
-    }
-    with torch.device("meta"):
-        model = tf.LongcatFlashForCausalLM(tf.LongcatFlashConfig(**sizes))
-    with pytest.raises(LayoutError, match="identity_expert: every rank would add what this expert passes on"):
-        plan_tensor(model, 2)
-
-
-def test_a_model_without_a_plan_is_refused() -> None:
-    with pytest.raises(LayoutError, match="there is no tensor-parallel plan for Sequential"):
-        plan_tensor(nn.Sequential(nn.Linear(4, 4)), 2)
 
 
 def _styles(plan: TensorPlan) -> dict[str, Style]:
@@ -232,8 +242,6 @@ def test_a_users_rules_go_first() -> None:
 
 
 class Scaled(nn.Embedding):
-    """As transformers has it."""
-
     factor = 2.0
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -241,8 +249,6 @@ class Scaled(nn.Embedding):
 
 
 class Shifted(nn.Embedding):
-    """With a second parameter."""
-
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__(tokens, width)
         self.shift = nn.Parameter(torch.zeros(width))
@@ -281,6 +287,10 @@ def test_embeddings_that_are_tied_are_divided_together_or_not_at_all() -> None:
     [
         ({"*.self_attn.*": "replicate"}, "model.layers.0 has no attention that is divided among ranks"),
         ({"*.mlp.up_proj": "replicate"}, "model.layers.0.mlp.up_proj (Linear) may need the whole sequence"),
+        (
+            {"*.self_attn.*": "replicate", "*.mlp.*": "replicate"},
+            "the plan divides no layer of its blocks (LlamaDecoderLayer)",
+        ),
     ],
 )
 def test_a_block_that_may_need_the_whole_sequence_gets_it(rules: dict[str, str], message: str) -> None:
@@ -288,29 +298,6 @@ def test_a_block_that_may_need_the_whole_sequence_gets_it(rules: dict[str, str],
     with pytest.raises(LayoutError) as raised:
         check_blocks(model, plan_tensor(model, 2, rules))
     assert message in str(raised.value)
-
-
-def test_a_model_without_divided_layers_says_so_when_its_sequence_is_to_be_shared_out() -> None:
-    model = _llama()
-    plan = plan_tensor(model, 2, {"*.self_attn.*": "replicate", "*.mlp.*": "replicate"})
-    with pytest.raises(LayoutError, match=r"the plan divides no layer of its blocks \(LlamaDecoderLayer\)"):
-        check_blocks(model, plan)
-
-
-def test_an_attention_that_is_given_values_of_all_heads_is_refused() -> None:
-    model = _llama()
-    model.model.layers[0].self_attn.forward = lambda hidden_states, value_embeds=None, **others: hidden_states
-    with pytest.raises(
-        LayoutError, match=r"layers\.0\.self_attn: its argument value_embeds is of all heads; set parallel"
-    ):
-        plan_tensor(model, 2)
-
-
-def test_a_model_without_a_plan_is_refused_by_what_its_blocks_hold() -> None:
-    with torch.device("meta"):
-        model = tf.MambaForCausalLM(tf.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4))
-    with pytest.raises(LayoutError, match=r"whose blocks hold backbone\.layers\.\*\.mixer \(MambaMixer\); give rules"):
-        plan_tensor(model, 2)
 
 
 def test_a_plain_module_by_a_users_rules() -> None:

@@ -3,7 +3,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 
-from tests.support.trainer_cases import apart, distance, llama, seeded, sentence_loss, sentences, settings, stacked
+from tests.support.plain import Plain, apart, distance, plain_fit, sentence_loss
+from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
@@ -48,34 +49,13 @@ def padded(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
 
 
-def plain_epochs(config: dict[str, Any], epochs: int, last: str, smoothing: float = 0.0) -> dict[str, Any]:
+def plain_epochs(config: dict[str, Any], epochs: int, last: str, smoothing: float = 0.0) -> Plain:
     """A plain loop over epochs, each of which ends with a smaller batch, or without it."""
-    data, size = sentences(), config["batch"]["global_size"]
-    model = seeded(llama).double().train()
-    plan = BatchPlan(global_size=size, micro_size=1, data_ranks=1, epoch_size=len(data), last=last)  # type: ignore[arg-type]
-    steps = plan.steps_of(epochs)
+    data = sentences()
+    plan = BatchPlan(global_size=8, micro_size=1, data_ranks=1, epoch_size=len(data), last=last)  # type: ignore[arg-type]
     order = SampleOrder(length=len(data), seed=5)
-    rows = [[order.dataset_index(index) for index in plan.samples_of(step)] for step in range(steps)]
-    losses = plain_losses(
-        model, steps, config["run"]["clip_norm"], lambda step: _mean(model, stacked(data, rows[step]), smoothing)
-    )
-    return {"losses": losses, "parameters": {name: each.detach() for name, each in model.named_parameters()}}
-
-
-def plain_losses(model: Any, steps: int, clip_norm: float, loss_of: Callable[[int], torch.Tensor]) -> list[float]:
-    """The losses of a plain loop, and the model trained by them."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = tf.get_scheduler("linear", optimizer, 1, steps)
-    losses = []
-    for step in range(steps):
-        loss = loss_of(step)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return losses
+    rows = [[order.dataset_index(each) for each in plan.samples_of(step)] for step in range(plan.steps_of(epochs))]
+    return plain_fit(seeded(llama), data, config, lambda model, batch: (_mean(model, batch, smoothing), 1), rows=rows)
 
 
 def _mean(model: Any, batch: dict[str, torch.Tensor], smoothing: float) -> torch.Tensor:
@@ -124,8 +104,8 @@ def epochs(mesh: Mesh, folder: str, last: str, smoothing: float = 0.0) -> dict[s
         report = trainer.fit()
         plain = plain_epochs(config, 2, last, smoothing)
         return {
-            "losses": apart(report.losses, plain["losses"]),
-            "parameters": distance(dict(trainer.state_dict()), plain["parameters"]),
+            "losses": apart(report.losses, plain.losses),
+            "parameters": distance(dict(trainer.state_dict()), plain.states[-1]),
             "events": diary.events,
             "steps": [report.final_step, trainer.state.max_steps, trainer.state.epoch, trainer.state.epochs],
         }
@@ -165,13 +145,12 @@ def by_samples(mesh: Mesh, folder: str) -> float:
     data, model = sentences(), seeded(llama).double()
     with Trainer(copy.deepcopy(model), config, train_dataset=data) as trainer:
         losses = trainer.fit().losses
-    order = SampleOrder(length=len(data), seed=5)
 
-    def mean(step: int) -> torch.Tensor:
-        rows = [stacked(data, [order.dataset_index(index)]) for index in range(8 * step, 8 * step + 8)]
-        return torch.stack([total / count for total, count in (sentence_loss(model, row) for row in rows)]).mean()
+    def mean(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+        rows = [{name: values[number : number + 1] for name, values in batch.items()} for number in range(8)]
+        return torch.stack([total / count for total, count in (sentence_loss(model, row) for row in rows)]).sum(), 8
 
-    return apart(losses, plain_losses(model, 3, 0.5, mean))
+    return apart(losses, plain_fit(model, data, config, mean).losses)
 
 
 def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:

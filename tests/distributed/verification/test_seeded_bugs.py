@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.plain import apart, distance
 from tests.support.seeded_bugs import BUGS, SeededBug, plant
-from tests.support.trainer_cases import apart, distance
 from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
 

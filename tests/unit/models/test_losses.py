@@ -110,8 +110,6 @@ def test_which_models_the_chunked_head_stands_for(name: str) -> None:
 
 
 class DoubledHead(nn.Linear):
-    """A user's own."""
-
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return 2.0 * super().forward(hidden)
 

@@ -29,16 +29,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tie:
-    """A parameter whose names are in different stages, each with a copy; the copies' gradients are summed and counted once."""
-
-    names: tuple[str, ...]
-    """The names in the order of the model; the first one is the name in checkpoints."""
-    held: Mapping[int, str]
-    """The copy's first name in each stage that has a copy."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _ModuleSite:
     parent: nn.Module
     leaf: str
@@ -58,34 +48,30 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
     (the embedding), `last` that of the modules after them (the head), in the same unit.
 
     Raises:
-        LayoutError: with fewer blocks than stages, or a cost that is negative.
+        LayoutError: with fewer blocks than stages.
     """
     if stages < 1 or stages > len(costs):
         raise LayoutError(
             f"{counted(len(costs), 'block')} cannot be cut into {stages} pipeline stages: each has at least one; "
             "take fewer ranks along pipeline, or fewer chunks"
         )
-    if min(*costs, first, last) < 0:
-        raise LayoutError("a block cannot cost less than nothing")
     sums = list(accumulate(costs, initial=0.0))
 
     def cost(start: int, end: int, stage: int) -> float:
         return sums[end] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    # best[end]: the cut of the blocks before `end` into the stages so far, as (largest stage, sum of squares, ends of stages)
+    # best[end]: the cut of the blocks before `end` into the stages so far, as (largest stage, sum of squares, counts of blocks)
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
-        found: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for end in range(stage + 1, len(costs) - (stages - 1 - stage) + 1):
-            options = (
-                (max(largest, cost(start, end, stage)), squares + cost(start, end, stage) ** 2, (*ends, end))
-                for start, (largest, squares, ends) in best.items()
+        best = {
+            end: min(
+                (max(largest, cost(start, end, stage)), squares + cost(start, end, stage) ** 2, (*counts, end - start))
+                for start, (largest, squares, counts) in best.items()
                 if start < end
             )
-            found[end] = min(options)
-        best = found
-    ends = best[len(costs)][2]
-    return tuple(end - start for start, end in pairwise((0, *ends)))
+            for end in range(stage + 1, len(costs) - (stages - 1 - stage) + 1)
+        }
+    return best[len(costs)][2]
 
 
 Balance = Literal["parameters", "flops"]
@@ -180,28 +166,35 @@ class Stages:
         self._slot = StageSlot(anatomy.count - 1, shares)
         outside = outside or copies_outside(model, anatomy)
         idle = [(name, each) for name in anatomy.idle for each in (model.get_submodule(name), outside[name])]
-        self._undo = [override(module, "forward", partial(_refuse_to_run, model, name)) for name, module in idle]
+        self._undo = [override(module, "forward", partial(self._refuse_to_run, name)) for name, module in idle]
         self._balance = _balance_names(model) if self.count > 1 else None
-        self._places = self._find_places(outside)
+        self._places = [self._place(name, outside) for name in self._stages]
         self._names = [tuple(names) for _, names in names_by_parameter(model)]
-        self.ties = self._find_ties()
-        """Parameters of which several stages have a copy."""
+        self.ties: dict[tuple[str, ...], dict[int, str]] = {}
+        """Parameters of which several stages have a copy, whose gradients are summed and counted once: for their names, in the
+        order of the model, the copy's first name in each stage that has one. The first name is the name in checkpoints."""
+        for names in self._names:
+            held: dict[int, str] = {}
+            for name in names:
+                held.setdefault(self.stage_of(name), name)
+            if len(held) > 1:
+                self.ties[names] = held
         self._remove_foreign()
 
-    def _find_places(self, outside: Mapping[str, nn.Module]) -> list[_ModuleSite]:
-        anatomy, places = self._anatomy, []
-        for name, stage in self._stages.items():
-            module = self.model.get_submodule(name)
-            parent, _, leaf = name.rpartition(".")
-            if name in outside:
-                stub: nn.Module = NanStub(module, outside[name], self._slot, before=name in anatomy.before)
-            else:
-                shape = NanStub(module, meta_copy(module), self._slot, before=False) if anatomy.reshapes else None
-                output = anatomy.outputs[int(leaf)]
-                stub = BlockStub(module, int(leaf), output, anatomy.hidden_argument, self._slot, shape)
-            holder = self.model.get_submodule(parent)
-            places.append(_ModuleSite(parent=holder, leaf=leaf, module=module, stub=stub, stage=stage))
-        return places
+    def _place(self, name: str, outside: Mapping[str, nn.Module]) -> _ModuleSite:
+        anatomy, slot, module = self._anatomy, self._slot, self.model.get_submodule(name)
+        parent, _, leaf = name.rpartition(".")
+        if name in outside:
+            stub: nn.Module = NanStub(module, outside[name], slot, before=name in anatomy.before)
+        else:
+            shape = NanStub(module, meta_copy(module), slot, before=False) if anatomy.reshapes else None
+            stub = BlockStub(module, int(leaf), anatomy, slot, shape)
+        holder = self.model.get_submodule(parent)
+        return _ModuleSite(parent=holder, leaf=leaf, module=module, stub=stub, stage=self._stages[name])
+
+    def _refuse_to_run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        reason = f"{name} did not run for the first batch, so no stage has it; give that the fields of all batches"
+        raise refusal(self.model, reason)
 
     def stage_of(self, name: str) -> int:
         """Find the stage of a parameter by its name, on any rank. Raises LayoutError for a name without a stage."""
@@ -210,26 +203,19 @@ class Stages:
                 return stage
         raise LayoutError(f"no stage has a parameter {name}")
 
-    def _find_ties(self) -> tuple[Tie, ...]:
-        ties = []
-        for names in self._names:
-            held: dict[int, str] = {}
-            for name in names:
-                held.setdefault(self.stage_of(name), name)
-            if len(held) > 1:
-                ties.append(Tie(names=names, held=held))
-        return tuple(ties)
-
     def _remove_foreign(self) -> None:
         meta: dict[int, nn.Parameter] = {}
-        for place in self._places:
-            if place.stage in self.own:
-                continue
+        for place in (each for each in self._places if each.stage not in self.own):
+            place.put(real=False)
             for module in place.module.modules():
                 for leaf, parameter in module._parameters.items():
-                    if parameter is not None:
-                        module._parameters[leaf] = meta.setdefault(id(parameter), _on_meta(parameter))
-            place.put(real=False)
+                    if parameter is None:
+                        continue
+                    if id(parameter) not in meta:
+                        empty = torch.empty_like(parameter, device="meta")
+                        made = meta[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                        vars(made).update(vars(parameter))
+                    module._parameters[leaf] = meta[id(parameter)]
 
     @contextmanager
     def chunk(self, chunk: int, received: Sequence[torch.Tensor] = (), *, balance: bool = True) -> Iterator[None]:
@@ -293,12 +279,6 @@ class Stages:
                 self.model.get_submodule(parent)._parameters[leaf] = best
 
 
-def _refuse_to_run(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    raise refusal(
-        model, f"{name} did not run for the first batch, so no stage has it; give that the fields of all batches"
-    )
-
-
 _BALANCE = "load_balancing_loss_func"
 
 
@@ -330,9 +310,3 @@ def _counting(names: dict[str, Any], earlier: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         names[_BALANCE] = function
-
-
-def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
-    made = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,21 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeromesh.errors import LayoutError, summary
 from zeromesh.overrides import override, tensors_put_aside
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockOutput:
-    """The structure that a block returns, and the index of the leaf that is the hidden state."""
-
-    structure: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    """The leaves of the structure, with None in place of every tensor."""
-    place: int
-
-    def around(self, hidden: torch.Tensor) -> Any:
-        """Rebuild the structure with another hidden state, and None for the block's other tensors."""
-        leaves = list(self.leaves)
-        leaves[self.place] = hidden
-        return pytree.tree_unflatten(leaves, self.structure)
+HIDDEN = "hidden state"
+"""The leaf that stands for the hidden state in what a block returns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,8 +37,8 @@ class Anatomy:
     count: int
     hidden_argument: int | str
     """The block argument that is the hidden state: a position, or a name."""
-    outputs: tuple[BlockOutput, ...]
-    """The structure that each block returns."""
+    outputs: tuple[Any, ...]
+    """The structure that each block returns, with `HIDDEN` and, for the other tensors, None as its leaves."""
     before: tuple[str, ...]
     """Modules with parameters that run before the blocks; they belong to the first stage."""
     after: tuple[str, ...]
@@ -73,7 +61,9 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
     for name, reason in _REFUSED.items():
         if getattr(config, name, None):
             raise refusal(model, f"{reason} (config.{name})")
-    body = _body(model)
+    # The base model of transformers, or the model itself.
+    base = getattr(model, "base_model", None)
+    body = next((name for name, module in model.named_modules() if module is base), "")
     batch = dict(example) if example is not None else {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
     inputs = body_inputs(model, model.get_submodule(body), batch)
     refusals: list[LayoutError] = []
@@ -132,12 +122,6 @@ def body_inputs(model: nn.Module, body: nn.Module, batch: Mapping[str, Any]) -> 
     else:
         own = set(inspect.signature(model.forward).parameters) - set(named)
     return {name: value for name, value in batch.items() if name not in own}
-
-
-def _body(model: nn.Module) -> str:
-    """Name the base model of transformers; empty if the model is its own base."""
-    base = getattr(model, "base_model", None)
-    return next((name for name, module in model.named_modules() if module is base), "")
 
 
 def _block_lists(model: Any, body: str) -> list[str]:
@@ -245,51 +229,47 @@ class _Recorder:
     def _watched(self, body: nn.Module) -> Iterator[None]:
         """Record when modules run, in evaluation mode. Their `forward` is wrapped rather than hooked, to leave hooks
         unchanged."""
-        wraps = [(module, self._of_block(index, module.forward)) for index, module in enumerate(self._list)]
-        for name in self._outside:
-            module = self._model.get_submodule(name)
-            wraps.append((module, self._of_outside(name, module.forward)))
-            wraps += [(part, self._of_part(name, part.forward)) for part in module.modules() if part is not module]
-        for block in self._list:
-            wraps += [(module, self._tolerant(module)) for module in block.modules() if module is not block]
         with ExitStack() as undo:
-            for module, forward in wraps:
-                undo.callback(override(module, "forward", forward))
+
+            def wrap(module: nn.Module, run: Callable[..., Any], given: Any) -> None:
+                undo.callback(override(module, "forward", partial(run, given, module.forward)))
+
+            for name in self._outside:
+                outer = self._model.get_submodule(name)
+                for module in outer.modules():
+                    wrap(module, self._run_outside if module is outer else self._run_part, name)
+            for index, block in enumerate(self._list):
+                for module in block.modules():
+                    wrap(module, self._tolerate, type(module).__name__)
+                wrap(block, self._run_block, index)
             for module in body.modules():
                 undo.callback(override(module, "training", False))
             yield
 
-    def _of_block(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            arguments = dict(enumerate(args)) | kwargs
-            if self._order:
-                arguments = self._enter(index, arguments)
-            self._order.append(index)
-            try:
-                output = forward(*(arguments[place] for place in range(len(args))), **{k: arguments[k] for k in kwargs})
-            except _WITHOUT_VALUES as error:
-                self._guess = self._guess or summary(error)
-                output = _like_first(arguments)
-            _mark(output)
-            self._outputs.append(output)
-            if len(self._order) == len(self._list) > 1:
-                _mark(pytree.tree_leaves(output)[self._leaf], value=False)
-            return output
+    def _run_block(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(enumerate(args)) | kwargs
+        if self._order:
+            arguments = self._enter(index, arguments)
+        self._order.append(index)
+        output = forward(
+            *(arguments[place] for place in range(len(args))), **{name: arguments[name] for name in kwargs}
+        )
+        _mark(output)
+        self._outputs.append(output)
+        if len(self._order) == len(self._list) > 1:
+            _mark(pytree.tree_leaves(output)[self._leaf], value=False)
+        return output
 
-        return wrapped
-
-    def _tolerant(self, module: nn.Module) -> Callable[..., Any]:
-        """Wrap a module inside a block: if it cannot run without values, its result is assumed to be like its first argument."""
-        forward = module.forward
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return forward(*args, **kwargs)
-            except _WITHOUT_VALUES as error:
-                self._guess = self._guess or f"{type(module).__name__}: {summary(error)}"
-                return _like_first((args, kwargs))
-
-        return wrapped
+    def _tolerate(self, kind: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a module of a block; if it cannot run without values, its result is assumed to be like its first argument."""
+        try:
+            return forward(*args, **kwargs)
+        except _WITHOUT_VALUES as error:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if not tensors:
+                raise
+            self._guess = self._guess or f"{kind}: {summary(error)}"
+            return torch.empty_like(tensors[0])
 
     def _enter(self, index: int, arguments: Mapping[int | str, Any]) -> dict[Any, Any]:
         """Check the arguments of a later block: the hidden state alone may depend on modules before the blocks. Returns the
@@ -315,28 +295,22 @@ class _Recorder:
                 )
         return arguments
 
-    def _of_outside(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            begun = len(self._order)
-            self._begun.setdefault(name, set()).add(begun)
-            if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
-                raise refusal(self._model, f"{name} takes what is computed from parameters of earlier stages")
-            before, self._running = self._running, name
-            output = forward(*args, **kwargs)
-            self._running = before
-            if not begun:
-                _mark(output)
-            return output
+    def _run_part(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._running != name:
+            self.alone.add(name)
+        return forward(*args, **kwargs)
 
-        return wrapped
-
-    def _of_part(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self._running != name:
-                self.alone.add(name)
-            return forward(*args, **kwargs)
-
-        return wrapped
+    def _run_outside(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begun = len(self._order)
+        self._begun.setdefault(name, set()).add(begun)
+        if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
+            raise refusal(self._model, f"{name} takes what is computed from parameters of earlier stages")
+        before, self._running = self._running, name
+        output = forward(*args, **kwargs)
+        self._running = before
+        if not begun:
+            _mark(output)
+        return output
 
     def conclude(self, output: Any) -> Anatomy:
         if self.alone:
@@ -363,17 +337,10 @@ class _Recorder:
             idle=tuple(name for name in self._outside if name not in self._begun and name.startswith(self._body)),
         )
 
-    def _form(self, output: Any) -> BlockOutput:
+    def _form(self, output: Any) -> Any:
         leaves, structure = pytree.tree_flatten(output)
         if len(leaves) <= self._leaf:
             raise refusal(self._model, "its blocks return structures that differ")
-        plain = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        return BlockOutput(structure=structure, leaves=plain, place=self._leaf)
-
-
-def _like_first(arguments: Any) -> torch.Tensor:
-    """Return a tensor like the first one among the arguments, or re-raise the current error if there is none."""
-    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    if not tensors:
-        raise
-    return torch.empty_like(tensors[0])
+        leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        leaves[self._leaf] = HIDDEN
+        return pytree.tree_unflatten(leaves, structure)

@@ -14,6 +14,7 @@ If tensor ranks hold shares of the sequence between blocks, inject and capture h
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,25 +22,25 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zeromesh.errors import PhaseError
-from zeromesh.pipeline.stages.model_anatomy import BlockOutput, WithoutValues
+from zeromesh.pipeline.stages.model_anatomy import HIDDEN, Anatomy, WithoutValues
 
 if TYPE_CHECKING:
     from zeromesh.tensor.shared_input import SequenceShares
 
 
+@dataclass(slots=True)
 class StageSlot:
     """The tensors that enter and leave the running stage. All stubs of a model share one."""
 
-    def __init__(self, last: int, shares: SequenceShares | None) -> None:
-        self.last = last
-        """The index of the model's last block."""
-        self.shares = shares
-        """None if blocks pass on the whole sequence."""
-        self.inject_at = -1
-        """The index of the block that returns the received hidden state; -1 for none."""
-        self.capture_at = -1
-        self.received: torch.Tensor | None = None
-        self.captured: torch.Tensor | None = None
+    last: int
+    """The index of the model's last block."""
+    shares: SequenceShares | None
+    """None if blocks pass on the whole sequence."""
+    inject_at: int = -1
+    """The index of the block that returns the received hidden state; -1 for none."""
+    capture_at: int = -1
+    received: torch.Tensor | None = None
+    captured: torch.Tensor | None = None
 
 
 class Stub(nn.Module):
@@ -62,21 +63,15 @@ class Stub(nn.Module):
 
 
 class BlockStub(Stub):
-    """A stub for block `index`. `argument` is the position or name of the hidden state among a block's arguments."""
+    """A stub for block `index`."""
 
     def __init__(
-        self,
-        foreign: nn.Module,
-        index: int,
-        output: BlockOutput,
-        argument: int | str,
-        slot: StageSlot,
-        shape: NanStub | None = None,
+        self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: NanStub | None = None
     ) -> None:
         """`shape` tells the shapes of the block's results; None if the hidden state keeps its shape."""
         super().__init__(foreign)
-        self._index, self._output, self._argument, self._slot = index, output, argument, slot
-        self._shape = (shape,)
+        self._index, self._slot, self._shape = index, slot, (shape,)
+        self._output, self._argument = anatomy.outputs[index], anatomy.hidden_argument
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden: torch.Tensor = args[self._argument] if isinstance(self._argument, int) else kwargs[self._argument]
@@ -96,20 +91,19 @@ class BlockStub(Stub):
         if self._shape[0] is not None:
             leaves, structure = pytree.tree_flatten(self._shape[0](*args, **kwargs))
             if self._index == slot.inject_at:
-                leaves[self._output.place] = hidden
+                leaves[pytree.tree_leaves(self._output).index(HIDDEN)] = hidden
             return pytree.tree_unflatten(leaves, structure)
         cache = next((value for value in (*args, *kwargs.values()) if hasattr(value, "get_mask_sizes")), None)
         if cache is not None and not getattr(cache, "length_without_layers", False):
             # Models ask one layer's cache for the length, and it may not be one of this stage's: this cache has one too, of width
-            # 1.
-            # A layer that keeps a state in place of keys and values has no length.
+            # 1. A layer that keeps a state in place of keys and values has no length.
             layer = next(iter(cache.layers[self._index : self._index + 1]), None)
             if layer is None or hasattr(layer, "update"):
                 nothing = hidden.new_zeros(hidden.shape[0], 1, length, 1)
                 cache.update(nothing, nothing, self._index)
         if self._index == slot.last:
             hidden = hidden.new_full((hidden.shape[0], length, *hidden.shape[2:]), float("nan"))
-        return self._output.around(hidden)
+        return pytree.tree_map(lambda leaf: hidden if leaf is HIDDEN else leaf, self._output)
 
 
 class NanStub(Stub):

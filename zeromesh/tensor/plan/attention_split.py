@@ -7,28 +7,21 @@ head and divide its query heads.
     8 query heads, 2 key-value heads, 4 ranks      rank 0: q 0 1, kv 0   rank 1: q 2 3, kv 0   rank 2: q 4 5, kv 1   ...
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
 from zeromesh.errors import LayoutError
-from zeromesh.intervals import Interval
+from zeromesh.intervals import Interval, balanced
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShare:
     queries: Interval
     keys: Interval
-
-
-def balanced(length: int, parts: int) -> tuple[Interval, ...]:
-    """Split `length` into `parts` intervals whose lengths differ by at most one, the longer ones first."""
-    base, longer = divmod(length, parts)
-    ends = [number * base + min(number, longer) for number in range(parts + 1)]
-    return tuple(Interval(start=start, end=end) for start, end in pairwise(ends))
 
 
 def share_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadShare, ...]:
@@ -93,6 +86,20 @@ def experts_form(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | N
     return None
 
 
+def forward_source(module: nn.Module) -> str:
+    """Return the source of a module's `forward`; an empty text where it is not available."""
+    try:
+        return inspect.getsource(type(module).forward)
+    except (OSError, TypeError):
+        return ""
+
+
+def linear_sizes(module: Any) -> tuple[int, int]:
+    """Return outputs and inputs of a linear layer."""
+    outputs, inputs = module.weight.shape[::-1] if linear_form(module) else module.weight.shape
+    return outputs, inputs
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionDivision:
     """The heads of an attention, divided over the ranks."""
@@ -127,14 +134,6 @@ class AttentionDivision:
                 end = share.keys.end * (group + 2)
                 heads.append((own, Interval(start=end - 2, end=end)))
         return tuple(tuple(scaled(interval, width) for interval in intervals) for intervals in heads)
-
-    def is_stacked(self, attention: nn.Module, style: str) -> bool:
-        """Return True if a fused projection has all queries first, then all keys, then all values."""
-        if style == "qkv_falcon":
-            return bool(getattr(attention, "multi_query", False)) and not getattr(
-                attention, "new_decoder_architecture", False
-            )
-        return style == "qkv_stacked"
 
     def patches(self, attention: nn.Module, *, stacked: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the attributes that the attention's code reads, with their values by rank."""

@@ -1,21 +1,12 @@
 """Plans the division of a model's layers among the ranks of the tensor axis. Pure: nothing is changed or moved.
 
 Rules come from the user, from a table, and from the model: its `tp_plan` of transformers, or without one the shapes of its layers
-(`recognition.py`). The first rule that matches a module counts. The styles are those of transformers, and some more:
+(`recognition.py`). The first rule that matches a module counts. The styles that rules name are those of `Style`, which transformers
+has too, and these:
 
-    colwise                          outputs are divided: by heads in an attention, by features elsewhere
-    rowwise                          inputs are divided, outputs summed
     packed_colwise                   as colwise, for two projections in one
     qkv_stacked, qkv_by_head         as colwise, for queries, keys and values in one, in this order or head by head
     rowwise_heads                    as rowwise, after an attention that is a sibling module
-    colwise_gather_output            as colwise, then outputs are gathered
-    rowwise_split_input              as rowwise, of an input that is whole on every rank
-    embedding_rowwise                an embedding, by tokens
-    embedding_heads                  an embedding of which each feature belongs to a head
-    moe_tp_experts                   experts, each divided along its intermediate features
-    replicated_with_grad_allreduce   whole on all ranks, used on divided activations, so that gradients are partial
-    local_params                     an attention with parameters (sinks) of one element per head
-    mla_kv_a_proj                    whole on all ranks; divided heads use its last outputs (rotary keys) directly
     replicate                        whole on all ranks
 """
 
@@ -25,21 +16,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from typing import Any
 
 from torch import nn
 
 from zeromesh.errors import LayoutError, some, summary
 from zeromesh.flat.layout import ParameterPart, Region
-from zeromesh.intervals import Interval
+from zeromesh.intervals import Interval, balanced
 from zeromesh.tensor.plan.attention_split import (
     AttentionDivision,
     Shares,
-    balanced,
     division_of,
     experts_form,
+    forward_source,
     linear_form,
+    linear_sizes,
     moved,
 )
 from zeromesh.tensor.plan.recognition import FUSED, KEYS, OWN, QUERIES, goes_by_shape, recognised
@@ -47,18 +39,20 @@ from zeromesh.units.plan import block_modules
 
 
 class Style(Enum):
-    COLUMN = "outputs divided"
-    COLUMN_GATHERED = "outputs divided, then gathered"
-    SLICED = "whole, some outputs computed"
-    ROW = "inputs divided"
-    ROW_SPLIT = "whole inputs divided"
-    EMBEDDING = "tokens divided"
-    EMBEDDING_FEATURES = "features divided"
-    HEAD = "tokens divided, logits local"
-    EXPERTS = "intermediate features divided"
-    PARTIAL = "whole, with partial gradients"
-    LATENT = "whole, some outputs used by divided heads"
-    SINKS = "heads divided"
+    """The division of one module, by transformers' name where it has one."""
+
+    COLUMN = "colwise"  # Outputs are divided: by heads in an attention, by features elsewhere.
+    COLUMN_GATHERED = "colwise_gather_output"  # As COLUMN, then outputs are gathered.
+    SLICED = "colwise_sliced"  # Whole, and each rank computes some outputs. No rule names it.
+    ROW = "rowwise"  # Inputs are divided, outputs summed.
+    ROW_SPLIT = "rowwise_split_input"  # As ROW, of an input that is whole on every rank.
+    EMBEDDING = "embedding_rowwise"  # An embedding, by tokens.
+    EMBEDDING_FEATURES = "embedding_heads"  # An embedding of which each feature belongs to a head.
+    HEAD = "head"  # The output embedding, by tokens. No rule names it.
+    EXPERTS = "moe_tp_experts"  # Experts, each divided along its intermediate features.
+    PARTIAL = "replicated_with_grad_allreduce"  # Whole, used on divided activations, so that gradients are partial.
+    LATENT = "mla_kv_a_proj"  # Whole; divided heads use its last outputs (rotary keys) directly.
+    SINKS = "local_params"  # An attention with parameters (sinks) of one element per head.
 
 
 WHOLE = (Style.PARTIAL, Style.LATENT, Style.SINKS)
@@ -91,22 +85,9 @@ class LayerPlan:
         """The FQN of the enclosing module; column layers with the same one may share an input."""
         return self.module.rpartition(".")[0]
 
-    def holders(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that have the same features as `rank`."""
-        return tuple(other for other, share in enumerate(self.shares) if share == self.shares[rank])
-
     def sizes(self) -> tuple[int, ...]:
         """Return the number of features of each rank."""
         return tuple(sum(interval.length for interval in share) for share in self.shares)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Patch:
-    """An attribute that a module's code reads, with its value on every rank. `attribute` may begin with `config.`."""
-
-    module: str
-    attribute: str
-    values: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +96,8 @@ class TensorPlan:
 
     size: int
     layers: tuple[LayerPlan, ...]
-    patches: tuple[Patch, ...]
+    patches: tuple[tuple[str, str, tuple[int, ...]], ...]
+    """Attributes that a module's code reads: FQN, attribute, which may begin with `config.`, and its value on each rank."""
     attentions: Mapping[str, AttentionDivision]
     """The divided heads, by the FQN of the module whose children project queries, keys and values."""
     stacks: tuple[tuple[str, ...], ...]
@@ -137,18 +119,13 @@ class TensorPlan:
 
 
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-_STYLES = (
-    *("colwise", "rowwise", "packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads"),
-    *("colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_heads", "moe_tp_experts"),
-    *("replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj", "replicate", *_SYNONYMS),
-)
-_EVENLY = {
-    "colwise": Style.COLUMN,
-    "colwise_gather_output": Style.COLUMN_GATHERED,
-    "rowwise": Style.ROW,
-    "rowwise_split_input": Style.ROW_SPLIT,
-}
+_EVENLY = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 """The styles of linear layers whose outputs or inputs are divided evenly."""
+_STYLES = (
+    *(*_EVENLY, "packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads", "embedding_rowwise"),
+    *("embedding_heads", "moe_tp_experts", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj"),
+    *("replicate", *_SYNONYMS),
+)
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
 _OF_HEADS = re.compile(r"(q|k|v|query|key|value)_embed(s|dings?)?")
 _ACTIVATION = re.compile(r"act(ivation)?(_fn)?")
@@ -171,9 +148,8 @@ def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = N
     planner.choose(rules or {})
     planner.embeddings()
     planner.attention_layers()
-    planner.norms_and_sinks()
+    planner.parameters_of_attentions()
     planner.other_layers()
-    planner.activations()
     planner.check_ties()
     return planner.plan()
 
@@ -188,7 +164,7 @@ class _Planner:
         self.styles: dict[str, str] = {}
         self.layers: dict[str, LayerPlan] = {}
         self.attentions: dict[str, AttentionDivision] = {}
-        self.patches: list[Patch] = []
+        self.patches: list[tuple[str, str, tuple[int, ...]]] = []
         self.notes: list[str] = []
         self.given: dict[str, str] = {}
 
@@ -215,43 +191,34 @@ class _Planner:
         library: Mapping[str, str] = {} if by_shape else (getattr(self.model, "tp_plan", None) or {})
         self.styles = recognised(self.model) if by_shape else {}
         if not rules and not builtin and not library and not self.styles:
+            of = {id(module): name for name, module in self.modules.items()}
+            parts = (child for block in block_modules(self.model) or [self.model] for child in block.children())
+            found = [each for each in parts if any(parameter.dim() > 1 for parameter in each.parameters())]
+            held = [*dict.fromkeys(f"{_shown([of[id(each)]])} ({type(each).__name__})" for each in found)]
             raise LayoutError(
                 f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}), whose blocks "
-                f"hold {some(self._held()) or 'nothing that is known'}; give rules "
+                f"hold {some(held) or 'nothing that is known'}; give rules "
                 "(pattern of module names -> style), or set parallel.tensor: 1"
             )
         if getattr(config, "slow_but_exact", False):
             raise LayoutError("slow_but_exact takes weights apart by itself; set it to false, or parallel.tensor: 1")
         names = [*self.modules, *dict(self.model.named_parameters(remove_duplicate=False))]
-        for pattern, style in library.items():
-            expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-            self._set((name for name in names if expression.fullmatch(name)), style)
-        for pattern, style in builtin.items():
-            self._set((name for name in names if fnmatchcase(name, pattern)), style)
-        for pattern, style in rules.items():
-            if style not in _STYLES:
+        patterns = [(re.escape(pattern).replace(r"\*", r"[^.]+"), style, "") for pattern, style in library.items()]
+        patterns += [(translate(pattern), style, "") for pattern, style in builtin.items()]
+        patterns += [
+            (translate(pattern), style, f"tensor-parallel rule {pattern!r}: ") for pattern, style in rules.items()
+        ]
+        for expression, style, given in patterns:
+            matched = [name for name in names if re.fullmatch(expression, name)]
+            self.styles.update(dict.fromkeys(matched, _SYNONYMS.get(style, style)))
+            if given and style not in _STYLES:
+                raise LayoutError(f"{given}there is no style {style!r}; styles are {', '.join(_STYLES)}")
+            if given and not matched:
                 raise LayoutError(
-                    f"tensor-parallel rule {pattern!r}: there is no style {style!r}; styles are {', '.join(_STYLES)}"
+                    f"{given}{style} matches no module of {type(self.model).__name__}; its modules are named like "
+                    f"{some([name for name in self.modules if name.count('.') > 1] or [*self.modules], 4)}"
                 )
-            matched = [name for name in names if fnmatchcase(name, pattern)]
-            self.given.update(dict.fromkeys(matched, f"tensor-parallel rule {pattern!r}: {style}"))
-            if not self._set(matched, style):
-                raise LayoutError(
-                    f"tensor-parallel rule {pattern!r}: {style} matches no module of {type(self.model).__name__}; its modules are "
-                    f"named like {some([name for name in self.modules if name.count('.') > 1] or [*self.modules], 4)}"
-                )
-
-    def _held(self) -> list[str]:
-        """Return the parts of blocks that have matrices, with their classes; those of the whole model if it has no blocks."""
-        names = {id(module): name for name, module in self.modules.items()}
-        held = (child for block in block_modules(self.model) or [self.model] for child in block.children())
-        found = [each for each in held if any(parameter.dim() > 1 for parameter in each.parameters())]
-        return [*dict.fromkeys(f"{_shown([names[id(each)]])} ({type(each).__name__})" for each in found)]
-
-    def _set(self, names: Iterable[str], style: str) -> bool:
-        found = list(names)
-        self.styles.update(dict.fromkeys(found, _SYNONYMS.get(style, style)))
-        return bool(found)
+            self.given.update(dict.fromkeys(matched if given else (), f"{given}{style}"))
 
     def embeddings(self) -> None:
         """Divide the input and output embedding by tokens, unless a rule says `replicate`."""
@@ -283,7 +250,20 @@ class _Planner:
                 continue
             del self.styles[name]
             with self._planning(name):
-                self._projection(name, style, fused=fused)
+                features, _ = self._linear(name)
+                attention = self.modules[parent]
+                if parent not in self.attentions:
+                    division = self.attentions[parent] = division_of(attention, parent, self.size)
+                    patches = division.patches(attention, stacked=style == "qkv_stacked")
+                    self.patches += [(parent, attribute, values) for attribute, values in patches]
+                division = self.attentions[parent]
+                if fused:
+                    grouped = getattr(attention, "new_decoder_architecture", False)
+                    one_key = style == "qkv_falcon" and getattr(attention, "multi_query", False) and not grouped
+                    shares = division.fused(name, features, stacked=style == "qkv_stacked" or one_key)
+                    self._add(name, Style.COLUMN if division.exclusive else Style.SLICED, shares)
+                else:
+                    self._add(name, Style.COLUMN, division.by_head(name, features, keys=leaf in KEYS))
         for parent in self.attentions:
             for leaf in (*QUERIES, *KEYS):
                 name = f"{parent}.{leaf}"
@@ -292,24 +272,7 @@ class _Planner:
                         f"{name} would be whole beside projections of {parent} that are divided; give all of them the same style"
                     )
 
-    def _projection(self, name: str, style: str, *, fused: bool) -> None:
-        features, _ = self._linear(name)
-        parent, _, leaf = name.rpartition(".")
-        attention = self.modules[parent]
-        if parent not in self.attentions:
-            division = self.attentions[parent] = division_of(attention, parent, self.size)
-            self.patches += [
-                Patch(module=parent, attribute=attribute, values=values)
-                for attribute, values in division.patches(attention, stacked=style == "qkv_stacked")
-            ]
-        division = self.attentions[parent]
-        if fused:
-            shares = division.fused(name, features, stacked=division.is_stacked(attention, style))
-            self._add(name, Style.COLUMN if division.exclusive else Style.SLICED, shares)
-        else:
-            self._add(name, Style.COLUMN, division.by_head(name, features, keys=leaf in KEYS))
-
-    def norms_and_sinks(self) -> None:
+    def parameters_of_attentions(self) -> None:
         """Plan per-head norms, which plans may have forgotten, and sinks; an attention may hold no other parameters."""
         for parent in self.attentions:
             attention = self.modules[parent]
@@ -330,34 +293,42 @@ class _Planner:
                 self._add(parent, Style.SINKS, self.attentions[parent].by_head(parent, parameter.shape[0]))
 
     def other_layers(self) -> None:
+        """Plan the modules whose styles are left, and activations with parameters that run on divided activations."""
         experts = [name for name, style in self.styles.items() if style == "moe_tp_experts"]
         for name, style in self.styles.items():
-            with self._planning(name):
-                self._other(name, style, experts)
+            if style == "moe_identity_expert":
+                raise LayoutError(f"{name}: every rank would add what this expert passes on; set parallel.tensor: 1")
+            of_sinks = style == "local_params" and name in self.attentions
+            if style != "replicate" and not of_sinks and name.rpartition(".")[0] not in experts:
+                with self._planning(name):
+                    self._other(name, style)
+        for parent in {layer.parent for layer in self.layers.values() if layer.style is Style.COLUMN}:
+            for leaf, child in self.modules[parent].named_children():
+                name = f"{parent}.{leaf}"
+                if _ACTIVATION.fullmatch(leaf) and any(True for _ in child.parameters()) and name not in self.layers:
+                    self._add(name, Style.PARTIAL)
 
-    def _other(self, name: str, style: str, experts: list[str]) -> None:
-        if style == "moe_identity_expert":
-            raise LayoutError(f"{name}: every rank would add what this expert passes on; set parallel.tensor: 1")
-        if name.rpartition(".")[0] in experts or style == "replicate":
-            return
-        if style == "local_params" and name in self.attentions:
-            return
-        if name not in self.modules:
+    def _other(self, name: str, style: str) -> None:
+        module: Any = self.modules.get(name)
+        if module is None:
             raise LayoutError(f"{name}: style {style} of a parameter alone is not known; give its module another one")
         if style == "moe_tp_experts":
-            self._experts(name)
+            held = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
+            form = experts_form(held) if getattr(module, "is_concatenated", True) else None
+            if form is None:
+                shapes = ", ".join(f"{leaf} {list(shape)}" for leaf, shape in held.items())
+                raise LayoutError(
+                    f"{name}: experts with parameters {shapes} cannot be divided; known are gate_up_proj [experts, 2 x "
+                    "intermediate, hidden] with down_proj [experts, hidden, intermediate], or both transposed"
+                )
+            self._divide(name, Style.EXPERTS, held["down_proj"][form["down_proj"]])
         elif style == "replicated_with_grad_allreduce":
             self._add(name, Style.PARTIAL)
-        elif style in ("embedding_rowwise", "embedding_heads"):
-            self._embedding(name, style)
-        else:
-            self._plain_linear(name, style)
-
-    def _embedding(self, name: str, style: str) -> None:
-        module: Any = self.modules[name]
-        if style == "embedding_heads" and isinstance(module, nn.Embedding):
+        elif style == "embedding_heads" and isinstance(module, nn.Embedding):
             shares = self._attention_around(name).by_head(name, module.weight.shape[1])
             self._add(name, Style.EMBEDDING_FEATURES, shares)
+        elif style not in ("embedding_rowwise", "embedding_heads"):
+            self._plain_linear(name, style)
         elif name not in self.layers:
             if not _divisible_embedding(module):
                 raise LayoutError(f"{name}: a {type(module).__name__} cannot be divided by tokens, or is no embedding")
@@ -365,13 +336,16 @@ class _Planner:
 
     def _plain_linear(self, name: str, style: str) -> None:
         outputs, inputs = self._linear(name)
-        attention = self.attentions.get(name.rpartition(".")[0])
+        parent = name.rpartition(".")[0]
+        attention = self.attentions.get(parent)
         if style == "mla_kv_a_proj":
-            if not hasattr(self.modules[name.rpartition(".")[0]], "kv_lora_rank"):
+            if not hasattr(self.modules[parent], "kv_lora_rank"):
                 raise LayoutError(f"{name}: what is around it has no kv_lora_rank, the number of its latent outputs")
             self._add(name, Style.LATENT)
         elif style == "colwise" and attention is not None:
-            if outputs not in self._of_queries(name.rpartition(".")[0], attention):
+            rows = [row for row, of in self.styles.items() if of == "rowwise" and row.rpartition(".")[0] == parent]
+            # Only layers of the query heads can have these outputs, such as gates.
+            if outputs not in (attention.queries, *(self._linear(row)[1] for row in rows)):
                 raise LayoutError(
                     f"{name}: nothing says to which heads its {outputs} outputs belong; set parallel.tensor: 1"
                 )
@@ -384,37 +358,11 @@ class _Planner:
             division = attention or self._attention_around(name)
             self._add(name, Style.ROW, division.by_head(name, inputs))
         elif style in _EVENLY:
-            of_outputs = style.startswith("colwise")
-            self._divide(name, _EVENLY[style], outputs if of_outputs else inputs)
+            self._divide(name, Style(style), outputs if style.startswith("colwise") else inputs)
         else:
             raise LayoutError(
                 f"{name}: tensor-parallel style {style!r} is not known; see zeromesh/tensor/plan/planner.py for those that are"
             )
-
-    def _of_queries(self, parent: str, attention: AttentionDivision) -> set[int]:
-        """Return the output sizes that only layers of the query heads of an attention can have, such as gates."""
-        rows = [name for name, style in self.styles.items() if style == "rowwise" and name.rpartition(".")[0] == parent]
-        return {attention.queries, *(self._linear(name)[1] for name in rows)}
-
-    def activations(self) -> None:
-        """Plan activations with parameters between column and row layer, which run on divided activations."""
-        for parent in {layer.parent for layer in self.layers.values() if layer.style is Style.COLUMN}:
-            for leaf, child in self.modules[parent].named_children():
-                name = f"{parent}.{leaf}"
-                if _ACTIVATION.fullmatch(leaf) and any(True for _ in child.parameters()) and name not in self.layers:
-                    self._add(name, Style.PARTIAL)
-
-    def _experts(self, name: str) -> None:
-        module: Any = self.modules[name]
-        held = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
-        form = experts_form(held) if getattr(module, "is_concatenated", True) else None
-        if form is None:
-            raise LayoutError(
-                f"{name}: experts with parameters {', '.join(f'{leaf} {list(shape)}' for leaf, shape in held.items())} cannot be "
-                "divided; known are gate_up_proj [experts, 2 x intermediate, hidden] with down_proj [experts, hidden, "
-                "intermediate], or both transposed"
-            )
-        self._divide(name, Style.EXPERTS, held["down_proj"][form["down_proj"]])
 
     def _attention_around(self, name: str) -> AttentionDivision:
         """Return the division of the nearest enclosing attention of `name`."""
@@ -428,13 +376,11 @@ class _Planner:
 
     def _linear(self, name: str) -> tuple[int, int]:
         """Return outputs and inputs of a linear layer. Raises `LayoutError` for other modules."""
-        module: Any = self.modules.get(name)
-        transposed = linear_form(module)
-        if transposed is None:
+        module = self.modules.get(name)
+        if module is None or linear_form(module) is None:
             kind = "parameter" if module is None else type(module).__name__
             raise LayoutError(f"{name}: a {kind} cannot be divided; allowed are torch.nn.Linear and GPT-2's Conv1D")
-        outputs, inputs = module.weight.shape[::-1] if transposed else module.weight.shape
-        return outputs, inputs
+        return linear_sizes(module)
 
     def check_ties(self) -> None:
         """Check that modules with a tied parameter divide it alike; otherwise embeddings stay whole."""
@@ -473,40 +419,30 @@ class _Planner:
                 f"whole on all tensor ranks, though each computes its part alone: {_shown(sliced)}, "
                 "since ranks share key-value heads"
             )
-        return TensorPlan(
-            size=self.size,
-            layers=layers,
-            patches=tuple(self.patches),
-            attentions=self.attentions,
-            stacks=self._stacks(),
-            notes=tuple(self.notes),
-        )
-
-    def _stacks(self) -> tuple[tuple[str, ...], ...]:
         names = {id(module): name for name, module in self.modules.items()}
         stacks: dict[str, list[str]] = {}
         for block in block_modules(self.model):
             name = names[id(block)]
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
-        divided = [layer.module for layer in self.layers.values() if layer.style not in (Style.EMBEDDING, Style.HEAD)]
-        return tuple(tuple(stack) for stack in stacks.values() if any(inside(name, stack) for name in divided))
+        divided = [layer.module for layer in layers if layer.style not in (Style.EMBEDDING, Style.HEAD)]
+        return TensorPlan(
+            size=self.size,
+            layers=layers,
+            patches=tuple(self.patches),
+            attentions=self.attentions,
+            stacks=tuple(tuple(each) for each in stacks.values() if any(inside(name, each) for name in divided)),
+            notes=tuple(self.notes),
+        )
 
 
 def _divisible_embedding(module: nn.Module) -> bool:
     """Return True for an embedding whose rows may lie on several ranks, since it returns them unchanged or scaled."""
     if not isinstance(module, nn.Embedding) or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
-    if "forward" in vars(module) or (type(module).forward is not nn.Embedding.forward and not _scales(type(module))):
+    plain = type(module).forward is nn.Embedding.forward or _SCALED.fullmatch(forward_source(module).strip())
+    if "forward" in vars(module) or not plain:
         return False
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-
-
-def _scales(kind: type[nn.Module]) -> bool:
-    """Return True if the forward of an embedding class only multiplies the rows, as in transformers."""
-    try:
-        return _SCALED.fullmatch(inspect.getsource(kind.forward).strip()) is not None
-    except (OSError, TypeError):  # Its source is not available.
-        return False
 
 
 def _shown(names: Iterable[str]) -> str:
@@ -543,29 +479,22 @@ def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...]
     """Return `rank`'s part of a parameter; None if the parameter stays whole."""
     if layer.style in (Style.PARTIAL, Style.LATENT, Style.SLICED):
         return None
-    dim = _dim(layer, module, leaf)
-    if dim is None:
-        return None
+    transposed = bool(linear_form(module))
+    if layer.style is Style.EXPERTS:
+        dim = (experts_form({name: tuple(held.shape) for name, held in module.named_parameters()}) or {})[leaf]
+    elif layer.style in (Style.ROW, Style.ROW_SPLIT):
+        if leaf == "bias":
+            return None
+        dim = 0 if transposed else 1
+    else:
+        dim = 1 if layer.style is Style.EMBEDDING_FEATURES or (transposed and leaf != "bias") else 0
     intervals = layer.shares[rank]
     if layer.style is Style.EXPERTS and leaf == "gate_up_proj":
         (own,), half = intervals, shape[dim] // 2
         intervals = (own, moved(own, half))
     dims = tuple(intervals if number == dim else (Interval(start=0, end=size),) for number, size in enumerate(shape))
-    holders = layer.holders(rank)
+    holders = tuple(other for other, share in enumerate(layer.shares) if share == layer.shares[rank])
     return ParameterPart(region=Region(shape=shape, dims=dims), holders=holders, partial=len(holders) > 1)
-
-
-def _dim(layer: LayerPlan, module: nn.Module, leaf: str) -> int | None:
-    if layer.style is Style.EXPERTS:
-        return (experts_form({name: tuple(held.shape) for name, held in module.named_parameters()}) or {})[leaf]
-    if layer.style in (Style.EMBEDDING, Style.SINKS):
-        return 0
-    if layer.style is Style.EMBEDDING_FEATURES:
-        return 1
-    transposed = bool(linear_form(module))
-    if layer.style in (Style.ROW, Style.ROW_SPLIT):
-        return None if leaf == "bias" else (0 if transposed else 1)
-    return 0 if leaf == "bias" or not transposed else 1
 
 
 def _partial(plan: TensorPlan, full: str, sequence: bool) -> bool:

@@ -10,11 +10,10 @@ copy of the model (`trainer/models/tensor_trial.py`), and refused if a module co
 from collections.abc import Iterator, Mapping
 from inspect import signature
 from itertools import chain
-from typing import Any
 
 from torch import nn
 
-from zeromesh.tensor.plan.attention_split import count_heads, linear_form
+from zeromesh.tensor.plan.attention_split import count_heads, linear_form, linear_sizes
 from zeromesh.units.plan import block_modules
 
 Rules = Mapping[str, str]
@@ -63,7 +62,7 @@ def recognised(model: nn.Module) -> dict[str, str]:
 
 def _styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     modules = dict(block.named_modules())
-    linear = {name: _sizes(module) for name, module in modules.items() if linear_form(module) is not None}
+    linear = {name: linear_sizes(module) for name, module in modules.items() if linear_form(module) is not None}
     order, left = list(linear), dict(linear)
     width = 0
     for parent, attention in modules.items():
@@ -77,7 +76,8 @@ def _styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
         columns = fused or [*queries, *keys]
         width = linear[columns[0]][1]
         for name in fused:
-            yield f"{prefix}.{name}", _fused_style(attention, own[name])
+            plain = "qkv_by_head" if own[name] == "query_key_value" else "qkv_stacked"
+            yield f"{prefix}.{name}", "qkv_falcon" if hasattr(attention, "multi_query") else plain
         for name in queries + keys if not fused else ():
             yield f"{prefix}.{name}", "colwise"
         features = linear[queries[0]][0] if queries else width
@@ -118,14 +118,3 @@ def _is_plain(modules: Mapping[str, nn.Module], name: str, linear: Mapping[str, 
     held = [each for each in around.children() if linear_form(each) is None and not [*each.children()]]
     matrices = any(parameter.dim() > 1 for each in held for parameter in each.parameters())
     return not parent or not (matrices or [*around.parameters(recurse=False)])
-
-
-def _sizes(module: Any) -> tuple[int, int]:
-    outputs, inputs = module.weight.shape[::-1] if linear_form(module) else module.weight.shape
-    return outputs, inputs
-
-
-def _fused_style(attention: nn.Module, leaf: str) -> str:
-    if hasattr(attention, "multi_query"):
-        return "qkv_falcon"
-    return "qkv_by_head" if leaf == "query_key_value" else "qkv_stacked"
