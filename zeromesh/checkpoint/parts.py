@@ -173,7 +173,7 @@ class PartsReader(OpenedCheckpoint):
         problem: ZeromeshError | None = None
         for served in zip_longest(*queues):
             what = "reading other hosts' parts of the checkpoint"
-            found = self._world.all_bytes_or_raise(what, partial(self._bytes_of, served), CheckpointError)
+            found = self._world.all_or_raise(what, partial(self._bytes_of, served), CheckpointError)
             for piece, data in zip(served, found, strict=True):
                 if piece not in wanted or piece in self._here or problem is not None:
                     continue

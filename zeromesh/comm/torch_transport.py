@@ -17,6 +17,7 @@ import torch
 from zeromesh.comm.shm_transport import SharedTransport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, RingRequest, Transport
 from zeromesh.errors import CollectiveError
+from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.offload import DONE, SparePages, TieredTensor, allocate_lasting
 from zeromesh.telemetry.step_recorder import Collective
@@ -81,7 +82,8 @@ class CollectiveBuffer(GatherBuffer):
         reading, self._reading = self._reading, None
         if reading is not None:
             with reading.ordering():
-                self._flight = self._group.start(Collective.ALL_GATHER, self.full, self.own(), self._what)
+                call = CollectiveCall(self.full, self.own(), self._what)
+                self._flight = self._group.start(Collective.ALL_GATHER, call)
 
     def wait(self) -> None:
         while self._reading is not None:
@@ -139,7 +141,8 @@ class CollectiveReducer(Reducer):
             parts = received.chunk(group.size)
             length = filled.numel() // group.size
             sums = out[group.index * length : (group.index + 1) * length] if whole else out
-        flight = group.start(row, received, filled, "reduction of gradients", purpose="reduce", counts_as=kind)
+        call = CollectiveCall(received, filled, "reduction of gradients", purpose="reduce", counts_as=kind)
+        flight = group.start(row, call)
         return Reduction(
             traffic=group.traffic,
             kind=kind,
@@ -156,8 +159,8 @@ class CollectiveReducer(Reducer):
         self.finished += 1
 
     def _gather_sums(self, out: torch.Tensor, sums: torch.Tensor) -> None:
-        what = "all-gather of summed gradients"
-        self.group.start(Collective.ALL_GATHER, out, sums, what, purpose="reduce").wait()
+        call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
+        self.group.start(Collective.ALL_GATHER, call).wait()
 
 
 class CollectiveTransport(Transport):

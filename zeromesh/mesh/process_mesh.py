@@ -26,7 +26,7 @@ from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape, axes_of
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
-from zeromesh.mesh.run_store import START_SECONDS
+from zeromesh.mesh.run_store import START_SECONDS, rows
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.allocation import SharedSegment
@@ -173,7 +173,7 @@ class ProcessMesh:
             if board is not None:
                 return Watchdog(board, self.rank, timeout_seconds, compare_events=True, one_order=on_device)
             self.one_host = self._shares_memory = False
-        store = self._links.rows() or store
+        store = rows(self.environment) or store
         published = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
         dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
         return Watchdog(published, self.rank, timeout_seconds, compare_events=False, one_order=on_device)
@@ -229,7 +229,7 @@ class ProcessMesh:
             self._sets[key] = self._as_set(name, own, link)
         return self._sets[key]
 
-    def _as_set(self, name: str, ranks: tuple[int, ...], link: SetGroups | None) -> ProcessSet:
+    def _as_set(self, name: str, ranks: tuple[int, ...], groups: SetGroups | None) -> ProcessSet:
         """Create the set as this rank sees it; the rank need not be a member."""
         joined = self.rank in ranks and len(ranks) > 1
         return ProcessSet(
@@ -237,7 +237,7 @@ class ProcessMesh:
             ranks=ranks,
             index=ranks.index(self.rank) if self.rank in ranks else -1,
             watch=self.watch,
-            link=link,
+            groups=groups,
             one_host=self._shares_memory and len({self.places[rank].host for rank in ranks}) == 1,
             works=self._links.works,
             traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
@@ -252,7 +252,7 @@ class ProcessMesh:
         """Return the world with a group for tensors of the device (`world` has a CPU group only). All ranks call this alike."""
         if self._links.works is None:
             return self.world
-        return replace(self.world, link=self._links.between(self.world.ranks, ["data"]))
+        return replace(self.world, groups=self._links.between(self.world.ranks, ["data"]))
 
     def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
         """Return the rank `step` places further along `axis` (back when negative); None past an end, unless `wrap` closes it."""

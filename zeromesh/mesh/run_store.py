@@ -10,6 +10,7 @@ these hosts belong on a closed network. Both stores hold text and numbers only; 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
 import struct
@@ -29,6 +30,7 @@ START_SECONDS = 300
 """Seconds that start-up may take, more than a step: processes import and read models at different speeds."""
 _STORES: dict[LaunchEnvironment, Store] = {}
 _DESCRIPTORS: dict[LaunchEnvironment, tuple[int, int]] = {}
+_MESHES = itertools.count()
 _RANK_SECONDS = 10.0  # for a connected rank to send its number
 _RANK_BYTES = 16
 _USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
@@ -102,11 +104,11 @@ def _make_store(environment: LaunchEnvironment, patience: timedelta) -> Store:
     )
 
 
-def rows(environment: LaunchEnvironment, mesh: int) -> LocalRowStore | None:
-    """Return the store for the ranks' rows of mesh number `mesh`; None on several hosts, where the store itself has the rows."""
+def rows(environment: LaunchEnvironment) -> LocalRowStore | None:
+    """Return the store for the ranks' rows of the next mesh; None on several hosts, where the store itself has the rows."""
     if not _one_host(environment):
         return None
-    return LocalRowStore(_descriptors(environment)[1], mesh, environment.world_size)
+    return LocalRowStore(_descriptors(environment)[1], next(_MESHES), environment.world_size)
 
 
 def _one_host(environment: LaunchEnvironment) -> bool:

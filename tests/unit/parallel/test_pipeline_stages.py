@@ -26,7 +26,7 @@ from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
 
 WATCH = Watchdog(StatusBoard({0: new_row()}, 0), 0, 1.0, compare_events=True)
-ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=WATCH, link=None, one_host=True, works=None)
+ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=WATCH, groups=None, one_host=True, works=None)
 
 
 def test_an_anatomy_needs_no_memory() -> None:
