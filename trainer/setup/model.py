@@ -17,7 +17,8 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
-from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide

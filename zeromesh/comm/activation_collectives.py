@@ -15,13 +15,13 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from enum import IntEnum
+from enum import Enum
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from zeromesh.comm.shared_ring import SharedRing
+from zeromesh.comm.shared_ring import ABOUT, SharedRing
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
 from zeromesh.mesh.collectives import CollectiveCall
@@ -32,22 +32,16 @@ _CHUNK = 1 << 15
 """The number of elements summed at a time over more than two ranks, chosen so that the partial sum stays in a core's cache."""
 
 
-class ExchangeKind(IntEnum):
+class ExchangeKind(Enum):
     """The kinds of collectives on activations."""
 
-    SUM = 0, "sum", Collective.ALL_REDUCE
-    GATHER = 1, "gather", Collective.ALL_GATHER
-    SCATTERED_SUM = 2, "scattered sum", Collective.REDUCE_SCATTER
+    SUM = "sum", Collective.ALL_REDUCE
+    GATHER = "gather", Collective.ALL_GATHER
+    SCATTERED_SUM = "scattered sum", Collective.REDUCE_SCATTER
 
-    phrase: str
-    """The name of the kind in error messages."""
-    collective: Collective
-    """The row of the traffic statistics under which this kind is counted."""
-
-    def __new__(cls, number: int, phrase: str = "", collective: Collective = Collective.ALL_REDUCE) -> Self:
-        made = int.__new__(cls, number)
-        made._value_, made.phrase, made.collective = number, phrase, collective
-        return made
+    def __init__(self, phrase: str, collective: Collective) -> None:
+        """Take the name of the kind in error messages, and the row of the traffic statistics under which it is counted."""
+        self.phrase, self.collective = phrase, collective
 
 
 class Pending:
@@ -158,7 +152,7 @@ class GroupExchange(Exchange):
 
     def __init__(self, group: ProcessSet) -> None:
         self.size, self.index, self._group = group.size, group.index, group
-        self._what = [f"{kind.phrase} of activations over axis {group.name}" for kind in ExchangeKind]
+        self._what = {kind: f"{kind.phrase} of activations over axis {group.name}" for kind in ExchangeKind}
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Begin the collective. On a device it never writes into the caller's tensor, which autograd may have saved."""
@@ -189,7 +183,7 @@ class GroupExchange(Exchange):
         moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
         sizes[self.index] = 0
         others = tensor.new_empty(sum(sizes))
-        parts = list(torch.split(others, sizes))
+        parts = list(others.split_with_sizes(sizes))
         parts[self.index] = own
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
@@ -237,11 +231,6 @@ def _dim(tensor: torch.Tensor, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
         raise LayoutError(f"a tensor of shape {list(tensor.shape)} has no dim {dim}")
     return dim % tensor.dim()
-
-
-_DIMS = 8
-_DTYPES = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class SharedExchange(Exchange):
@@ -312,16 +301,16 @@ class SharedExchange(Exchange):
 def _about(
     kind: ExchangeKind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
 ) -> list[int]:
-    """Encode the exchange as words of a ring entry, which all ranks compare. The cached list must not be changed."""
-    shares = zlib.crc32(array("q", lengths).tobytes())
-    dims = [*shape, *([0] * _DIMS)][:_DIMS]
-    return [int(kind) | (dim + 1) << 8, shares, _CODES[dtype], len(shape), *dims]
+    """Encode the exchange as words of a ring entry, which all ranks compare: a checksum, and the text for an error message. The
+    cached list must not be changed."""
+    along = f" along dim {dim}" if dim >= 0 else ""
+    text = f"{kind.phrase}{along} of {str(dtype).removeprefix('torch.')} {list(shape)}"
+    room = (ABOUT - 1) * 8
+    return [zlib.crc32(f"{text} {lengths}".encode()), *memoryview(text.encode().ljust(room)[:room]).cast("q")]
 
 
 def _phrase(about: list[int]) -> str:
-    kind, dim, dtype = ExchangeKind(about[0] & 0xFF), (about[0] >> 8) - 1, str(_DTYPES[about[2]]).removeprefix("torch.")
-    along = f" along dim {dim}" if dim >= 0 else ""
-    return f"{kind.phrase}{along} of {dtype} {about[4 : 4 + min(about[3], _DIMS)]}"
+    return array("q", about[1:]).tobytes().decode().rstrip()
 
 
 def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName = "auto") -> Exchange:

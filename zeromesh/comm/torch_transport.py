@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -67,15 +66,11 @@ class CollectiveBuffer(GatherBuffer):
         self.poll()
 
     def poll(self) -> None:
-        while self._queue and self._queue[0].may_start():
+        while self._queue and (reading := self._queue[0]._reading) is not None:
+            # On a device a stream may wait for this rank's shard, else it must be in place or have failed.
+            if not (reading is DONE or reading.on_device if self._group.on_stream else reading.done()):
+                return
             self._queue.popleft().start()
-
-    def may_start(self) -> bool:
-        """Return True if this rank's shard is in place or has failed; on a device, also if a stream will wait for it."""
-        reading = self._reading
-        if reading is None:
-            return False
-        return reading is DONE or reading.on_device if self._group.on_stream else reading.done()
 
     def start(self) -> None:
         """Start the all-gather, once this rank's shard is in place."""
@@ -143,6 +138,11 @@ class CollectiveReducer(Reducer):
             sums = out[group.index * length : (group.index + 1) * length] if whole else out
         call = CollectiveCall(received, filled, "reduction of gradients", purpose="reduce", counts_as=kind)
         flight = group.start(row, call)
+
+        def gather_sums() -> None:
+            call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
+            group.start(Collective.ALL_GATHER, call).wait()
+
         return Reduction(
             traffic=group.traffic,
             kind=kind,
@@ -152,15 +152,11 @@ class CollectiveReducer(Reducer):
             arrived=flight.done,
             wait=flight.wait,
             free=self._free,
-            complete=partial(self._gather_sums, out, sums) if sums.numel() != out.numel() else None,
+            complete=gather_sums if sums.numel() != out.numel() else None,
         )
 
     def _free(self) -> None:
         self.finished += 1
-
-    def _gather_sums(self, out: torch.Tensor, sums: torch.Tensor) -> None:
-        call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
-        self.group.start(Collective.ALL_GATHER, call).wait()
 
 
 class CollectiveTransport(Transport):

@@ -100,8 +100,17 @@ def chunked_cross_entropy(
     If no gradient is needed, nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk,
     and `DataError` for a target outside of the vocabulary.
     """
-    run, vocab = _pass_over(weight.shape[0], sizes, exchange)
-    _check(hidden, weight, bias, targets, seed, chunk_tokens)
+    run: Callable[..., HeadPass] = HeadPass
+    held = vocab = weight.shape[0]
+    if exchange is not None:
+        if len(sizes) != exchange.size or sizes[exchange.index] != held:
+            raise LayoutError(
+                f"rank {exchange.index} of {exchange.size} has {held} tokens of the vocabulary, where sizes are {list(sizes)}"
+            )
+        run, vocab = partial(_PartOfHead, exchange=exchange, first=sum(sizes[: exchange.index])), sum(sizes)
+    _check(hidden, weight, bias, targets)
+    if not (math.isfinite(seed) and chunk_tokens >= 1):
+        raise LayoutError(f"seed must be finite and chunk_tokens at least 1; got {seed} and {chunk_tokens}")
     trained = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
     wanted = targets != ignore_index
     if count is None or not on_accelerator(targets):
@@ -120,15 +129,18 @@ def chunked_cross_entropy(
     return total
 
 
-def _pass_over(held: int, sizes: Sequence[int], exchange: Exchange | None) -> tuple[Callable[..., HeadPass], int]:
-    """Return the class of evaluations for a head that holds `held` tokens on this rank, and the size of the vocabulary."""
-    if exchange is None:
-        return HeadPass, held
-    if len(sizes) != exchange.size or sizes[exchange.index] != held:
+def _check(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor) -> None:
+    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
+    if not fits:
+        shapes = [None if t is None else tuple(t.shape) for t in (hidden, weight, bias, targets)]
         raise LayoutError(
-            f"rank {exchange.index} of {exchange.size} has {held} tokens of the vocabulary, where sizes are {list(sizes)}"
+            "expected hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, "
+            f"targets [tokens]; got {shapes}"
         )
-    return partial(_PartOfHead, exchange=exchange, first=sum(sizes[: exchange.index])), sum(sizes)
+    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
+    if len(dtypes) != 1 or not hidden.is_floating_point():
+        raise LayoutError(f"hidden, weight and bias must share one floating dtype; got {sorted(map(str, dtypes))}")
 
 
 def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -100) -> None:
@@ -152,31 +164,6 @@ def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
     if dtype.itemsize >= 4 or tokens > 2 * hidden + small:
         return max(1, small)
     return max(1, tokens)
-
-
-def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    seed: float,
-    chunk_tokens: int,
-) -> None:
-    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
-    fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
-    if not fits:
-        shapes = [None if t is None else tuple(t.shape) for t in (hidden, weight, bias, targets)]
-        raise LayoutError(
-            "expected hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, "
-            f"targets [tokens]; got {shapes}"
-        )
-    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
-    if len(dtypes) != 1 or not hidden.is_floating_point():
-        raise LayoutError(f"hidden, weight and bias must share one floating dtype; got {sorted(map(str, dtypes))}")
-    if not math.isfinite(seed):
-        raise LayoutError(f"seed must be finite; got {seed}")
-    if chunk_tokens < 1:
-        raise LayoutError(f"chunk_tokens must be at least 1; got {chunk_tokens}")
 
 
 class HeadPass:
@@ -332,14 +319,6 @@ def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return torch.stack((largest, total, chosen))
 
 
-def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return losses [rows], largest logit and sum of exp(logit - largest) over all ranks [rows], from this rank's [3, rows]."""
-    everyone = exchange.all_gather_async(statistics.unsqueeze(0), 0).wait()
-    largest = everyone[:, 0].amax(dim=0)
-    total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
-    return total.log() + (largest - everyone[:, 2].sum(dim=0)), largest, total
-
-
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
     own, picked = _picked(softmax, local)
     softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
@@ -368,8 +347,10 @@ class _PartOfHead(HeadPass):
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
             self.change.apply_(wide)
             statistics[:, block] = _statistics(wide, local[block])
-        found, largest, total = _combine(statistics, self._exchange)
-        losses.copy_(found)
+        everyone = self._exchange.all_gather_async(statistics.unsqueeze(0), 0).wait()
+        largest = everyone[:, 0].amax(dim=0)
+        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
+        losses.copy_(total.log() + (largest - everyone[:, 2].sum(dim=0)))
         if not self.wants_gradients:
             return
         for block in blocks:

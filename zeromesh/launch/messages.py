@@ -38,7 +38,9 @@ BEATS = 5
 
 Message = Mapping[str, Any]
 Stream = socket.socket | IO[bytes]
-Value = TypeVar("Value", str, bool)
+Value = TypeVar("Value", str, bool, int)
+MISSING = -1
+"""The default of an integer that has to be there."""
 _LONGEST_SHOWN = 160
 _WHOLE_WRITE = 4096
 """Bytes that a pipe takes in one piece (PIPE_BUF), and that a writable socket takes without waiting."""
@@ -65,20 +67,16 @@ def parsed(data: bytes) -> Message:
     return message
 
 
-def number(message: Message, name: str, *, least: int = 0, most: int = (1 << 53) - 1) -> int:
-    """Return the integer under `name`. Raises `MessageError`."""
-    value = message.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise MessageError(f"{name!r} is {_shown(value)}; allowed is an integer from {least} to {most}")
-    return value
+def field(message: Message, name: str, default: Value, *, least: int = 0, most: int = (1 << 53) - 1) -> Value:
+    """Return the text, Boolean or integer under `name`, or `default` if it is missing; it has the type of `default`.
 
-
-def optional(message: Message, name: str, default: Value) -> Value:
-    """Return the text or Boolean under `name`, or `default` if it is missing. Raises `MessageError`."""
+    Raises:
+        MessageError: for another type, and for an integer, the default too, that is not from `least` to `most`.
+    """
     value = message.get(name, default)
-    if not isinstance(value, type(default)):
-        allowed = "a text" if isinstance(default, str) else "true or false"
-        raise MessageError(f"{name!r} is {_shown(value)}; allowed is {allowed}")
+    if type(value) is not type(default) or (type(value) is int and not least <= value <= most):
+        allowed = {str: "a text", bool: "true or false"}.get(type(default), f"an integer from {least} to {most}")
+        raise MessageError(f"{name!r} is {_shown(message.get(name))}; allowed is {allowed}")
     return value
 
 
@@ -98,15 +96,15 @@ def rank_range(message: Message) -> RankRange:
     content = message.get("start")
     if not isinstance(content, dict):
         raise MessageError(f"'start' is {_shown(content)}; allowed is an object")
-    size = number(content, "world_size", least=1, most=MAX_PROCESSES**2)
+    size = field(content, "world_size", MISSING, least=1, most=MAX_PROCESSES**2)
     return RankRange(
-        first=number(content, "first", most=size - 1),
-        processes=number(content, "processes", least=1, most=MAX_PROCESSES),
+        first=field(content, "first", MISSING, most=size - 1),
+        processes=field(content, "processes", MISSING, least=1, most=MAX_PROCESSES),
         world_size=size,
-        master_address=optional(content, "master_address", ""),
-        master_port=number(content, "master_port", least=1, most=65535),
-        run_id=optional(content, "run_id", ""),
-        restart=number(content, "restart"),
+        master_address=field(content, "master_address", ""),
+        master_port=field(content, "master_port", MISSING, least=1, most=65535),
+        run_id=field(content, "run_id", ""),
+        restart=field(content, "restart", MISSING),
     )
 
 
@@ -184,9 +182,9 @@ class LauncherConnection:
         for line in lines or ():
             message = self.opened(line)
             if "beat" in message and self._serves:
-                self.send({"echo": number(message, "beat")})
+                self.send({"echo": field(message, "beat", MISSING)})
             elif "echo" in message and not self._serves:
-                self.alive_at = max(self.alive_at, min(number(message, "echo") / 1e6, self._beat_at))
+                self.alive_at = max(self.alive_at, min(field(message, "echo", MISSING) / 1e6, self._beat_at))
             elif not {"beat", "echo"} & message.keys():
                 messages.append(message)
         if lines and self._serves:
@@ -209,14 +207,14 @@ class LauncherConnection:
         first = not self._numbers[not self._serves]
         if first and self._serves:
             # The first line carries the random word of its sender, which its digest covers already.
-            self.agree(self.drawn, optional(parsed(data), "drawn", ""))
+            self.agree(self.drawn, field(parsed(data), "drawn", ""))
         if not hmac.compare_digest(digest, self._digest(data, not self._serves)):
             raise MessageError(
                 "a message has not the digest that this run's secret gives (ZEROMESH_SECRET on every host)"
             )
         message = parsed(data)
         if first and not self._serves:
-            self.agree(optional(message, "drawn", ""), self.drawn)
+            self.agree(field(message, "drawn", ""), self.drawn)
         return message
 
     def _digest(self, data: bytes, by_server: bool) -> bytes:

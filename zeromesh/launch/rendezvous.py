@@ -26,11 +26,11 @@ from zeromesh.launch.messages import (
     HELLO_SECONDS,
     MAX_EXIT_CODE,
     MAX_PROCESSES,
+    MISSING,
     LauncherConnection,
     Message,
     MessageError,
-    number,
-    optional,
+    field,
     rank_range,
     variables,
 )
@@ -292,19 +292,19 @@ class Leader:
             self._introduce(each, message)
         elif "rest" in message and each.running:
             each.running = False
-            if code := number(message, "rest", most=MAX_EXIT_CODE):
-                text, noticed = optional(message, "text", ""), optional(message, "noticed", False)
+            if code := field(message, "rest", MISSING, most=MAX_EXIT_CODE):
+                text, noticed = field(message, "text", ""), field(message, "noticed", False)
                 each.failure = WorkersFailed(message=text, exit_code=code, distance=int(noticed))
 
     def _introduce(self, each: Member, message: Message) -> None:
-        processes = number(message, "processes", least=1, most=MAX_PROCESSES)
-        if optional(message, "run_id", "") != self._nodes.run_id:
+        processes = field(message, "processes", MISSING, least=1, most=MAX_PROCESSES)
+        if field(message, "run_id", "") != self._nodes.run_id:
             raise MessageError(f"its --rdzv-id is {message.get('run_id')!r}, not {self._nodes.run_id!r}")
-        if not optional(message, "name", "").isprintable():
+        if not field(message, "name", "").isprintable():
             raise MessageError("its host's name has characters that cannot be printed")
-        each.name = optional(message, "name", "")
+        each.name = field(message, "name", "")
         if self._nodes.rank is not None:
-            each.rank = number(message, "rank", least=1, most=self._nodes.most - 1)
+            each.rank = field(message, "rank", MISSING, least=1, most=self._nodes.most - 1)
             if each.rank in [other.rank for other in self._known]:
                 raise MessageError(f"--node-rank {each.rank} is there twice")
         each.processes = processes
@@ -410,15 +410,15 @@ class Follower:
         if "start" in message:
             self._place = rank_range(message)
         elif "stop" in message:
-            self._stop = number(message, "stop")
+            self._stop = field(message, "stop", MISSING)
         elif "over" in message:
             end = message["over"] if isinstance(message["over"], dict) else {}
-            code = number(end, "code", most=MAX_EXIT_CODE)
-            self._result = code and WorkersFailed(message=optional(end, "text", ""), exit_code=code, distance=1)
+            code = field(end, "code", MISSING, most=MAX_EXIT_CODE)
+            self._result = code and WorkersFailed(message=field(end, "text", ""), exit_code=code, distance=1)
         elif self._attach is not None and "variables" in message:
             export(variables(message))
         elif self._attach is not None and "signal" in message:
-            os.kill(os.getpid(), number(message, "signal", least=1, most=_MOST_SIGNAL))
+            os.kill(os.getpid(), field(message, "signal", MISSING, least=1, most=_MOST_SIGNAL))
 
     def _unreached(self, reason: str) -> WorkersFailed:
         nodes = self._nodes

@@ -64,7 +64,7 @@ class Launched:
 
 def _broadcasts(call: CollectiveCall) -> Launched:
     """All-gather by one broadcast per non-empty part: gloo's all-gather allocates memory for the whole and copies from there."""
-    parts = list(torch.split(call.out, list(call.received)))
+    parts = list(call.out.split_with_sizes(list(call.received)))
     parts[call.index] = call.given
     pairs = zip(call.ranks, parts, strict=True)
     works = [dist.broadcast(part, src=rank, group=call.group, async_op=True) for rank, part in pairs if part.numel()]
@@ -96,7 +96,7 @@ def _all_to_all(call: CollectiveCall) -> Launched:
 
 
 def _small_gather(call: CollectiveCall) -> Launched:
-    parts = list(torch.split(call.out, list(call.received)))
+    parts = list(call.out.split_with_sizes(list(call.received)))
     work = dist.all_gather(parts, call.given, group=call.group, async_op=True)
     return Launched(call, [work], call.out.nbytes)
 

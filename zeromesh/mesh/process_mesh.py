@@ -73,11 +73,8 @@ class ProcessMesh:
         """Connect the mesh. `traces` is the folder for a rank's latest collectives, written when others miss one on a device."""
         if shape.world_size != environment.world_size:
             raise ConfigError(f"the mesh has {counted(shape.world_size, 'rank')}, the launch {environment.world_size}")
-        self.shape = shape
-        self.device = device
-        self.rank = environment.rank
-        self.environment = environment
-        self.world_size = environment.world_size
+        self.shape, self.device, self.environment = shape, device, environment
+        self.rank, self.world_size = environment.rank, environment.world_size
         self.recorder = _recorder_of(device)
         """The recorder of the time of a step and of the bytes that this rank sends."""
         self.processes: tuple[int, ...] = (0,)
@@ -99,7 +96,13 @@ class ProcessMesh:
             else:
                 self.watch = Watchdog(StatusBoard({0: new_row()}, 0), 0, timeout_seconds, compare_events=True)
                 self._links.watch = self.watch
-            self._make_sets()
+            self.world = self._axes_set("world", AXES)
+            self.data = self._axes_set("data", axes_of("batch"))
+            self.shard = self.group(*axes_of("states"))
+            """The ranks over which states are sharded."""
+            self.replicate = self.group(*axes_of("batch", but=["states"]))
+            """The ranks that hold the same shards and see different samples."""
+            self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
         except ZeromeshError:
             self._links.leave()
             raise
@@ -109,30 +112,17 @@ class ProcessMesh:
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, cannot be reached, or has not started within "
                 f"{_STARTS_AS_LONG * timeout_seconds:g} seconds, {_STARTS_AS_LONG} times timeout_seconds"
             ) from error
-        self.watch.ring = self.recorder.ring
+        together = shape.group_of(self.rank, *(axis for axis in AXES if axis not in axes_of("batch")))
+        self.model_size, self.model_index = len(together), together.index(self.rank)
+        """The number of ranks that compute one batch together, and this rank's position among them."""
+        self.data_index, self.coordinate = self.data.index, shape.coordinate(self.rank)
+        self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
+        self.watch.alike, self.watch.ring = frozenset(self.data.ranks), self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
         """Post this rank's activity on the board: `post(activity, unit, step=...)`, see `Watchdog.post`."""
 
-    def _make_sets(self) -> None:
-        """Create the sets that every run has: the world, the ranks with different samples, and one for each axis."""
-        self.world = self._axes_set("world", AXES)
-        self.data = self._axes_set("data", axes_of("batch"))
-        self.shard = self.group(*axes_of("states"))
-        """The ranks over which states are sharded."""
-        self.replicate = self.group(*axes_of("batch", but=["states"]))
-        """The ranks that hold the same shards and see different samples."""
-        self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
-        together = self.shape.group_of(self.rank, *(axis for axis in AXES if axis not in axes_of("batch")))
-        self.model_size, self.model_index = len(together), together.index(self.rank)
-        """The number of ranks that compute one batch together, and this rank's position among them."""
-        self.data_index = self.data.index
-        self.coordinate = self.shape.coordinate(self.rank)
-        self.watch.alike = frozenset(self.data.ranks)
-        self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
-
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
-        process, joined_before = self.environment.rank, dist.is_initialized()
-        patience = _STARTS_AS_LONG * timeout_seconds
+        process, patience = self.environment.rank, _STARTS_AS_LONG * timeout_seconds
         store: Any = self._links.store(patience)
         asked = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
         usual = store.timeout
@@ -140,8 +130,15 @@ class ProcessMesh:
         places = exchange_locations(store, process, self.world_size, self.device, asked)
         store.set_timeout(usual)
         self.processes = rank_order(places, order)
-        if joined_before:
-            self.processes = self._order_of_group(store, process, order)
+        if dist.is_initialized():  # The numbering of an existing default group can no longer be changed.
+            ranks = _everyones(store, "rank-of", process, self.world_size, dist.get_rank())
+            found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
+            if order != "topology" and found != self.processes:
+                raise ConfigError(
+                    f"order of ranks: {list(self.processes)} was asked for, but the process group that is there already "
+                    f"numbers the processes {list(found)}, which stays; ask for that, or for topology"
+                )
+            self.processes = found
         self.places = tuple(places[each] for each in self.processes)
         self.rank = self.processes.index(process)
         self.environment = replace(self.environment, rank=self.rank)
@@ -154,17 +151,6 @@ class ProcessMesh:
             self._links.works = DeviceWorks(self.device, self.watch, traces=traces)
         if self.rank == 0 and (warning := far_warning(self.shape, self.places)):
             _LOGGER.warning("%s", warning)
-
-    def _order_of_group(self, store: Store, process: int, order: Order) -> tuple[int, ...]:
-        """Return the launch number of each rank of an existing default group, whose numbering can no longer be changed."""
-        ranks = _everyones(store, "rank-of", process, self.world_size, dist.get_rank())
-        found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
-        if order != "topology" and found != self.processes:
-            raise ConfigError(
-                f"order of ranks: {list(self.processes)} was asked for, but the process group that is there already numbers "
-                f"the processes {list(found)}, which stays; ask for that, or for topology"
-            )
-        return found
 
     def _make_watch(self, store: Store, timeout_seconds: float) -> Watchdog:
         on_device = is_accelerator(self.device)
@@ -262,8 +248,7 @@ class ProcessMesh:
         """Draw the ranks host by host with their coordinates, in at most 100 columns."""
         return mesh_picture(self.shape, self.places, here=self.rank, processes=self.processes)
 
-    def __str__(self) -> str:
-        return self.picture()
+    __str__ = picture
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -393,6 +378,3 @@ def island_of(device: torch.device) -> int:
         if own_cores and own_cores <= cores:
             return int(folder.name.removeprefix("node"))
     return 0
-
-
-__all__ = ["CollectiveError", "Mesh", "ProcessSet"]

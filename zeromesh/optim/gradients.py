@@ -15,7 +15,8 @@ import torch
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Positions
 from zeromesh.mesh.mesh_shape import axes_of
-from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
 from zeromesh.options import ScalerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket

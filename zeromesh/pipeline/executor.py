@@ -17,7 +17,7 @@ import torch
 
 from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
-from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.pipeline.schedule import (

@@ -65,9 +65,9 @@ def test_what_json_itself_refuses_is_refused_by_name(data: bytes) -> None:
 @given(MESSAGES)
 def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
     readers = [
-        lambda: messages.number(message, "rest", most=255),
-        lambda: messages.optional(message, "text", ""),
-        lambda: messages.optional(message, "noticed", False),
+        lambda: messages.field(message, "rest", messages.MISSING, most=255),
+        lambda: messages.field(message, "text", ""),
+        lambda: messages.field(message, "noticed", False),
         lambda: os.environ.copy() | messages.variables(message),
         lambda: messages.rank_range(message),
     ]
@@ -84,6 +84,7 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
         ({"rest": 10**400}, "'rest' is 1000000"),
         ({"rest": 1e400}, "'rest' is inf"),
         ({"rest": True}, "'rest' is True"),
+        ({"rest": None}, "'rest' is None; allowed is an integer from 0 to 255"),
         ({"rest": 1, "text": ["x"]}, "'text' is ['x']; allowed is a text"),
         ({"rest": 1, "noticed": 2}, "'noticed' is 2; allowed is true or false"),
     ],

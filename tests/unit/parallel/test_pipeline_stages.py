@@ -16,7 +16,7 @@ from tests.conformance import models
 from tests.support.pipeline_cases import VOCABULARY, alone, batches, build, loss_of
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.errors import LayoutError, PhaseError
-from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor, bubble
 from zeromesh.pipeline.schedule import make_schedule
