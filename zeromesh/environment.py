@@ -123,7 +123,7 @@ def worker_environment(
     """
     environ = os.environ if environ is None else environ
     wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
-    if sys.platform == "linux" and alone:
+    if alone:
         wanted[INTERFACE] = "lo"
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
@@ -163,8 +163,7 @@ def die_with_launcher() -> None:
 
     Call it before slow imports: a launcher that is killed cannot end its workers itself.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
     launcher = setting(_LAUNCHER)
     if launcher is not None and launcher != str(os.getppid()):
         raise SystemExit(128 + int(signal.SIGKILL))
@@ -214,8 +213,7 @@ def launcher_serves_store() -> bool:
 
 def available_cores() -> int:
     """Return the number of cores that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def python_arguments(module: str, arguments: Sequence[str]) -> tuple[str, ...]:

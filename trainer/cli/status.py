@@ -62,7 +62,18 @@ def run_status(options: argparse.Namespace) -> int:
         try:
             while True:
                 found, width = _snapshot(options.run), console.width if console.is_terminal else None
-                show([_as_json(found)] if options.json else _lines(options.run, found, width))
+                if options.json:
+                    blamed = [asdict(each) for each in blames(found.ranks)]
+                    values = {
+                        "time": time.time(),
+                        "step": found.step,
+                        "loss": found.loss,
+                        "state": found.verdict or "goes on",
+                    }
+                    slow = {"recent": recent(found.ranks), "verdicts": verdicts(found.ranks, found.traffic)}
+                    show([json.dumps(strict({**values, "ranks": found.ranks, "waited_for": blamed, **slow}))])
+                else:
+                    show(_lines(options.run, found, width))
                 if found.verdict or not options.watch:
                     return found.code
                 time.sleep(options.interval)
@@ -89,13 +100,6 @@ def _snapshot(run: Path) -> RunSnapshot:
     step, loss, traffic = last.get("step", 0), last.get("loss", "not yet known"), last.get("communication")
     traffic = traffic if isinstance(traffic, dict) else {}
     return RunSnapshot(step=step, loss=loss, ranks=ranks, traffic=traffic, code=code, verdict=verdict)
-
-
-def _as_json(found: RunSnapshot) -> str:
-    blamed = [asdict(each) for each in blames(found.ranks)]
-    values = {"time": time.time(), "step": found.step, "loss": found.loss, "state": found.verdict or "goes on"}
-    slow = {"recent": recent(found.ranks), "verdicts": verdicts(found.ranks, found.traffic)}
-    return json.dumps(strict({**values, "ranks": found.ranks, "waited_for": blamed, **slow}))
 
 
 def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:

@@ -20,7 +20,7 @@ import struct
 import weakref
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -149,13 +149,14 @@ class RingSlot:
         self.segment = segment
         self.serial = serial
         self.sequence = -1
-        self.raw = segment.tensor(0, segment.nbytes, torch.uint8)
-        self.seen = lru_cache(_VIEWS)(partial(_seen_as, self.raw))
+        self.raw = raw = segment.tensor(0, segment.nbytes, torch.uint8)
 
+        @lru_cache(_VIEWS)
+        def seen(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            """Return the first bytes as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
+            return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-def _seen_as(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the first bytes of `raw` as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
-    return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        self.seen = seen
 
 
 class SharedRing:

@@ -177,8 +177,9 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
             "exit_code": exit_code_of(error),
             "distance": int(isinstance(error, CollectiveError)),
         }
-        with open(path, "wb", buffering=0) as file:
-            file.write(json.dumps(details).encode())
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
+        os.write(descriptor, json.dumps(details).encode())
+        os.close(descriptor)
 
     sys.excepthook = record
 

@@ -105,6 +105,8 @@ class Leader:
     """The launcher that serves the endpoint. Raises `ConfigError` when this host cannot listen there."""
 
     rest_seconds = _REST_SECONDS
+    _fewest = 0
+    """The number of other launchers without which a run does not go on when one is lost."""
 
     def __init__(self, nodes: Nodes, processes: int, notify: Notify, stopped: Stopped, *, listens: bool = True) -> None:
         self._nodes, self._processes = nodes, processes
@@ -166,7 +168,8 @@ class Leader:
         cause = min(found, key=lambda each: each.distance > 0, default=None)
         if cause is None and not lost:
             return self._end(0)
-        if cause is not None and (cause.exit_code == USERS_MISTAKE or (lost and self._too_few())):
+        too_few = self._nodes.rank is not None or len(self._members) < self._fewest
+        if cause is not None and (cause.exit_code == USERS_MISTAKE or (lost and too_few)):
             return self._end(cause)
         if not lost and not self._joining:
             self._failures += 1
@@ -188,14 +191,14 @@ class Leader:
         """Return True if a failure or a lost host must end all ranks."""
         return bool(self._lost) or any(each.failure for each in self._members)
 
-    def _too_few(self) -> bool:
-        """Return True if too few hosts are left to go on."""
-        return self._nodes.rank is not None
-
-    def _start(self) -> RankRange:
-        """Number the hosts, this one first, and send each its ranks."""
+    def _start(self, meeting_place: tuple[str, int] | None = None) -> RankRange:
+        """Number the hosts, this one first, and send each its ranks, which meet at the given address or at this host."""
         members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
-        host, port = self._meeting_place(members)
+        if meeting_place is None:
+            # On one host the ranks do not listen on this port; only the user's code may.
+            with listen(self._nodes.where[0], 0) as free:
+                meeting_place = self._nodes.where[0], free.getsockname()[1]
+        host, port = meeting_place
         place = RankRange(
             first=0,
             processes=self._processes,
@@ -215,12 +218,6 @@ class Leader:
         self._starts += 1
         self._lost, self._joining, self._stopping = [], False, False
         return place
-
-    def _meeting_place(self, members: Sequence[Member]) -> tuple[str, int]:
-        host = self._nodes.where[0]
-        # On one host the ranks do not listen on this port; only the user's code may.
-        with listen(host, 0) as free:
-            return host, free.getsockname()[1]
 
     def _stop(self) -> None:
         if not self._stopping:
@@ -332,7 +329,7 @@ class Follower:
         until = time.monotonic() + (_REACH_SECONDS if self._attach is None else 0.0)
         while self._line is None:
             try:
-                self._line = self._join(self._dial() if self._attach is None else self._attach())
+                self._line = self._join((self._attach or self._dial)())
             except OSError as error:
                 if time.monotonic() > until:
                     return self._unreached(error.strerror or str(error))

@@ -163,9 +163,9 @@ class _SshLeader(Leader):
     rest_seconds = 0
 
     def __init__(self, plan: LaunchPlan, notify: Callable[[str], None], requests: StopSignals) -> None:
-        nodes = Nodes(least=plan.least, most=1 + len(plan.hosts), max_restarts=plan.max_restarts)
+        nodes = Nodes(most=1 + len(plan.hosts), max_restarts=plan.max_restarts)
         super().__init__(nodes, 0, notify, self._interrupted, listens=False)
-        self._plan, self._requests = plan, requests
+        self._plan, self._requests, self._fewest = plan, requests, plan.least
         self._output = Output()
         self._processes_of: dict[str, HostProcess] = {}
         self._safe_at = 0.0
@@ -185,12 +185,12 @@ class _SshLeader(Leader):
                 return 0
             self._wait()
         if self._lost[self._told :]:
-            if self._too_few():
+            if len(self._members) < self._fewest:
                 return self._end(self._lost[0])
             self._explain_restart(self._lost[0])
         self._plan.check(self._left)
         self._told, self._failed_at = 0, None
-        return self._start()
+        return self._start(self._plan.meeting_place(self._left))
 
     def close(self) -> None:
         super().close()
@@ -214,16 +214,10 @@ class _SshLeader(Leader):
         known = bool(self._lost) or any(not each.distance for each in failures)
         return (known or late) and not self._requests.passed_on  # Ranks that were told to stop may save.
 
-    def _too_few(self) -> bool:
-        return len(self._members) < self._plan.least
-
     def _interrupted(self) -> bool:
         """Pass signals on; returns True if nothing is left to wait for after one."""
         self._requests.pass_on(lambda each: self._send_all({"signal": each}), lambda: self._send_all({"stop": 0}))
         return bool(self._requests.first) and not any(each.running for each in self._members)
-
-    def _meeting_place(self, members: Sequence[Member]) -> tuple[str, int]:
-        return self._plan.meeting_place(self._left)
 
     def _explain_restart(self, cause: WorkersFailed | None) -> None:
         self._told = len(self._lost)

@@ -372,9 +372,9 @@ def island_of(device: torch.device) -> int:
     """
     if is_accelerator(device):
         return min([*accelerator.neighbours(device), device.index or 0])
-    own_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    own_cores = os.sched_getaffinity(0)
     for folder in sorted(_NODES.glob("node[0-9]*")):
         cores = {int(core.name.removeprefix("cpu")) for core in folder.glob("cpu[0-9]*")}
-        if own_cores and own_cores <= cores:
+        if own_cores <= cores:
             return int(folder.name.removeprefix("node"))
     return 0

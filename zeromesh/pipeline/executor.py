@@ -172,8 +172,7 @@ class Executor:
     def bubble(self, measured: Measured) -> Bubble:
         """Collect the waiting times of all ranks, which call this together; it waits until a device has computed everything."""
         own = [round(1e9 * seconds) for seconds in _seconds(measured.marks)]
-        longest = max(row[0] for row in self.group.gather_integers([len(own)]))
-        rows = self.group.gather_integers(own + [0] * (longest - len(own)))
+        rows = self.group.gather_json(own, "times of the actions of all stages")
         return bubble(measured.schedule, [[value * 1e-9 for value in row] for row in rows])
 
 
