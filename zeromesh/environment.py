@@ -55,9 +55,6 @@ _FAMILIAR = (
     *(*_OPENMPI, *_MPICH),
 )
 
-_Place = tuple[int, int, int, int, str, int]
-"""Rank, number of ranks, the same two within the host, and the address and port of rank 0."""
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
@@ -99,13 +96,16 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
     # every rank, so MPI comes before Slurm; but `srun --mpi=pmi2` sets PMI_RANK beside good Slurm variables, so MPICH
     # comes first only where its own mpiexec has been (MPI_LOCALRANKID).
     if environ.get("RANK"):
-        return LaunchEnvironment(*_read_torchrun(environ), "torchrun")
+        return _read_torchrun(environ)
     if environ.get(_OPENMPI[0]):
-        return LaunchEnvironment(*_read_mpi(environ, _OPENMPI), "openmpi")
-    if _is_slurm_step(environ) and not (environ.get("PMI_RANK") and environ.get("MPI_LOCALRANKID")):
-        return LaunchEnvironment(*_read_slurm(environ), "slurm")
+        return _read_mpi(environ, _OPENMPI, "openmpi")
+    # A batch script's body has SLURM_PROCID=0 too, but is no step that `srun` has started.
+    in_step = any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"))
+    of_slurm = environ.get("SLURM_PROCID") and (in_step or not environ.get("SLURM_TASK_PID"))
+    if of_slurm and not (environ.get("PMI_RANK") and environ.get("MPI_LOCALRANKID")):
+        return _read_slurm(environ)
     if environ.get("PMI_RANK"):
-        return LaunchEnvironment(*_read_mpi(environ, _MPICH), "mpich")
+        return _read_mpi(environ, _MPICH, "mpich")
     # A world size without a rank: such a process would train alone without being asked to.
     for rank, *others in (_TORCHRUN, _OPENMPI[:2], _MPICH[:2]):
         if any(environ.get(name) for name in others):
@@ -123,7 +123,7 @@ def worker_environment(
     """
     environ = os.environ if environ is None else environ
     wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
-    if sys.platform == "linux" and alone:
+    if alone:
         wanted[INTERFACE] = "lo"
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
@@ -163,8 +163,7 @@ def die_with_launcher() -> None:
 
     Call it before slow imports: a launcher that is killed cannot end its workers itself.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
+    ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
     launcher = setting(_LAUNCHER)
     if launcher is not None and launcher != str(os.getppid()):
         raise SystemExit(128 + int(signal.SIGKILL))
@@ -214,8 +213,7 @@ def launcher_serves_store() -> bool:
 
 def available_cores() -> int:
     """Return the number of cores that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def python_arguments(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
@@ -257,21 +255,24 @@ def _tasks_on_node(counts: str, node: int) -> int:
     return tasks[node]
 
 
-def _read_torchrun(environ: Mapping[str, str]) -> _Place:
+def _read_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     # Operators that start one process per host often set neither local variable; a single one is a mistake.
     names = _TORCHRUN[2:] if any(environ.get(name) for name in _TORCHRUN[2:]) else ()
-    found = _integers(environ, [*_TORCHRUN[:2], "MASTER_PORT", *names], also=("MASTER_ADDR",))
-    rank, world_size, port, *local = found
+    rank, world, port, *local = _integers(environ, [*_TORCHRUN[:2], "MASTER_PORT", *names], also=("MASTER_ADDR",))
     local_rank, local_world_size = local or (0, 1)
-    return rank, world_size, local_rank, local_world_size, environ["MASTER_ADDR"], port
+    return LaunchEnvironment(rank, world, local_rank, local_world_size, environ["MASTER_ADDR"], port, "torchrun")
 
 
-def _read_slurm(environ: Mapping[str, str]) -> _Place:
+def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
     # A step may be smaller than its job, and the interactive step of `salloc` has one task: the step's count is used.
     total = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, world_size, local_rank = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
-    local_world_size, master = _slurm_local_world_size(environ, world_size), _slurm_master(environ, world_size)
-    return rank, world_size, local_rank, local_world_size, master, _job_port(environ)
+    local_world_size, master = _slurm_local_world_size(environ, world_size), environ.get("MASTER_ADDR")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
+    if not master and not nodes and world_size > 1:
+        raise ConfigError(_missing(["SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST, or MASTER_ADDR)"], environ))
+    master = master or (first_host(nodes) if nodes else LOOPBACK)
+    return LaunchEnvironment(rank, world_size, local_rank, local_world_size, master, _job_port(environ), "slurm")
 
 
 def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
@@ -286,29 +287,12 @@ def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
     raise ConfigError(_missing(["SLURM_NTASKS_PER_NODE (or SLURM_STEP_TASKS_PER_NODE and SLURM_NODEID)"], environ))
 
 
-def _slurm_master(environ: Mapping[str, str], world_size: int) -> str:
-    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if environ.get("MASTER_ADDR"):
-        return environ["MASTER_ADDR"]
-    if nodes:
-        return first_host(nodes)
-    if world_size == 1:
-        return LOOPBACK
-    raise ConfigError(_missing(["SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST, or MASTER_ADDR)"], environ))
-
-
-def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Return True if `srun` started this process. A batch script's body has SLURM_PROCID=0 too, but is no step."""
-    in_step = any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"))
-    return bool(environ.get("SLURM_PROCID")) and (in_step or not environ.get("SLURM_TASK_PID"))
-
-
-def _read_mpi(environ: Mapping[str, str], names: Sequence[str]) -> _Place:
+def _read_mpi(environ: Mapping[str, str], names: Sequence[str], launcher: Launcher) -> LaunchEnvironment:
     rank, world_size, local_rank, local_world_size = _integers(environ, names)
     address = environ.get("MASTER_ADDR") or (LOOPBACK if local_world_size == world_size else "")
     if not address:  # MPI does not tell ranks the host of rank 0.
         raise ConfigError(_missing(["MASTER_ADDR (the host of rank 0)"], environ))
-    return rank, world_size, local_rank, local_world_size, address, _job_port(environ)
+    return LaunchEnvironment(rank, world_size, local_rank, local_world_size, address, _job_port(environ), launcher)
 
 
 def _job_port(environ: Mapping[str, str]) -> int:

@@ -28,7 +28,7 @@ def main() -> None:
     shape = MeshShape.resolve(environment.world_size, tensor=environment.world_size)
     mesh = Mesh(shape, environment, device=torch.device("cpu"), timeout_seconds=60)
     shared, gloo = (open_exchange(mesh.tensor, mesh.device, kind) for kind in ("shared", "gloo"))
-    group = mesh.tensor.link.data if mesh.tensor.link else None
+    group = mesh.tensor.groups["data"] if mesh.tensor.groups else None
     if mesh.rank == 0:
         print("| dtype | MiB | shared | gloo | all-reduce | bare | all-reduce / shared | bare / shared |")
         print("|---|---|---|---|---|---|---|---|")

@@ -189,10 +189,9 @@ class Alone:
     def __init__(self, launch: Launch) -> None:
         plan, self.heard = launch.plan(WAIT, WAIT), list[object]()
         self.process = HostProcess(plan.hosts[0], replace(plan, silence_seconds=60.0), Output())
-        self.line = self.process.line
         self.answer(lambda: bool(self.heard))
         place = RankRange(first=0, processes=1, world_size=2, master_address="a", master_port=1, run_id="")
-        self.line.send({"start": asdict(place)})
+        self.process.send({"start": asdict(place)})
         self.answer(lambda: bool(launch.pids("a")))
         (self.rank,) = launch.pids("a")
 
@@ -200,7 +199,7 @@ class Alone:
         """Answer beats until something is so."""
 
         def over() -> bool:
-            self.heard = [*self.heard, *self.line.receive()]
+            self.heard = [*self.heard, *self.process.receive()]
             return until()
 
         wait_for(over)
@@ -212,7 +211,7 @@ class Alone:
 def test_a_host_ends_itself_when_nobody_answers(launch: Launch) -> None:
     alone = Alone(launch)
     wait_for(alone.is_over, 2 * SILENCE)
-    alone.process.close(time.monotonic())
+    alone.process.finish()
 
 
 def test_old_answers_keep_no_host_alive(launch: Launch) -> None:
@@ -221,15 +220,15 @@ def test_old_answers_keep_no_host_alive(launch: Launch) -> None:
     deadline = time.monotonic() + 2 * SILENCE
     while not alone.is_over():
         assert time.monotonic() < deadline
-        alone.line.send({"echo": 1})
+        alone.process.send({"echo": 1})
         time.sleep(0.1)
-    alone.process.close(time.monotonic())
+    alone.process.finish()
 
 
 def test_a_host_lives_while_it_is_answered_and_ends_with_its_line(launch: Launch) -> None:
     alone, until = Alone(launch), time.monotonic() + 1.5 * SILENCE
     alone.answer(lambda: time.monotonic() > until)
     assert not alone.is_over()
-    alone.line.connection.close()
+    alone.process.close()
     wait_for(alone.is_over, 0.5 * SILENCE)
-    alone.process.close(time.monotonic())
+    alone.process.finish()

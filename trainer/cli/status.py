@@ -62,7 +62,18 @@ def run_status(options: argparse.Namespace) -> int:
         try:
             while True:
                 found, width = _snapshot(options.run), console.width if console.is_terminal else None
-                show([_as_json(found)] if options.json else _lines(options.run, found, width))
+                if options.json:
+                    blamed = [asdict(each) for each in blames(found.ranks)]
+                    values = {
+                        "time": time.time(),
+                        "step": found.step,
+                        "loss": found.loss,
+                        "state": found.verdict or "goes on",
+                    }
+                    slow = {"recent": recent(found.ranks), "verdicts": verdicts(found.ranks, found.traffic)}
+                    show([json.dumps(strict({**values, "ranks": found.ranks, "waited_for": blamed, **slow}))])
+                else:
+                    show(_lines(options.run, found, width))
                 if found.verdict or not options.watch:
                     return found.code
                 time.sleep(options.interval)
@@ -75,7 +86,9 @@ def run_status(options: argparse.Namespace) -> int:
 def _snapshot(run: Path) -> RunSnapshot:
     metrics, path, lock = run / METRICS, run / RANKS, run / LOCK
     if not metrics.exists() and not lock.exists():
-        raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl{_runs_in(run)}")
+        others = sorted(run.glob(f"*/{METRICS}"), key=lambda path: -path.stat().st_mtime)[:_HINTS]
+        there = "; runs in it are " + ", ".join(str(each.parent) for each in others) if others else ""
+        raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl{there}")
     last = ((read_metrics(metrics) if metrics.exists() else []) or [{}])[-1]
     ranks = _ranks(path) if path.exists() else []
     with refusals(lock, "read"):
@@ -85,26 +98,8 @@ def _snapshot(run: Path) -> RunSnapshot:
     written = next((each for each in (path, metrics) if each.exists()), lock)
     code, verdict = _verdict(note, time.time() - written.stat().st_mtime, monitored=path.exists())
     step, loss, traffic = last.get("step", 0), last.get("loss", "not yet known"), last.get("communication")
-    return RunSnapshot(
-        step=step,
-        loss=loss,
-        ranks=ranks,
-        traffic=traffic if isinstance(traffic, dict) else {},
-        code=code,
-        verdict=verdict,
-    )
-
-
-def _runs_in(folder: Path) -> str:
-    found = sorted(folder.glob(f"*/{METRICS}"), key=lambda path: -path.stat().st_mtime)[:_HINTS]
-    return "; runs in it are " + ", ".join(str(each.parent) for each in found) if found else ""
-
-
-def _as_json(found: RunSnapshot) -> str:
-    blamed = [asdict(each) for each in blames(found.ranks)]
-    values = {"time": time.time(), "step": found.step, "loss": found.loss, "state": found.verdict or "goes on"}
-    slow = {"recent": recent(found.ranks), "verdicts": verdicts(found.ranks, found.traffic)}
-    return json.dumps(strict({**values, "ranks": found.ranks, "waited_for": blamed, **slow}))
+    traffic = traffic if isinstance(traffic, dict) else {}
+    return RunSnapshot(step=step, loss=loss, ranks=ranks, traffic=traffic, code=code, verdict=verdict)
 
 
 def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:

@@ -24,14 +24,13 @@ import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import xxhash
@@ -73,21 +72,31 @@ def _cut(name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return tensor.tensor_split(parts, dim)[index]
 
 
-@dataclass(frozen=True, slots=True)
 class _WeightLine:
-    """One end of a connection to `peer`."""
+    """One end of a connection to `peer` over a connected socket, whose system calls time out after `timeout_seconds`."""
 
-    connection: Connection
-    peer: str
-    moved: Callable[[], object] = lambda: None
-    """A function that is called after each sent piece of a tensor."""
+    def __init__(
+        self, connection: socket.socket, peer: str, timeout_seconds: float, moved: Callable[[], object] = lambda: None
+    ) -> None:
+        """Take the socket. `moved` is called after each sent piece of a tensor."""
+        connection.setblocking(True)
+        limit = struct.pack("ll", *divmod(max(1, int(1e6 * timeout_seconds)), 1_000_000))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            connection.setsockopt(socket.SOL_SOCKET, option, limit)
+        self.connection, self.peer, self._moved = Connection(connection.detach()), peer, moved
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connection.close()
 
     def send(self, header: Mapping[str, Any], content: memoryview | bytes = b"") -> None:
         with self.named():
             self.connection.send_bytes(json.dumps(header).encode())
             for begin in range(0, len(content), _PIECE_BYTES):
                 self.connection.send_bytes(content[begin : begin + _PIECE_BYTES])
-                self.moved()
+                self._moved()
 
     def header(self) -> dict[str, Any]:
         with self.named():
@@ -132,19 +141,6 @@ class _WeightLine:
             raise TransferError(f"{self.peer} is gone: {error.strerror or error}") from error
 
 
-@contextmanager
-def _line_over(
-    connection: socket.socket, peer: str, timeout_seconds: float, moved: Callable[[], object] = lambda: None
-) -> Iterator[_WeightLine]:
-    """Wrap a connected socket, whose system calls time out after `timeout_seconds`."""
-    connection.setblocking(True)
-    limit = struct.pack("ll", *divmod(max(1, int(1e6 * timeout_seconds)), 1_000_000))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        connection.setsockopt(socket.SOL_SOCKET, option, limit)
-    with Connection(connection.detach()) as made:
-        yield _WeightLine(made, peer, moved)
-
-
 def send_weights(
     weights: Iterator[tuple[str, torch.Tensor]],
     mesh: Mesh,
@@ -170,7 +166,10 @@ def send_weights(
         def send(name: str, tensor: torch.Tensor) -> None:
             for line, parts in receivers:
                 part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
-                _send_tensor(line, name, tensor if part is None else _cut(name, tensor, part))
+                given = tensor if part is None else _cut(name, tensor, part)
+                flat, dtype = tensor_bytes(given).numpy().data, str(given.dtype).removeprefix("torch.")
+                header = {"name": name, "dtype": dtype, "shape": list(given.shape)}
+                line.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat)}, flat)
 
         def end() -> None:
             for line, _ in receivers:
@@ -208,14 +207,7 @@ def _greet(line: _WeightLine, token: str | None) -> dict[str, Part]:
         ) from error
 
 
-def _send_tensor(line: _WeightLine, name: str, tensor: torch.Tensor) -> None:
-    flat = tensor_bytes(tensor).numpy()
-    header = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-    line.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat.data)}, flat.data)
-
-
-@contextmanager
-def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]) -> Iterator[_WeightLine]:
+def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]) -> _WeightLine:
     host, port = _host_of(address)
     try:
         if port is not None:
@@ -228,8 +220,7 @@ def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]
         raise TransferError(
             f"nobody receives weights at {address}: {getattr(error, 'strerror', '') or error}"
         ) from error
-    with connection, _line_over(connection, f"the receiver at {address}", timeout_seconds, moved) as line:
-        yield line
+    return _WeightLine(connection, f"the receiver at {address}", timeout_seconds, moved)
 
 
 def _host_of(address: str) -> tuple[str, int | None]:
@@ -272,7 +263,7 @@ def receive_weights(
             connection, _ = listener.accept()
         except TimeoutError as error:
             raise TransferError(f"nobody sent weights to {address} within {timeout_seconds:g} seconds") from error
-    with connection, _line_over(connection, "the sender of weights", timeout_seconds) as line:
+    with _WeightLine(connection, "the sender of weights", timeout_seconds) as line:
         line.authenticate(deliver_challenge, token)
         line.send({"format": _FORMAT, "parts": {name: list(part) for name, part in (parts or {}).items()}})
         count = 0

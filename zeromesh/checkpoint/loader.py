@@ -282,7 +282,7 @@ class PartsReader(CheckpointReader):
         problem: ZeromeshError | None = None
         for served in zip_longest(*queues):
             what = "reading other hosts' parts of the checkpoint"
-            found = world.all_bytes_or_raise(what, partial(own_bytes, served), CheckpointError)
+            found = world.all_or_raise(what, partial(own_bytes, served), CheckpointError)
             for piece, data in zip(served, found, strict=True):
                 if piece not in wanted or piece in self._here or problem is not None:
                     continue

@@ -15,44 +15,39 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from enum import IntEnum
-from functools import lru_cache, partial
+from enum import Enum
+from functools import lru_cache
+from typing import Any
 
 import torch
 
-from zeromesh.comm.shared_ring import SharedRing
+from zeromesh.comm.shared_ring import ABOUT, SharedRing
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
-from zeromesh.mesh.process_set import InFlight, ProcessSet
+from zeromesh.mesh.collectives import CollectiveCall
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 
 _CHUNK = 1 << 15
 """The number of elements summed at a time over more than two ranks, chosen so that the partial sum stays in a core's cache."""
 
 
-class ExchangeKind(IntEnum):
+class ExchangeKind(Enum):
     """The kinds of collectives on activations."""
 
-    SUM = 0
-    GATHER = 1
-    SCATTERED_SUM = 2
+    SUM = "sum", Collective.ALL_REDUCE
+    GATHER = "gather", Collective.ALL_GATHER
+    SCATTERED_SUM = "scattered sum", Collective.REDUCE_SCATTER
 
-    @property
-    def phrase(self) -> str:
-        """The name of the kind in error messages."""
-        return self.name.lower().replace("_", " ")
-
-    @property
-    def collective(self) -> Collective:
-        """The row of the traffic statistics under which this kind is counted."""
-        named = {ExchangeKind.GATHER: Collective.ALL_GATHER, ExchangeKind.SCATTERED_SUM: Collective.REDUCE_SCATTER}
-        return named.get(self, Collective.ALL_REDUCE)
+    def __init__(self, phrase: str, collective: Collective) -> None:
+        """Take the name of the kind in error messages, and the row of the traffic statistics under which it is counted."""
+        self.phrase, self.collective = phrase, collective
 
 
 class Pending:
     """An exchange in flight."""
 
-    def __init__(self, read: Callable[[], torch.Tensor], release: Callable[[], None] | None = None) -> None:
+    def __init__(self, read: Callable[[], torch.Tensor], release: Callable[[], None] = lambda: None) -> None:
         """Take `read`, which waits and returns the result, and `release`, which is called after it, even for an unused result."""
         self._read: Callable[[], torch.Tensor] | None = read
         self._release = release
@@ -63,12 +58,7 @@ class Pending:
         read, self._read = self._read, None
         if read is not None:
             self._result = read()
-            self._let_go()
-
-    def _let_go(self) -> None:
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+            self._release()
 
     def wait(self) -> torch.Tensor:
         """Return the result; may be called once. On CUDA the compute stream waits, not the host.
@@ -84,7 +74,7 @@ class Pending:
 
     def __del__(self) -> None:
         if self._read is not None:
-            self._let_go()
+            self._release()
 
 
 class Exchange:
@@ -161,56 +151,62 @@ class GroupExchange(Exchange):
     """The exchange over a process group: gloo on CPU, NCCL on CUDA."""
 
     def __init__(self, group: ProcessSet) -> None:
-        self.size = group.size
-        self.index = group.index
-        self._group = group
+        self.size, self.index, self._group = group.size, group.index, group
+        self._what = {kind: f"{kind.phrase} of activations over axis {group.name}" for kind in ExchangeKind}
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Begin the collective. On a device it never writes into the caller's tensor, which autograd may have saved."""
-        group, tensor, size = self._group, tensor.detach(), self.size
-        what = f"{kind.phrase} of activations over axis {group.name}"
-        on_device, even = group.on_stream, len(set(lengths)) == 1
-        start = partial(group.start, what=what, counts_as=kind.collective)
-        if kind is ExchangeKind.SCATTERED_SUM and on_device and even:
+        tensor, size, on_device = tensor.detach(), self.size, self._group.on_stream
+        if kind is ExchangeKind.SCATTERED_SUM and on_device and len(set(lengths)) == 1:
             pieces = torch.stack(torch.split(tensor, lengths[0], dim))
             out = torch.empty_like(pieces[0])
-            return _arriving(start(Collective.REDUCE_SCATTER, out.view(-1), pieces.view(-1)), lambda: out)
+            return self._begin(kind, Collective.REDUCE_SCATTER, out, pieces, lambda: out)
         if kind is ExchangeKind.SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
             own, sent = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
-            received = sent.new_empty(size, own.numel())
-            flight = start(Collective.ALL_TO_ALL, received.view(-1), sent, sent=[part.numel() for part in parts])
-            return _arriving(flight, lambda: sum_in_ranks([part.view(own.shape) for part in received]))
+            received, counts = sent.new_empty(size, own.numel()), [part.numel() for part in parts]
+            result = lambda: sum_in_ranks([part.view(own.shape) for part in received])  # noqa: E731
+            return self._begin(kind, Collective.ALL_TO_ALL, received, sent, result, sent=counts)
+        own = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
         if kind is not ExchangeKind.GATHER and on_device:
-            whole = tensor.clone(memory_format=torch.contiguous_format)
-            begin = sum(lengths[: self.index])
-            cut = kind is ExchangeKind.SCATTERED_SUM
-            flight = start(Collective.ALL_REDUCE, whole.view(-1))
-            return _arriving(
-                flight, lambda: whole.narrow(dim, begin, lengths[self.index]).contiguous() if cut else whole
-            )
+            cut = (dim, sum(lengths[: self.index]), lengths[self.index]) if lengths else None
+            result = lambda: own if cut is None else own.narrow(*cut).contiguous()  # noqa: E731
+            return self._begin(kind, Collective.ALL_REDUCE, own, own, result)
         shapes = self._shapes(kind, tensor, dim, lengths)
         sizes = list(map(math.prod, shapes))
-        flat = tensor.new_empty(sum(sizes))
-        own = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
-        times = 1.0 if kind is ExchangeKind.GATHER else 1 / size
-        if kind is ExchangeKind.GATHER and not dim:
-            flight = start(Collective.ALL_GATHER, flat, own.view(-1), received=sizes)
-            return _arriving(flight, lambda: flat.view(-1, *tensor.shape[1:]))
-        # This rank's part need not be copied: nothing writes to it.
-        row = Collective.ALL_GATHER if on_device else Collective.BROADCAST
-        flight = start(row, flat, own.view(-1), received=sizes, times=times)
-        parts = [part.view(shape) for part, shape in zip(torch.split(flat, sizes), shapes, strict=True)]
+        if on_device or (kind is ExchangeKind.GATHER and dim == 0):
+            whole = tensor.new_empty(sum(sizes))
+            parts = [part.view(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
+            result = lambda: self._combine(kind, parts, dim, lengths) if dim else whole.view(-1, *tensor.shape[1:])  # noqa: E731
+            return self._begin(kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
+        # This rank's part is used where it is, since nothing writes to it.
+        moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
+        sizes[self.index] = 0
+        others = tensor.new_empty(sum(sizes))
+        parts = list(others.split_with_sizes(sizes))
         parts[self.index] = own
-        return _arriving(flight, lambda: self._combine(kind, parts, dim, lengths))
+        parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
+        times = moved / max(1, others.numel())
+        return self._begin(kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
 
+    def _begin(
+        self,
+        kind: ExchangeKind,
+        row: Collective,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        result: Callable[[], torch.Tensor],
+        **how: Any,
+    ) -> Pending:
+        call = CollectiveCall(out.view(-1), given.view(-1), self._what[kind], counts_as=kind.collective, **how)
+        flight = self._group.start(row, call)
 
-def _arriving(flight: InFlight, result: Callable[[], torch.Tensor]) -> Pending:
-    def read() -> torch.Tensor:
-        flight.wait()
-        return result()
+        def read() -> torch.Tensor:
+            flight.wait()
+            return result()
 
-    return Pending(read)
+        return Pending(read)
 
 
 def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -237,11 +233,6 @@ def _dim(tensor: torch.Tensor, dim: int) -> int:
     return dim % tensor.dim()
 
 
-_DIMS = 8
-_DTYPES = sorted((each for each in vars(torch).values() if isinstance(each, torch.dtype)), key=str)
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-
-
 class SharedExchange(Exchange):
     """Collectives over memory shared by all ranks of a host. Every rank of `group` creates one, in the same order.
 
@@ -250,9 +241,7 @@ class SharedExchange(Exchange):
     """
 
     def __init__(self, group: ProcessSet) -> None:
-        self.size = group.size
-        self.index = group.index
-        self._group = group
+        self.size, self.index, self._group = group.size, group.index, group
         self._ring = SharedRing(group, "activations")
         self._flying: dict[int, weakref.ref[Pending]] = {}
 
@@ -263,8 +252,13 @@ class SharedExchange(Exchange):
         about = [_about(kind, dtype, shape, dim, lengths) for shape in shapes]
         self._group.require_member()
         with traffic.timed(kind.collective):
-            if (oldest := ring.oldest()) >= 0:
-                self._await_entry(oldest, what)
+            if (
+                oldest := ring.oldest()
+            ) >= 0:  # All ranks must have consumed the entry that is about to be overwritten.
+                found = self._flying.get(oldest)
+                if found is not None and (arriving := found()) is not None:
+                    arriving.settle()
+                ring.consumed.wait(oldest + 1, f"room for one more {what}")
             sequence, number = ring.next, ring.free_slot(tensor.nbytes)
             ring.own[number].seen(shapes[self.index], dtype).copy_(tensor.detach())
             ring.publish(number, about[self.index])
@@ -281,36 +275,25 @@ class SharedExchange(Exchange):
                     raise
                 return self._combine(kind, parts, dim, lengths)
 
-        pending = Pending(read, lambda: self._consume(sequence))
+        def consume() -> None:
+            self._flying.pop(sequence, None)
+            ring.consume(sequence)
+
+        pending = Pending(read, consume)
         self._flying[sequence] = weakref.ref(pending)
         return pending
-
-    def _consume(self, sequence: int) -> None:
-        self._flying.pop(sequence, None)
-        self._ring.consume(sequence)
-
-    def _await_entry(self, oldest: int, what: str) -> None:
-        """Wait until all ranks have consumed the ring entry that is about to be overwritten."""
-        found = self._flying.get(oldest)
-        arriving = found() if found is not None else None
-        if arriving is not None:
-            arriving.settle()
-        self._ring.consumed.wait(oldest + 1, f"room for one more {what}")
 
     def _part(
         self, rank: int, sequence: int, about: list[int], shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the tensor that the rank at position `rank` published as exchange `sequence`."""
         slot, other = self._ring.read(rank, sequence)
-        if other != about:
-            raise self._parted(rank, other, self._ring.read(self.index, sequence)[1])
-        return slot.seen(shape, dtype)
-
-    def _parted(self, rank: int, other: list[int], wanted: list[int]) -> CollectiveError:
-        ranks = self._group.ranks
-        return CollectiveError(
+        if other == about:
+            return slot.seen(shape, dtype)
+        ranks, own = self._group.ranks, self._ring.read(self.index, sequence)[1]
+        raise CollectiveError(
             f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {_phrase(other)}, "
-            f"rank {ranks[self.index]} for a {_phrase(wanted)}. Every rank must run the same modules on tensors of the same shape"
+            f"rank {ranks[self.index]} for a {_phrase(own)}. Every rank must run the same modules on tensors of the same shape"
         )
 
 
@@ -318,16 +301,16 @@ class SharedExchange(Exchange):
 def _about(
     kind: ExchangeKind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
 ) -> list[int]:
-    """Encode the exchange as words of a ring entry, which all ranks compare. The cached list must not be changed."""
-    shares = zlib.crc32(array("q", lengths).tobytes())
-    dims = [*shape, *([0] * _DIMS)][:_DIMS]
-    return [int(kind) | (dim + 1) << 8, shares, _CODES[dtype], len(shape), *dims]
+    """Encode the exchange as words of a ring entry, which all ranks compare: a checksum, and the text for an error message. The
+    cached list must not be changed."""
+    along = f" along dim {dim}" if dim >= 0 else ""
+    text = f"{kind.phrase}{along} of {str(dtype).removeprefix('torch.')} {list(shape)}"
+    room = (ABOUT - 1) * 8
+    return [zlib.crc32(f"{text} {lengths}".encode()), *memoryview(text.encode().ljust(room)[:room]).cast("q")]
 
 
 def _phrase(about: list[int]) -> str:
-    kind, dim, dtype = ExchangeKind(about[0] & 0xFF), (about[0] >> 8) - 1, str(_DTYPES[about[2]]).removeprefix("torch.")
-    along = f" along dim {dim}" if dim >= 0 else ""
-    return f"{kind.phrase}{along} of {dtype} {about[4 : 4 + min(about[3], _DIMS)]}"
+    return array("q", about[1:]).tobytes().decode().rstrip()
 
 
 def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName = "auto") -> Exchange:

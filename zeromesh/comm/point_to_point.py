@@ -21,8 +21,9 @@ from datetime import timedelta
 import torch
 
 from zeromesh.errors import CollectiveError
+from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.mesh.process_groups import SetGroups, groups_in_turn, leave_group, make_group
+from zeromesh.mesh.process_groups import groups_in_turn, leave_group, make_group
 from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 
@@ -52,13 +53,10 @@ class Incoming:
     """A message that this rank receives."""
 
     def __init__(self, line: _Line, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
-        self._line = line
-        self._kind = kind
+        self._line, self._kind, self._specs, self.what = line, kind, specs, what
         self._header: tuple[torch.Tensor, InFlight] | None = None
         self._tensors: list[torch.Tensor] = []
         self._flights: list[InFlight] | None = None
-        self._specs = specs
-        self.what = what
 
     def advance(self, *, block: bool) -> bool:
         """Begin to receive once the shapes are known; returns True if it has begun, so that the next message may begin too."""
@@ -93,8 +91,7 @@ class _Line:
     """One direction between two ranks: `pair` is their process set, the sender first."""
 
     def __init__(self, pair: ProcessSet, device: torch.device) -> None:
-        self._pair = pair
-        self.device = device
+        self._pair, self.device = pair, device
         self.known: dict[Hashable, Sequence[MessageSpec]] = {}
         """The specifications sent so far, by kind of message; equal on both ends."""
         self.queue: deque[Incoming] = deque()
@@ -104,8 +101,9 @@ class _Line:
     def start(self, tensor: torch.Tensor, what: str) -> InFlight:
         # Bytes suit every backend, unlike dtypes; at least one, since an empty message could not be waited for.
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
-        pair, received = self._pair, (len(flat), 0)
-        return pair.start(Collective.POINT_TO_POINT, flat, what=what, received=received, times=1.0 - pair.index)
+        index, received = self._pair.index, (len(flat), 0)
+        call = CollectiveCall(flat, flat[: received[index]], what, received, times=1.0 - index)
+        return self._pair.start(Collective.POINT_TO_POINT, call)
 
     def advance(self, wanted: Incoming | None = None) -> None:
         """Begin to receive messages of known shapes, in order; wait for the shapes of `wanted` and of the messages before it."""
@@ -142,8 +140,8 @@ class _Line:
             self.known.clear()
 
     def close(self) -> None:
-        if self._pair.link is not None:
-            leave_group(self._pair.link.data, self._pair.works)
+        for group in self._pair.groups.values() if self._pair.groups else ():
+            leave_group(group, self._pair.works)
 
 
 class Channels:
@@ -159,12 +157,13 @@ class Channels:
     ) -> None:
         """Open the channels, on all ranks of the world. `shape`: the mesh whose pipelines each open channels; None: only this
         set."""
-        self.group = group
-        self.device = device
+        self.group, self.device = group, device
         self._out: dict[int, _Line] = {}
         self._in: dict[int, _Line] = {}
         rank = group.ranks[group.index]
-        pairs = _neighbours(group.size, ring=ring)
+        pairs = [(index, index + 1) for index in range(group.size - 1)]
+        if ring and group.size > 2:
+            pairs.insert(1, (0, group.size - 1))
         sets: Iterable[tuple[int, ...]] = [group.ranks]
         if shape is not None and pairs:
             sets = groups_in_turn(shape, rank, ["pipeline"], 2 * len(pairs))
@@ -176,8 +175,7 @@ class Channels:
                     if rank not in ends:
                         continue
                     peer, lines = (target, self._out) if rank == source else (source, self._in)
-                    link = SetGroups(control=made, data=made, reduce=made)
-                    pair = replace(group, ranks=(source, target), index=int(rank == target), link=link)
+                    pair = replace(group, ranks=(source, target), index=int(rank == target), groups={"data": made})
                     lines[group.ranks.index(peer)] = _Line(pair, device)
 
     def send(
@@ -226,11 +224,6 @@ class Channels:
             for line in (*self._out.values(), *self._in.values()):
                 line.close()
         self._out, self._in = {}, {}
-
-
-def _neighbours(size: int, *, ring: bool) -> list[tuple[int, int]]:
-    pairs = [(index, index + 1) for index in range(size - 1)]
-    return sorted(pairs + ([(0, size - 1)] if ring and size > 2 else []))
 
 
 def write_header(specs: Sequence[MessageSpec]) -> torch.Tensor:

@@ -20,7 +20,7 @@ import struct
 import weakref
 from array import array
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -71,26 +71,23 @@ class Counters:
     """One growing counter per rank in shared words, each on its own cache line."""
 
     def __init__(self, words: memoryview, base: int, group: ProcessSet) -> None:
-        self._words = words
+        self._words, self._group = words, group
         self._places = [base + rank * LINE for rank in range(group.size)]
-        self._index = group.index
-        self._ranks = group.ranks
-        self._watch = group.watch
         self._futexes = [Futex(words, place) for place in self._places]
+        self._own = self._places[group.index]
 
     def set(self, value: int) -> None:
         """Set this rank's counter and wake the ranks that wait for it."""
-        self._words[self._places[self._index]] = value
-        self._futexes[self._index].wake()
+        self._words[self._own] = value
+        self._futexes[self._group.index].wake()
 
     def own(self) -> int:
         """Return this rank's counter."""
-        return self._words[self._places[self._index]]
+        return self._words[self._own]
 
     def lowest(self) -> int:
         """Return the lowest counter of all ranks."""
-        words = self._words
-        return min(words[place] for place in self._places)
+        return min(self._words[place] for place in self._places)
 
     def reached(self, value: int) -> bool:
         """Return True if the counters of all ranks are at least `value`."""
@@ -107,7 +104,7 @@ class Counters:
         words = self._words
 
         def behind() -> list[int]:
-            return [rank for rank, place in zip(self._ranks, self._places, strict=True) if words[place] < value]
+            return [rank for rank, place in zip(self._group.ranks, self._places, strict=True) if words[place] < value]
 
         def pause(seconds: float) -> None:
             for place, futex in zip(self._places, self._futexes, strict=True):
@@ -115,7 +112,7 @@ class Counters:
                     futex.wait(seen, seconds)
                     return
 
-        self._watch.wait(lambda: self.reached(value), behind(), what, pause, behind)
+        self._group.watch.wait(lambda: self.reached(value), behind(), what, pause, behind)
 
 
 def shared_segments(
@@ -152,13 +149,14 @@ class RingSlot:
         self.segment = segment
         self.serial = serial
         self.sequence = -1
-        self.raw = segment.tensor(0, segment.nbytes, torch.uint8)
-        self.seen = lru_cache(_VIEWS)(partial(_seen_as, self.raw))
+        self.raw = raw = segment.tensor(0, segment.nbytes, torch.uint8)
 
+        @lru_cache(_VIEWS)
+        def seen(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+            """Return the first bytes as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
+            return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-def _seen_as(raw: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return the first bytes of `raw` as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
-    return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        self.seen = seen
 
 
 class SharedRing:
@@ -172,12 +170,11 @@ class SharedRing:
 
     def __init__(self, group: ProcessSet, label: str, *, slots: int = 0, nbytes: int = 0) -> None:
         """Create the ring for the purpose `label`. `slots` slots of `nbytes` each exist from the start, mapped by all ranks."""
-        self._label = label
-        self._index = group.index
+        self._label, self._index = label, group.index
         self._room = max(IN_FLIGHT, slots)
         size = group.size * (2 * LINE + self._room * _ENTRY) * 8
         (segment,) = shared_segments(group, f"entries of {label}", size, of_first=True)
-        self._pids = [row[0] for row in group.gather_integers([os.getpid()])]
+        self._pids = [pid for (pid,) in group.gather_integers([os.getpid()])]
         self._words = segment.words()
         self.published, self.consumed = (Counters(self._words, row * group.size * LINE, group) for row in range(2))
         self._entries = 2 * group.size * LINE

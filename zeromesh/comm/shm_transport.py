@@ -38,15 +38,10 @@ class SharedBuffer(GatherBuffer):
     ) -> None:
         self.full = arena.tensor(offset, request.padded, request.dtype)
         self.persistent = request.persistent
-        self._arena = arena
-        self._written = written
-        self._done = done
-        self._traffic = group.traffic
-        self._counted = 0
-        self._generation = 0
+        self._arena, self._written, self._done, self._traffic = arena, written, done, group.traffic
+        self._counted = self._generation = 0
         self._reading: Transfer | None = None
-        self._live = False
-        self._pages_out = True
+        self._live, self._pages_out = False, True
         self._memory = None
         length, itemsize = request.padded // group.size, request.dtype.itemsize
         self._own = slice(group.index * length, (group.index + 1) * length)

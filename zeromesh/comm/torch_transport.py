@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 
 from zeromesh.comm.shm_transport import SharedTransport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, RingRequest, Transport
 from zeromesh.errors import CollectiveError
+from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import InFlight, ProcessSet
 from zeromesh.offload import DONE, SparePages, TieredTensor, allocate_lasting
 from zeromesh.telemetry.step_recorder import Collective
@@ -66,22 +66,19 @@ class CollectiveBuffer(GatherBuffer):
         self.poll()
 
     def poll(self) -> None:
-        while self._queue and self._queue[0].may_start():
+        while self._queue and (reading := self._queue[0]._reading) is not None:
+            # On a device a stream may wait for this rank's shard, else it must be in place or have failed.
+            if not (reading is DONE or reading.on_device if self._group.on_stream else reading.done()):
+                return
             self._queue.popleft().start()
-
-    def may_start(self) -> bool:
-        """Return True if this rank's shard is in place or has failed; on a device, also if a stream will wait for it."""
-        reading = self._reading
-        if reading is None:
-            return False
-        return reading is DONE or reading.on_device if self._group.on_stream else reading.done()
 
     def start(self) -> None:
         """Start the all-gather, once this rank's shard is in place."""
         reading, self._reading = self._reading, None
         if reading is not None:
             with reading.ordering():
-                self._flight = self._group.start(Collective.ALL_GATHER, self.full, self.own(), self._what)
+                call = CollectiveCall(self.full, self.own(), self._what)
+                self._flight = self._group.start(Collective.ALL_GATHER, call)
 
     def wait(self) -> None:
         while self._reading is not None:
@@ -139,7 +136,13 @@ class CollectiveReducer(Reducer):
             parts = received.chunk(group.size)
             length = filled.numel() // group.size
             sums = out[group.index * length : (group.index + 1) * length] if whole else out
-        flight = group.start(row, received, filled, "reduction of gradients", purpose="reduce", counts_as=kind)
+        call = CollectiveCall(received, filled, "reduction of gradients", purpose="reduce", counts_as=kind)
+        flight = group.start(row, call)
+
+        def gather_sums() -> None:
+            call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
+            group.start(Collective.ALL_GATHER, call).wait()
+
         return Reduction(
             traffic=group.traffic,
             kind=kind,
@@ -149,15 +152,11 @@ class CollectiveReducer(Reducer):
             arrived=flight.done,
             wait=flight.wait,
             free=self._free,
-            complete=partial(self._gather_sums, out, sums) if sums.numel() != out.numel() else None,
+            complete=gather_sums if sums.numel() != out.numel() else None,
         )
 
     def _free(self) -> None:
         self.finished += 1
-
-    def _gather_sums(self, out: torch.Tensor, sums: torch.Tensor) -> None:
-        what = "all-gather of summed gradients"
-        self.group.start(Collective.ALL_GATHER, out, sums, what, purpose="reduce").wait()
 
 
 class CollectiveTransport(Transport):

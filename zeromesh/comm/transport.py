@@ -75,10 +75,9 @@ class GatherBuffer:
 
     def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
         """Return flat views of `full`, valid for the buffer's life even while the buffer has no memory."""
-        ends = [(place.start, place.end) for place in places]
         if self._memory is not None:
-            return self._memory.carve(ends)
-        return [self.full[start:end] for start, end in ends]
+            return self._memory.carve([(place.start, place.end) for place in places])
+        return [self.full[place.start : place.end] for place in places]
 
     def own(self) -> torch.Tensor:
         """Return this rank's shard, a view of `full`, which must have memory."""

@@ -21,6 +21,7 @@ import torch
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, Region
 from zeromesh.intervals import Interval
+from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_groups import GroupPurpose
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload.accelerator import on_accelerator
@@ -68,7 +69,9 @@ def redistribute(
     if after.count(after[0]) == len(after) and _joined(before) == _joined(after[:1]):
         received = [_length(spans) for spans in before]
         kind = Collective.ALL_GATHER if sum(map(bool, received)) > 1 else Collective.BROADCAST
-        group.start(kind, out, None if out is flat else flat, what, received=received, purpose=purpose).wait()
+        begin = sum(received[:own])
+        given = out[begin : begin + received[own]] if out is flat else flat
+        group.start(kind, CollectiveCall(out, given, what, received, purpose=purpose)).wait()
         return out
     moves = [_moves(before, after, index) for index in range(group.size)]
     for each in moves[own] if out is not flat else ():
@@ -80,7 +83,8 @@ def redistribute(
         given = torch.cat([flat[:0], *(flat[each.at : each.at + each.length] for found in gives for each in found)])
         received, sent = ([sum(each.length for each in found) for found in side] for side in (gets, gives))
         arrived = flat.new_empty(sum(received))
-        group.start(Collective.ALL_TO_ALL, arrived, given, what, received=received, sent=sent, purpose=purpose).wait()
+        call = CollectiveCall(arrived, given, what, received, sent, purpose)
+        group.start(Collective.ALL_TO_ALL, call).wait()
         parts = [each for found in gets for each in found]
         for each, part in zip(parts, torch.split(arrived, [each.length for each in parts]), strict=True):
             out[each.to : each.to + each.length] = part

@@ -100,8 +100,10 @@ def chunked_cross_entropy(
     If no gradient is needed, nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk,
     and `DataError` for a target outside of the vocabulary.
     """
-    run, vocab = _pass_over(weight.shape[0], sizes, exchange)
-    _check(hidden, weight, bias, targets, seed, chunk_tokens)
+    _check(hidden, weight, bias, targets, sizes, exchange)
+    if not (math.isfinite(seed) and chunk_tokens >= 1):
+        raise LayoutError(f"seed must be finite and chunk_tokens at least 1; got {seed} and {chunk_tokens}")
+    first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
     trained = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
     wanted = targets != ignore_index
     if count is None or not on_accelerator(targets):
@@ -112,23 +114,36 @@ def chunked_cross_entropy(
     masked = kept.numel() < targets.numel()
     bound = targets[kept] if masked else targets
     seed = seed or 1.0  # For a microbatch of weight 0, the gradient passed to backward is 0.
-    settings = {"seed": seed, "chunk_tokens": chunk_tokens, "trained": trained, "change": change}
-    head = partial(run, rows=kept if masked else None, targets=bound.long(), **settings)
+    settings: dict[str, Any] = {"seed": seed, "chunk_tokens": chunk_tokens, "trained": trained, "change": change}
+    settings |= {"exchange": exchange, "first": first}
+    head: Callable[..., HeadPass] = partial(HeadPass, rows=kept if masked else None, targets=bound.long(), **settings)
     if not any(trained):
         return head(hidden.detach(), weight.detach(), bias).run()
     total: torch.Tensor = _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call]
     return total
 
 
-def _pass_over(held: int, sizes: Sequence[int], exchange: Exchange | None) -> tuple[Callable[..., HeadPass], int]:
-    """Return the class of evaluations for a head that holds `held` tokens on this rank, and the size of the vocabulary."""
-    if exchange is None:
-        return HeadPass, held
-    if len(sizes) != exchange.size or sizes[exchange.index] != held:
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    sizes: Sequence[int],
+    exchange: Exchange | None,
+) -> None:
+    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
+    fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
+    if not fits:
+        shapes = [None if t is None else tuple(t.shape) for t in (hidden, weight, bias, targets)]
         raise LayoutError(
-            f"rank {exchange.index} of {exchange.size} has {held} tokens of the vocabulary, where sizes are {list(sizes)}"
+            f"expected hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, targets [tokens]; got {shapes}"
         )
-    return partial(_PartOfHead, exchange=exchange, first=sum(sizes[: exchange.index])), sum(sizes)
+    if exchange is not None and (len(sizes) != exchange.size or sizes[exchange.index] != weight.shape[0]):
+        held = f"rank {exchange.index} of {exchange.size} has {weight.shape[0]} tokens of the vocabulary"
+        raise LayoutError(f"{held}, where sizes are {list(sizes)}")
+    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
+    if len(dtypes) != 1 or not hidden.is_floating_point():
+        raise LayoutError(f"hidden, weight and bias must share one floating dtype; got {sorted(map(str, dtypes))}")
 
 
 def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -100) -> None:
@@ -154,35 +169,12 @@ def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
     return max(1, tokens)
 
 
-def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    seed: float,
-    chunk_tokens: int,
-) -> None:
-    fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
-    fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
-    if not fits:
-        shapes = [None if t is None else tuple(t.shape) for t in (hidden, weight, bias, targets)]
-        raise LayoutError(
-            "expected hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, "
-            f"targets [tokens]; got {shapes}"
-        )
-    dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
-    if len(dtypes) != 1 or not hidden.is_floating_point():
-        raise LayoutError(f"hidden, weight and bias must share one floating dtype; got {sorted(map(str, dtypes))}")
-    if not math.isfinite(seed):
-        raise LayoutError(f"seed must be finite; got {seed}")
-    if chunk_tokens < 1:
-        raise LayoutError(f"chunk_tokens must be at least 1; got {chunk_tokens}")
-
-
 class HeadPass:
     """One evaluation: the loss and, if needed, its gradients times `seed`.
 
-    `targets`, int64, belong to the `rows` of `hidden` (None: all of them).
+    `targets`, int64, belong to the `rows` of `hidden` (None: all of them). With an `exchange`, the head holds the tokens from
+    `first` on, in step with the ranks that hold the others; the gradient of one chunk's hidden states is summed over the ranks
+    while the next chunk is computed.
     """
 
     def __init__(
@@ -197,7 +189,11 @@ class HeadPass:
         chunk_tokens: int,
         trained: tuple[bool, ...],
         change: LogitChange,
+        exchange: Exchange | None,
+        first: int,
     ) -> None:
+        self._exchange, self._first = exchange, first
+        self._under_way: tuple[torch.Tensor, Pending] | None = None
         self.shape = hidden.shape
         self.hidden = hidden if rows is None else hidden.index_select(0, rows)
         self.weight, self.bias, self.rows, self.targets, self.change = weight, bias, rows, targets, change
@@ -225,8 +221,14 @@ class HeadPass:
             end = min(start + self.chunk, self.tokens)
             chunk = logits[: end - start]
             self._logits(self.hidden[start:end], chunk)
-            self.softmax(chunk, self.targets[start:end], losses[start:end])
+            softmax = self.softmax if self._exchange is None else partial(self.softmax_of_part, self._exchange)
+            softmax(chunk, self.targets[start:end], losses[start:end])
             self.gradients(chunk, start, end)
+            if self._exchange is not None and self.grad_hidden is not None:
+                part = self.grad_hidden[start:end]
+                begun = (part, self._exchange.all_reduce_async(part))
+                self._arrive()
+                self._under_way = begun
         del logits
         self.finish()
         return losses.sum()
@@ -275,6 +277,43 @@ class HeadPass:
                 if scratch is not None:
                     part.copy_(wide)
 
+    def softmax_of_part(
+        self, exchange: Exchange, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
+    ) -> None:
+        """Do the same as `softmax` for a part of the vocabulary."""
+        local = targets - self._first
+        rows = self.rows_at_once(logits)
+        # A cap's slope needs the logits again after the exchange.
+        alone = logits.dtype == self.wide and not self.change.cap
+        scratch = None if alone else logits.new_empty(rows, self.vocab, dtype=self.wide)
+        statistics = logits.new_empty(3, logits.shape[0], dtype=self.wide)
+        blocks = [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
+        for block in blocks:
+            part = logits[block]
+            wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
+            self.change.apply_(wide)
+            statistics[:, block] = _statistics(wide, local[block])
+        everyone = exchange.all_gather_async(statistics.unsqueeze(0), 0).wait()
+        largest = everyone[:, 0].amax(dim=0)
+        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
+        losses.copy_(total.log() + (largest - everyone[:, 2].sum(dim=0)))
+        if not self.wants_gradients:
+            return
+        for block in blocks:
+            part = logits[block]
+            if scratch is None:
+                part.mul_(((statistics[0, block] - largest[block]).exp() / total[block]).unsqueeze(1))
+                _subtract_targets(part, local[block])
+                continue
+            # The logits are unchanged here: rounding both exp(logit - m) and the softmax to 16 bits would round twice.
+            wide = scratch[: part.shape[0]].copy_(part)
+            slope = self.change.apply_(wide)
+            wide.sub_(largest[block].unsqueeze(1)).exp_().div_(total[block].unsqueeze(1))
+            _subtract_targets(wide, local[block])
+            if slope is not None:
+                wide.mul_(slope)
+            part.copy_(wide)
+
     def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
         """Multiply a chunk's gradient of the logits into those of hidden states, weight and bias."""
         hidden = self.hidden[start:end].to(self.product)
@@ -295,8 +334,15 @@ class HeadPass:
         if grad_hidden is not None and wide is not None and wide is not grad_hidden:
             grad_hidden.copy_(wide)
 
+    def _arrive(self) -> None:
+        if self._under_way is not None:
+            part, pending = self._under_way
+            part.copy_(pending.wait())
+            self._under_way = None
+
     def finish(self) -> None:
         """Convert the gradients to the dtypes and shapes of their tensors."""
+        self._arrive()
         dtype = self.hidden.dtype
         if self.grad_bias is not None:
             self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
@@ -332,79 +378,9 @@ def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return torch.stack((largest, total, chosen))
 
 
-def _combine(statistics: torch.Tensor, exchange: Exchange) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return losses [rows], largest logit and sum of exp(logit - largest) over all ranks [rows], from this rank's [3, rows]."""
-    everyone = exchange.all_gather_async(statistics.unsqueeze(0), 0).wait()
-    largest = everyone[:, 0].amax(dim=0)
-    total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
-    return total.log() + (largest - everyone[:, 2].sum(dim=0)), largest, total
-
-
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
     own, picked = _picked(softmax, local)
     softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
-
-
-class _PartOfHead(HeadPass):
-    """One evaluation of a head that holds the tokens from `first` on, in step with the ranks that hold the others. One chunk's
-    gradient of hidden states is summed over the ranks while the next chunk is computed."""
-
-    def __init__(self, *arguments: Any, exchange: Exchange, first: int, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        self._exchange = exchange
-        self._first = first
-        self._under_way: tuple[torch.Tensor, Pending] | None = None
-
-    def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
-        local = targets - self._first
-        rows = self.rows_at_once(logits)
-        # A cap's slope needs the logits again after the exchange.
-        alone = logits.dtype == self.wide and not self.change.cap
-        scratch = None if alone else logits.new_empty(rows, self.vocab, dtype=self.wide)
-        statistics = logits.new_empty(3, logits.shape[0], dtype=self.wide)
-        blocks = [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
-        for block in blocks:
-            part = logits[block]
-            wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
-            self.change.apply_(wide)
-            statistics[:, block] = _statistics(wide, local[block])
-        found, largest, total = _combine(statistics, self._exchange)
-        losses.copy_(found)
-        if not self.wants_gradients:
-            return
-        for block in blocks:
-            part = logits[block]
-            if scratch is None:
-                part.mul_(((statistics[0, block] - largest[block]).exp() / total[block]).unsqueeze(1))
-                _subtract_targets(part, local[block])
-                continue
-            # The logits are unchanged here: rounding both exp(logit - m) and the softmax to 16 bits would round twice.
-            wide = scratch[: part.shape[0]].copy_(part)
-            slope = self.change.apply_(wide)
-            wide.sub_(largest[block].unsqueeze(1)).exp_().div_(total[block].unsqueeze(1))
-            _subtract_targets(wide, local[block])
-            if slope is not None:
-                wide.mul_(slope)
-            part.copy_(wide)
-
-    def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
-        """Compute the gradients as for a whole head; start this chunk's sum over ranks and finish the last chunk's."""
-        super().gradients(dlogits, start, end)
-        if self.grad_hidden is not None:
-            part = self.grad_hidden[start:end]
-            begun = (part, self._exchange.all_reduce_async(part))
-            self._arrive()
-            self._under_way = begun
-
-    def finish(self) -> None:
-        self._arrive()
-        super().finish()
-
-    def _arrive(self) -> None:
-        if self._under_way is not None:
-            part, pending = self._under_way
-            part.copy_(pending.wait())
-            self._under_way = None
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -142,14 +142,8 @@ def _shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@_grad_x.register_fake
-def _shape_of_grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return grad.new_empty(*grad.shape[:-1], weight.shape[1])
-
-
-@_grad_weight.register_fake
-def _shape_of_grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(grad.shape[-1], x.shape[-1])
+_grad_x.register_fake(lambda grad, weight: grad.new_empty(*grad.shape[:-1], weight.shape[1]))
+_grad_weight.register_fake(lambda grad, x: x.new_empty(grad.shape[-1], x.shape[-1]))
 
 
 def _keep(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], output: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Messages between the launchers of a run: JSON objects, each field of which is checked before use.
 
 A malformed message raises `MessageError`, which names the defect; the caller adds the sender. Launchers send messages over a
-`LauncherConnection`, as lines.
+`LauncherConnection`, as lines, through a socket or through the pipes of an ssh command.
 
 A follower sends several *beats* within the seconds after which it counts as lost, and the leader an *echo* of each. A beat is its
 sending time by the follower's clock: the follower kills its processes when the latest echoed beat is too old, so they have always
@@ -12,14 +12,16 @@ lease, as in Gray and Cheriton 1989).
 import hashlib
 import hmac
 import json
+import os
 import re
 import reprlib
 import secrets
+import select
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from zeromesh.environment import RankRange
 from zeromesh.errors import ZeromeshError
@@ -35,8 +37,14 @@ BEATS = 5
 """The number of beats sent within the seconds after which a follower counts as lost."""
 
 Message = Mapping[str, Any]
-Value = TypeVar("Value", str, bool)
+Stream = socket.socket | IO[bytes]
+Value = TypeVar("Value", str, bool, int)
+MISSING = -1
+"""The default of an integer that has to be there."""
 _LONGEST_SHOWN = 160
+_WHOLE_WRITE = 4096
+"""Bytes that a pipe takes in one piece (PIPE_BUF), and that a writable socket takes without waiting."""
+_CLOSE_SECONDS = 1.0
 _VARIABLE, _VALUE = re.compile(r"[^=\0\ud800-\udfff]+"), re.compile(r"[^\0\ud800-\udfff]*")
 
 
@@ -46,11 +54,6 @@ def _shown(value: object) -> str:
 
 class MessageError(ZeromeshError, ValueError):
     """A message is malformed."""
-
-
-def line(message: Message) -> bytes:
-    """Encode a message as a line of ASCII."""
-    return json.dumps(message).encode("ascii") + b"\n"
 
 
 def parsed(data: bytes) -> Message:
@@ -64,20 +67,16 @@ def parsed(data: bytes) -> Message:
     return message
 
 
-def number(message: Message, name: str, *, least: int = 0, most: int = (1 << 53) - 1) -> int:
-    """Return the integer under `name`. Raises `MessageError`."""
-    value = message.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise MessageError(f"{name!r} is {_shown(value)}; allowed is an integer from {least} to {most}")
-    return value
+def field(message: Message, name: str, default: Value, *, least: int = 0, most: int = (1 << 53) - 1) -> Value:
+    """Return the text, Boolean or integer under `name`, or `default` if it is missing; it has the type of `default`.
 
-
-def optional(message: Message, name: str, default: Value) -> Value:
-    """Return the text or Boolean under `name`, or `default` if it is missing. Raises `MessageError`."""
+    Raises:
+        MessageError: for another type, and for an integer, the default too, that is not from `least` to `most`.
+    """
     value = message.get(name, default)
-    if not isinstance(value, type(default)):
-        allowed = "a text" if isinstance(default, str) else "true or false"
-        raise MessageError(f"{name!r} is {_shown(value)}; allowed is {allowed}")
+    if type(value) is not type(default) or (type(value) is int and not least <= value <= most):
+        allowed = {str: "a text", bool: "true or false"}.get(type(default), f"an integer from {least} to {most}")
+        raise MessageError(f"{name!r} is {_shown(message.get(name))}; allowed is {allowed}")
     return value
 
 
@@ -97,15 +96,15 @@ def rank_range(message: Message) -> RankRange:
     content = message.get("start")
     if not isinstance(content, dict):
         raise MessageError(f"'start' is {_shown(content)}; allowed is an object")
-    size = number(content, "world_size", least=1, most=MAX_PROCESSES**2)
+    size = field(content, "world_size", MISSING, least=1, most=MAX_PROCESSES**2)
     return RankRange(
-        first=number(content, "first", most=size - 1),
-        processes=number(content, "processes", least=1, most=MAX_PROCESSES),
+        first=field(content, "first", MISSING, most=size - 1),
+        processes=field(content, "processes", MISSING, least=1, most=MAX_PROCESSES),
         world_size=size,
-        master_address=optional(content, "master_address", ""),
-        master_port=number(content, "master_port", least=1, most=65535),
-        run_id=optional(content, "run_id", ""),
-        restart=number(content, "restart"),
+        master_address=field(content, "master_address", ""),
+        master_port=field(content, "master_port", MISSING, least=1, most=65535),
+        run_id=field(content, "run_id", ""),
+        restart=field(content, "restart", MISSING),
     )
 
 
@@ -114,26 +113,30 @@ class LauncherConnection:
 
     The digest covers the direction, random words drawn by both ends for this connection, and the number of the line, so that no
     line can be replayed. An empty `secret` only guards against accidents. The end that `serves` is the leader's. Both ends send
-    signs of life, which `receive` hides.
+    signs of life, which `receive` hides. Nothing here waits for the other end.
     """
 
     def __init__(
         self,
-        connection: socket.socket,
+        reader: Stream,
+        writer: Stream,
         secret: str,
         *,
         serves: bool,
         hello_seconds: float = HELLO_SECONDS,
         silence_seconds: float = SILENCE_SECONDS,
+        mark: bytes = b"",
     ) -> None:
-        """Wrap `connection`. The first message must come within `hello_seconds`, then a sign of life every `silence_seconds`."""
-        connection.setblocking(False)
-        self.connection = connection
+        """Connect by both streams, one socket or two pipes. The first message must come within `hello_seconds`, then a sign of
+        life every `silence_seconds`. Each line that is sent begins with `mark`."""
+        self.readers: Sequence[Stream] = [reader]
+        """The streams to select from while waiting for messages."""
         self.drawn = secrets.token_hex(16)
         self.alive_at = time.monotonic()
         """The latest time at which the other end is known to be alive: the leader's last receipt, or the sending time of the
         follower's latest beat that was echoed."""
-        self._hello, self._silence = hello_seconds, silence_seconds
+        self._writer = writer
+        self._hello, self._silence, self._mark = hello_seconds, silence_seconds, mark
         self._key = secret.encode()
         self._serves = serves
         self._agreed = b""
@@ -151,15 +154,17 @@ class LauncherConnection:
 
     def send(self, message: Message) -> None:
         """Queue a message, and send as much as the connection takes now."""
-        data = line(message)
-        self._unsent += self._digest(data[:-1], self._serves) + b" " + data
-        self.flush()
+        data = json.dumps(message).encode("ascii")
+        self._unsent += self._mark + self._digest(data, self._serves) + b" " + data + b"\n"
+        self._flush()
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Send as much as the connection takes now. A closed connection drops it, which `read` reports."""
-        with suppress(OSError):
-            while self._unsent:
-                self._unsent = self._unsent[self.connection.send(self._unsent) :]
+        with suppress(OSError, ValueError):
+            while self._unsent and select.select([], [self._writer], [], 0)[1]:
+                # A line of one piece, as a beat is, cannot be interleaved with what others write to the same pipe.
+                end = min(self._unsent.index(b"\n") + 1, _WHOLE_WRITE)
+                self._unsent = self._unsent[os.write(self._writer.fileno(), self._unsent[:end]) :]
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived, without waiting.
@@ -172,31 +177,27 @@ class LauncherConnection:
         if self._agreed and not self._serves and now > self._beat_at + self._silence / BEATS:
             self._beat_at = now
             self.send({"beat": int(now * 1e6)})
-        self.flush()
-        lines = self.read()
-        found = [self.opened(line) for line in lines or ()]
-        messages = [message for message in found if not self._is_sign_of_life(message)]
-        if found and self._serves:
+        self._flush()
+        lines, messages = self.read(), []
+        for line in lines or ():
+            message = self.opened(line)
+            if "beat" in message and self._serves:
+                self.send({"echo": field(message, "beat", MISSING)})
+            elif "echo" in message and not self._serves:
+                self.alive_at = max(self.alive_at, min(field(message, "echo", MISSING) / 1e6, self._beat_at))
+            elif not {"beat", "echo"} & message.keys():
+                messages.append(message)
+        if lines and self._serves:
             self.alive_at = now
         if lines is None or now > self.alive_at + (self._silence if self._agreed else self._hello):
             raise ConnectionError("the connection is gone")
         return messages
 
-    def _is_sign_of_life(self, message: Message) -> bool:
-        if "beat" in message and self._serves:
-            self.send({"echo": number(message, "beat")})
-        elif "echo" in message and not self._serves:
-            self.alive_at = max(self.alive_at, min(number(message, "echo") / 1e6, self._beat_at))
-        return "beat" in message or "echo" in message
-
     def read(self) -> Sequence[bytes] | None:
         """Return the complete lines that have arrived, with their digests; None when the connection has ended."""
-        try:
-            data = self.connection.recv(1 << 16)
-        except (BlockingIOError, InterruptedError):
+        data = arrived(self.readers[0])
+        if data is None:
             return ()
-        except OSError:
-            return None
         *whole, self._partial = (self._partial + data).split(b"\n")
         return None if not data or len(self._partial) > MAX_MESSAGE else whole
 
@@ -206,14 +207,14 @@ class LauncherConnection:
         first = not self._numbers[not self._serves]
         if first and self._serves:
             # The first line carries the random word of its sender, which its digest covers already.
-            self.agree(self.drawn, optional(parsed(data), "drawn", ""))
+            self.agree(self.drawn, field(parsed(data), "drawn", ""))
         if not hmac.compare_digest(digest, self._digest(data, not self._serves)):
             raise MessageError(
                 "a message has not the digest that this run's secret gives (ZEROMESH_SECRET on every host)"
             )
         message = parsed(data)
         if first and not self._serves:
-            self.agree(optional(message, "drawn", ""), self.drawn)
+            self.agree(field(message, "drawn", ""), self.drawn)
         return message
 
     def _digest(self, data: bytes, by_server: bool) -> bytes:
@@ -223,5 +224,18 @@ class LauncherConnection:
 
     def close(self) -> None:
         """Close the connection so that the other end can still read what was sent."""
+        if self._unsent and select.select([], [self._writer], [], _CLOSE_SECONDS)[1]:
+            self._flush()
         self.read()  # Closing with unread input resets the connection, and sent messages may be lost.
-        self.connection.close()
+        for stream in (*self.readers, self._writer):
+            stream.close()
+
+
+def arrived(stream: Stream) -> bytes | None:
+    """Return the bytes that can be read from a stream without waiting, empty at its end; None if there are none now."""
+    try:
+        return os.read(stream.fileno(), 1 << 16) if select.select([stream], [], [], 0)[0] else None
+    except (BlockingIOError, InterruptedError):
+        return None
+    except (OSError, ValueError):  # It is lost, or closed here.
+        return b""

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -40,13 +40,15 @@ _STOPPED = {128 + int(number): number.name for number in STOP_SIGNALS}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkersFailed:
-    """The failure of the workers: the error of the rank that failed first, and the exit code for the command."""
+    """The failure of some workers: the error of the rank that failed first, and the exit code for the command."""
 
     message: str
     exit_code: int
     ranks: tuple[int, ...] = ()
-    noticed: bool = False
-    """True if these ranks only noticed the failure of others."""
+    distance: int = 0
+    """The distance from the cause: 0 for a possible cause, 1 for ranks that noticed a peer's failure, 2 for stopped ranks."""
+    time: float = 0.0
+    """The time of the failure, in seconds of the clock."""
     pid: int = 0
     """The process id of a rank that ended without recording an error."""
 
@@ -64,20 +66,25 @@ class RankProcesses:
     """
 
     def __init__(self, arguments: Sequence[str], place: RankRange) -> None:
-        self._first = place.first
+        self._arguments, self._place = arguments, place
         self._errors: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ended: dict[int, float] = {}
         self._killed: set[int] = set()
         self._cause_until: float | None = None
         self._stop_until: float | None = None
-        shared = worker_environment(place.processes, alone=place.processes == place.world_size)
         for local_rank in range(place.processes):
-            error = os.memfd_create(f"zeromesh-error-{local_rank}")
-            self._errors.append(error)
-            variables = {**shared, **place.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
-            with kept_environment(variables):
-                self._processes.append(subprocess.Popen([sys.executable, *arguments], start_new_session=True))
+            self._start(local_rank)
+
+    def _start(self, local_rank: int) -> None:
+        """Start the process of one rank: all that a rank is given when it starts is given here."""
+        place, error = self._place, os.memfd_create(f"zeromesh-error-{local_rank}")
+        shared = worker_environment(place.processes, alone=place.processes == place.world_size)
+        variables = {**shared, **place.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
+        self._errors.append(error)
+        with kept_environment(variables):
+            process = subprocess.Popen([sys.executable, *self._arguments], start_new_session=True)
+        self._processes.append(process)
 
     def over(self) -> bool:
         """Return True if all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""
@@ -114,18 +121,12 @@ class RankProcesses:
 
     def failure(self) -> WorkersFailed | None:
         """Return the failure that caused the others, since peers of a dead rank fail too or are stopped; None if there is none."""
-        ends = {index: self._end_of(index) for index, process in enumerate(self._processes) if process.returncode}
+        ends = [self._end_of(index) for index, process in enumerate(self._processes) if process.returncode]
         if not ends:
             return None
-        first = min(ends, key=lambda index: (ends[index].distance, ends[index].time, index))
-        same = tuple(self._first + index for index in sorted(ends) if ends[index].text == ends[first].text)
-        return WorkersFailed(
-            ranks=same,
-            message=ends[first].text,
-            exit_code=ends[first].exit_code,
-            noticed=ends[first].distance > 0,
-            pid=self._processes[first].pid if ends[first].silent and len(same) == 1 else 0,
-        )
+        first = min(ends, key=lambda each: (each.distance, each.time))
+        same = tuple(rank for each in ends if each.message == first.message for rank in each.ranks)
+        return replace(first, ranks=same, pid=first.pid if len(same) == 1 else 0)
 
     def close(self) -> None:
         """Kill the running processes and close the error files."""
@@ -135,39 +136,23 @@ class RankProcesses:
         while self._errors:
             os.close(self._errors.pop())
 
-    def _end_of(self, index: int) -> _WorkerEnd:
-        recorded = os.pread(self._errors[index], os.fstat(self._errors[index]).st_size, 0)
+    def _end_of(self, index: int) -> WorkersFailed:
+        """Return the error that a process has recorded, or else the way in which it ended."""
+        ranks, error = (self._place.first + index,), self._errors[index]
         try:
-            return _WorkerEnd(**json.loads(recorded))
+            return WorkersFailed(**json.loads(os.pread(error, os.fstat(error).st_size, 0)), ranks=ranks)
         except (ValueError, TypeError):  # The record is missing or incomplete.
-            return _silent_end(self._processes[index].returncode, self._ended[index], killed=index in self._killed)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _WorkerEnd:
-    """The end of a worker, its time (seconds of the clock), and its distance from the cause.
-
-    Distance 0 may be the cause, 1 noticed that a peer failed, 2 was stopped by the launcher. `silent`: it recorded no error.
-    """
-
-    text: str
-    time: float
-    exit_code: int
-    distance: int
-    silent: bool = False
-
-
-def _silent_end(code: int, when: float, *, killed: bool) -> _WorkerEnd:
-    if code >= 0:
-        stopped = _STOPPED.get(code)
-        text = f"was stopped by {stopped}" if stopped else f"ended with exit code {code} and no Python error"
-        return _WorkerEnd(text=text, time=when, exit_code=code or 1, distance=0, silent=True)
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = "; the kernel kills like this when memory runs out (see dmesg)" if name == "SIGKILL" and not killed else ""
-    distance = 2 if name == "SIGTERM" or killed else 0
-    return _WorkerEnd(
-        text=f"was killed by {name}{hint}", time=when, exit_code=128 - code, distance=distance, silent=True
-    )
+            code, killed, distance = self._processes[index].returncode, index in self._killed, 0
+        if code >= 0:
+            stopped = _STOPPED.get(code)
+            message = f"was stopped by {stopped}" if stopped else f"ended with exit code {code} and no Python error"
+        else:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            distance = 2 if name == "SIGTERM" or killed else 0
+            hint = "; the kernel kills like this when memory runs out (see dmesg)" * (name == "SIGKILL" and not killed)
+            message, code = f"was killed by {name}{hint}", 128 - code
+        pid, when = self._processes[index].pid, self._ended[index]
+        return WorkersFailed(message=message, exit_code=code or 1, ranks=ranks, distance=distance, time=when, pid=pid)
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
@@ -180,29 +165,23 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, OSError):
             error = refused_path(error) or error
-        if not isinstance(error, KeyboardInterrupt):
-            text = "".join(traceback.format_exception(kind, error, trace))
-            _record(error, text, exit_code_of(error))
+        if isinstance(error, KeyboardInterrupt):
+            return
+        text, path = "".join(traceback.format_exception(kind, error, trace)), setting(ERRORS)
+        if path is None:
+            sys.stderr.write(text)
+            return
+        details = {
+            "message": str(error) if isinstance(error, ZeromeshError) else f"{type(error).__name__}\n{text.rstrip()}",
+            "time": time.time(),
+            "exit_code": exit_code_of(error),
+            "distance": int(isinstance(error, CollectiveError)),
+        }
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
+        os.write(descriptor, json.dumps(details).encode())
+        os.close(descriptor)
 
     sys.excepthook = record
-
-
-def _record(error: BaseException, trace: str, exit_code: int) -> None:
-    path = setting(ERRORS)
-    if path is None:
-        sys.stderr.write(trace)
-        return
-    details: dict[str, Any] = {
-        "text": str(error) if isinstance(error, ZeromeshError) else f"{type(error).__name__}\n{trace.rstrip()}",
-        "time": time.time(),
-        "exit_code": exit_code,
-        "distance": int(isinstance(error, CollectiveError)),
-    }
-    descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
-    try:
-        os.write(descriptor, json.dumps(details).encode())
-    finally:
-        os.close(descriptor)
 
 
 class StopSignals:
@@ -215,29 +194,24 @@ class StopSignals:
         self.first = 0
         self.passed_on = 0
         self.pending: list[int] = []
-        self._told = tuple(told)
+        self.told = tuple(told)
 
     def receive(self, number: int, frame: object) -> None:
         """Record a signal; this is a signal handler."""
-        if number not in self._told:
+        if number not in self.told:
             self.first = self.first or number
         self.pending.append(number)
 
-    def tell(self, send: Callable[[int], None]) -> None:
-        """Send each received signal of `told` on, as often as it came."""
-        while told := [number for number in self.pending if number in self._told]:
-            self.pending.remove(told[0])
-            send(told[0])
-
     def pass_on(self, send: Callable[[int], None], kill: Callable[[], None], most: int = 1) -> None:
-        """Pass on received signals: the first `most` let the child processes end in order, one more kills them."""
+        """Pass on received signals: those of `told` always; of others, the first `most` let the child processes end in order, and
+        one more kills them."""
         while self.pending:
             number = self.pending.pop(0)
-            if self.passed_on < most:
+            if number in self.told or self.passed_on < most:
                 send(number)
             else:
                 kill()
-            self.passed_on += 1
+            self.passed_on += number not in self.told
 
     def exit_code(self) -> int:
         """Return 128 plus the number of the first signal, or 0."""

@@ -9,6 +9,7 @@ fails, is lost or joins, the leader ends all ranks and numbers the hosts anew. A
 """
 
 import errno
+import os
 import select
 import signal
 import socket
@@ -19,18 +20,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from zeromesh.environment import LOOPBACK, SECRET, RankRange, setting
+from zeromesh.environment import LOOPBACK, SECRET, RankRange, export, setting
 from zeromesh.errors import ConfigError
 from zeromesh.launch.messages import (
     HELLO_SECONDS,
     MAX_EXIT_CODE,
     MAX_PROCESSES,
+    MISSING,
     LauncherConnection,
     Message,
     MessageError,
-    number,
-    optional,
+    field,
     rank_range,
+    variables,
 )
 from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, StopSignals, WorkersFailed, noted_signals
 from zeromesh.mesh.network_interfaces import is_here, listen
@@ -45,6 +47,7 @@ _TICK_SECONDS = 0.05
 _REST_SECONDS = 300
 """Seconds that ranks may take to save and end before a restart."""
 _MOST_STRANGERS = 64
+_MOST_SIGNAL = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +82,7 @@ class Nodes:
 ALONE = Nodes()
 Result = WorkersFailed | int
 Stopped = Callable[[], bool]
-Notify = Callable[[str], None]
-Poll = Callable[[], int | None]
-"""Returns the seconds in which ranks have to end, 0 to kill them at once, or None to let them run."""
+Notify = Callable[[str], object]
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -104,6 +105,8 @@ class Leader:
     """The launcher that serves the endpoint. Raises `ConfigError` when this host cannot listen there."""
 
     rest_seconds = _REST_SECONDS
+    _fewest = 0
+    """The number of other launchers without which a run does not go on when one is lost."""
 
     def __init__(self, nodes: Nodes, processes: int, notify: Notify, stopped: Stopped, *, listens: bool = True) -> None:
         self._nodes, self._processes = nodes, processes
@@ -139,6 +142,7 @@ class Leader:
         return 0
 
     def poll(self) -> int | None:
+        """Return the seconds in which ranks have to end, 0 to kill them at once, or None to let them run."""
         self._serve()
         numbered = [each for each in self._members if each.numbered]
         self._joining = len(numbered) < min(len(self._known), self._nodes.most - 1)
@@ -155,10 +159,17 @@ class Leader:
             if self._stopped():
                 return 0
             self._wait()
-        cause, lost = self._cause(failure), self._lost
+        elsewhere = [
+            replace(each.failure, message=f"host {each.name}: {each.failure.message}")
+            for each in self._members
+            if each.failure
+        ]
+        found, lost = [*([failure] if failure else []), *elsewhere, *self._lost], self._lost
+        cause = min(found, key=lambda each: each.distance > 0, default=None)
         if cause is None and not lost:
             return self._end(0)
-        if cause is not None and (cause.exit_code == USERS_MISTAKE or (lost and self._too_few())):
+        too_few = self._nodes.rank is not None or len(self._members) < self._fewest
+        if cause is not None and (cause.exit_code == USERS_MISTAKE or (lost and too_few)):
             return self._end(cause)
         if not lost and not self._joining:
             self._failures += 1
@@ -180,14 +191,14 @@ class Leader:
         """Return True if a failure or a lost host must end all ranks."""
         return bool(self._lost) or any(each.failure for each in self._members)
 
-    def _too_few(self) -> bool:
-        """Return True if too few hosts are left to go on."""
-        return self._nodes.rank is not None
-
-    def _start(self) -> RankRange:
-        """Number the hosts, this one first, and send each its ranks."""
+    def _start(self, meeting_place: tuple[str, int] | None = None) -> RankRange:
+        """Number the hosts, this one first, and send each its ranks, which meet at the given address or at this host."""
         members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
-        host, port = self._meeting_place(members)
+        if meeting_place is None:
+            # On one host the ranks do not listen on this port; only the user's code may.
+            with listen(self._nodes.where[0], 0) as free:
+                meeting_place = self._nodes.where[0], free.getsockname()[1]
+        host, port = meeting_place
         place = RankRange(
             first=0,
             processes=self._processes,
@@ -207,12 +218,6 @@ class Leader:
         self._starts += 1
         self._lost, self._joining, self._stopping = [], False, False
         return place
-
-    def _meeting_place(self, members: Sequence[Member]) -> tuple[str, int]:
-        host = self._nodes.where[0]
-        # On one host the ranks do not listen on this port; only the user's code may.
-        with listen(host, 0) as free:
-            return host, free.getsockname()[1]
 
     def _stop(self) -> None:
         if not self._stopping:
@@ -235,16 +240,6 @@ class Leader:
             self._listener = None
         return result
 
-    def _cause(self, own: WorkersFailed | None) -> WorkersFailed | None:
-        """Return the failure that caused those of the other hosts."""
-        elsewhere = [
-            replace(each.failure, message=f"host {each.name}: {each.failure.message}")
-            for each in self._members
-            if each.failure
-        ]
-        found = [*([own] if own else []), *elsewhere, *self._lost]
-        return min(found, key=lambda each: each.noticed, default=None)
-
     def _explain_restart(self, cause: WorkersFailed | None) -> None:
         again = f"all ranks start again from {self._nodes.begins_with}"
         if self._lost:
@@ -255,8 +250,8 @@ class Leader:
             self._notify(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
 
     def _wait(self) -> None:
-        lines = [each.line.connection for each in self._members]
-        select.select([*lines, *([self._listener] if self._listener else [])], [], [], _TICK_SECONDS)
+        streams = [stream for each in self._members for stream in each.line.readers]
+        select.select([*streams, *([self._listener] if self._listener else [])], [], [], _TICK_SECONDS)
 
     def _serve(self) -> None:
         """Accept connections and handle the messages that have arrived, without waiting."""
@@ -266,7 +261,7 @@ class Leader:
                 if len(self._members) - len(self._known) >= _MOST_STRANGERS:
                     connection.close()
                 else:
-                    line = LauncherConnection(connection, self._secret, serves=True)
+                    line = LauncherConnection(connection, connection, self._secret, serves=True)
                     self._members.append(Member(line=line, name=str(address)))
         for each in list(self._members):
             try:
@@ -275,21 +270,18 @@ class Leader:
                 continue
             except (MessageError, ConnectionError) as error:
                 self._drop(each, error)
-            each.line.connection.close()
+            each.line.close()
             self._members.remove(each)
 
     def _drop(self, each: Member, error: MessageError | ConnectionError) -> None:
         if isinstance(error, MessageError):
-            self._refuse(each.name, str(error))
+            # A stranger may connect here: one line per address, and for a few addresses only.
+            if each.name not in self._refused and len(self._refused) < _MOST_STRANGERS:
+                self._refused.add(each.name)
+                self._notify(f"{each.name}, which came to {self._nodes.endpoint}, is refused: {error}")
             each.line.send({"over": {"code": 1, "text": str(error)}})
         if each.running:
             self._lost.append(WorkersFailed(message=f"host {each.name} is gone", exit_code=1))
-
-    def _refuse(self, who: str, reason: str) -> None:
-        """Notify the user once per address, and for a few addresses only: a stranger may connect here."""
-        if who not in self._refused and len(self._refused) < _MOST_STRANGERS:
-            self._refused.add(who)
-            self._notify(f"{who}, which came to {self._nodes.endpoint}, is refused: {reason}")
 
     def _take(self, each: Member, message: Message) -> None:
         """Handle a message: the first of a launcher introduces it, `rest` says that its ranks have ended."""
@@ -297,42 +289,47 @@ class Leader:
             self._introduce(each, message)
         elif "rest" in message and each.running:
             each.running = False
-            if code := number(message, "rest", most=MAX_EXIT_CODE):
-                each.failure = WorkersFailed(
-                    message=optional(message, "text", ""), exit_code=code, noticed=optional(message, "noticed", False)
-                )
+            if code := field(message, "rest", MISSING, most=MAX_EXIT_CODE):
+                text, noticed = field(message, "text", ""), field(message, "noticed", False)
+                each.failure = WorkersFailed(message=text, exit_code=code, distance=int(noticed))
 
     def _introduce(self, each: Member, message: Message) -> None:
-        processes = number(message, "processes", least=1, most=MAX_PROCESSES)
-        if optional(message, "run_id", "") != self._nodes.run_id:
+        processes = field(message, "processes", MISSING, least=1, most=MAX_PROCESSES)
+        if field(message, "run_id", "") != self._nodes.run_id:
             raise MessageError(f"its --rdzv-id is {message.get('run_id')!r}, not {self._nodes.run_id!r}")
-        if not optional(message, "name", "").isprintable():
+        if not field(message, "name", "").isprintable():
             raise MessageError("its host's name has characters that cannot be printed")
-        each.name = optional(message, "name", "")
+        each.name = field(message, "name", "")
         if self._nodes.rank is not None:
-            each.rank = number(message, "rank", least=1, most=self._nodes.most - 1)
+            each.rank = field(message, "rank", MISSING, least=1, most=self._nodes.most - 1)
             if each.rank in [other.rank for other in self._known]:
                 raise MessageError(f"--node-rank {each.rank} is there twice")
         each.processes = processes
 
 
 class Follower:
-    rest_seconds = _REST_SECONDS
-    """Seconds that ranks here have to end when the run is over; if the leader is gone, they are killed at once."""
+    """A launcher that starts ranks when its leader says so. If the leader is gone, ranks are killed at once.
 
-    def __init__(self, nodes: Nodes, processes: int, stopped: Stopped) -> None:
-        self._nodes, self._processes, self._stopped = nodes, processes, stopped
+    `attach` connects it to the `zeromesh launch` that has started it, which also sends variables and signals; without it the
+    follower goes to the endpoint of `nodes`.
+    """
+
+    def __init__(
+        self, nodes: Nodes, processes: int, stopped: Stopped, attach: Callable[[], LauncherConnection] | None = None
+    ) -> None:
+        self._nodes, self._processes, self._stopped, self._attach = nodes, processes, stopped, attach
+        self.rest_seconds = _REST_SECONDS if attach is None else 0
+        """Seconds that ranks here have to end when the run is over."""
         self._line: LauncherConnection | None = None
         self._result: Result | None = None
         self._place: RankRange | None = None
         self._stop: int | None = None
 
     def first_start(self) -> RankRange | Result:
-        until = time.monotonic() + _REACH_SECONDS
+        until = time.monotonic() + (_REACH_SECONDS if self._attach is None else 0.0)
         while self._line is None:
             try:
-                connection = socket.create_connection(self._nodes.where, timeout=HELLO_SECONDS)
-                self._line = self._join(LauncherConnection(connection, setting(SECRET) or "", serves=False))
+                self._line = self._join((self._attach or self._dial)())
             except OSError as error:
                 if time.monotonic() > until:
                     return self._unreached(error.strerror or str(error))
@@ -340,6 +337,10 @@ class Follower:
             if self._stopped():
                 return 0
         return self._wait()
+
+    def _dial(self) -> LauncherConnection:
+        connection = socket.create_connection(self._nodes.where, timeout=HELLO_SECONDS)
+        return LauncherConnection(connection, connection, setting(SECRET) or "", serves=False)
 
     def poll(self) -> int | None:
         self._receive()
@@ -350,22 +351,24 @@ class Follower:
         self._receive()  # Sending to a leader that has ended would lose its last message.
         if self._line is not None:
             end = failure or WorkersFailed(message="", exit_code=0)
-            self._line.send({"rest": min(end.exit_code, MAX_EXIT_CODE), "text": str(end), "noticed": end.noticed})
+            code, noticed = min(end.exit_code, MAX_EXIT_CODE), end.distance > 0
+            self._line.send({"rest": code, "text": str(end), "noticed": noticed})
         found = self._wait()
         # A cause on this host says more than the leader's text; ranks that only noticed a failure say less.
-        here = failure is not None and not failure.noticed and isinstance(found, WorkersFailed)
-        return failure if here and failure else found
+        if failure is not None and not failure.distance and isinstance(found, WorkersFailed):
+            return failure
+        return found
 
     def close(self) -> None:
         if self._line is not None:
-            self._line.connection.close()
+            self._line.close()
             self._line = None
 
     def _join(self, line: LauncherConnection) -> LauncherConnection:
         """Introduce this launcher to the leader at the other end. Raises `OSError` where there is none."""
         try:
             while not line.receive():
-                select.select([line.connection], [], [], _TICK_SECONDS)
+                select.select(line.readers, [], [], _TICK_SECONDS)
         except MessageError as error:
             raise ConfigError(f"--rdzv-endpoint {self._nodes.endpoint}: {error}") from error
         except ConnectionError:
@@ -384,7 +387,7 @@ class Follower:
                 place, self._place, self._stop = self._place, None, None
                 return place
             if self._line is not None:
-                select.select([self._line.connection], [], [], _TICK_SECONDS)
+                select.select(self._line.readers, [], [], _TICK_SECONDS)
         return 0
 
     def _receive(self) -> None:
@@ -404,11 +407,15 @@ class Follower:
         if "start" in message:
             self._place = rank_range(message)
         elif "stop" in message:
-            self._stop = number(message, "stop")
+            self._stop = field(message, "stop", MISSING)
         elif "over" in message:
             end = message["over"] if isinstance(message["over"], dict) else {}
-            code = number(end, "code", most=MAX_EXIT_CODE)
-            self._result = code and WorkersFailed(message=optional(end, "text", ""), exit_code=code, noticed=True)
+            code = field(end, "code", MISSING, most=MAX_EXIT_CODE)
+            self._result = code and WorkersFailed(message=field(end, "text", ""), exit_code=code, distance=1)
+        elif self._attach is not None and "variables" in message:
+            export(variables(message))
+        elif self._attach is not None and "signal" in message:
+            os.kill(os.getpid(), field(message, "signal", MISSING, least=1, most=_MOST_SIGNAL))
 
     def _unreached(self, reason: str) -> WorkersFailed:
         nodes = self._nodes
@@ -419,12 +426,8 @@ class Follower:
         return WorkersFailed(message=message, exit_code=1)
 
 
-def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> Leader | Follower:
-    """Return the role of this launcher: number 0 leads; without numbers, the first launcher that can listen at the endpoint does.
-
-    Raises:
-        ConfigError: when it cannot listen at the endpoint.
-    """
+def _role(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> Leader | Follower:
+    """Number 0 leads; without numbers, the first launcher that can listen at the endpoint does."""
     host = nodes.where[0]
     if nodes.most == 1 or nodes.rank == 0:
         return Leader(nodes, processes, notify, stopped)
@@ -437,16 +440,12 @@ def meeting(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> L
     return Follower(nodes, processes, stopped)
 
 
-def _to_stderr(line: str) -> None:
-    sys.stderr.write(f"zeromesh: {line}\n")
-
-
 def launch_workers(
     arguments: Sequence[str],
     *,
     processes: int,
     nodes: Nodes = ALONE,
-    notify: Callable[[str], None] = _to_stderr,
+    notify: Notify = lambda line: sys.stderr.write(f"zeromesh: {line}\n"),
     talks: bool = False,
     passes: int = 1,
 ) -> WorkersFailed | int:
@@ -460,7 +459,7 @@ def launch_workers(
         ConfigError: when this host must serve the endpoint, and cannot.
     """
     with noted_signals((signal.SIGINT,) if talks else ()) as requests:
-        others = meeting(nodes, processes, notify, lambda: bool(requests.first))
+        others = _role(nodes, processes, notify, lambda: bool(requests.first))
         return run_starts(arguments, others, requests, passes)
 
 
@@ -469,31 +468,31 @@ def run_starts(arguments: Sequence[str], others: Leader | Follower, requests: St
     try:
         found = others.first_start()
         while isinstance(found, RankRange) and not requests.first:
-            found = others.next_start(_run(arguments, found, others.poll, requests, passes))
+            found = others.next_start(_run(arguments, found, others, requests, passes))
     finally:
         others.close()
     return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
 
 
 def _run(
-    arguments: Sequence[str], place: RankRange, poll: Poll, requests: StopSignals, passes: int
+    arguments: Sequence[str], place: RankRange, others: Leader | Follower, requests: StopSignals, passes: int
 ) -> WorkersFailed | None:
     """Start ranks, pass signals on until all have ended, and return the failure that caused the others."""
     ranks = RankProcesses(arguments, place)
 
     def hand_on(number: int) -> None:
-        ranks.stop(number, _REST_SECONDS)
-        if requests.passed_on:  # They are stopping already, and must now end soon.
+        if number not in requests.told:
+            ranks.stop(number, _REST_SECONDS)
+        if number in requests.told or requests.passed_on:  # They are stopping already, and must now end soon.
             ranks.send(number)
 
     try:
         while not ranks.over():
-            seconds = poll()
+            seconds = others.poll()
             if seconds == 0:
                 ranks.send(signal.SIGKILL)
             elif seconds is not None:
                 ranks.stop(signal.SIGTERM, seconds)
-            requests.tell(ranks.send)
             requests.pass_on(hand_on, lambda: ranks.send(signal.SIGKILL), passes)
             time.sleep(_TICK_SECONDS)
         return ranks.failure()

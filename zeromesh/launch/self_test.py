@@ -6,12 +6,12 @@
 import json
 import subprocess
 import sys
-import time
+import timeit
 from dataclasses import dataclass
 
 from zeromesh.environment import python_arguments, read_environment
 from zeromesh.errors import CollectiveError
-from zeromesh.launch.rank_processes import WorkersFailed, become_worker
+from zeromesh.launch.rank_processes import become_worker
 from zeromesh.launch.rendezvous import launch_workers
 
 _MODULE = "zeromesh.launch.self_test"
@@ -52,15 +52,10 @@ def _exchange() -> None:
     from zeromesh.mesh.mesh_shape import MeshShape
     from zeromesh.mesh.process_mesh import Mesh
 
-    environment = read_environment()
-    device = torch.device("cpu")
-    mesh = Mesh(MeshShape(shard=_RANKS), environment, device=device, timeout_seconds=_WAIT_SECONDS, order="launch")
+    environment, shape, device = read_environment(), MeshShape(shard=_RANKS), torch.device("cpu")
+    mesh = Mesh(shape, environment, device=device, timeout_seconds=_WAIT_SECONDS, order="launch")
     tensor = torch.ones(_NBYTES // 4)
-    times = []
-    for _ in range(_TIMES):
-        began = time.perf_counter()
-        mesh.world.all_reduce(tensor, "sum of the trial")
-        times.append(time.perf_counter() - began)
+    times = timeit.repeat(lambda: mesh.world.all_reduce(tensor, "sum of the trial"), number=1, repeat=_TIMES)
     shares_memory = mesh.world.one_host
     mesh.close()
     if not bool((tensor == float(_RANKS**_TIMES)).all()):
@@ -76,10 +71,10 @@ def main() -> int:
         _exchange()
         return 0
     result = launch_workers(python_arguments(_MODULE, ("rank",)), processes=_RANKS)
-    if isinstance(result, WorkersFailed):
-        sys.stderr.write(f"{result}\n")
-        return result.exit_code
-    return result
+    if isinstance(result, int):
+        return result
+    sys.stderr.write(f"{result}\n")
+    return result.exit_code
 
 
 if __name__ == "__main__":

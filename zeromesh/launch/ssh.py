@@ -17,7 +17,6 @@ import re
 import select
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,12 +24,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO
 
-from zeromesh.environment import RankRange, export
+from zeromesh.environment import RankRange
 from zeromesh.errors import ConfigError, counted
-from zeromesh.launch import messages
-from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, Message, MessageError
+from zeromesh.launch.messages import (
+    BEATS,
+    MAX_MESSAGE,
+    LauncherConnection,
+    Message,
+    MessageError,
+    arrived,
+    parsed,
+)
 from zeromesh.launch.rank_processes import StopSignals, WorkersFailed, noted_signals
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Result, run_starts
 
@@ -60,8 +65,6 @@ _PORTS = range(20000, 30000)
 _LONGEST_LINE = 1 << 16
 _MOST_LINES = 100_000
 _LAST_SECONDS = 5.0
-_LAST_MESSAGE_SECONDS = 1.0
-_MOST_SIGNAL = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,9 +163,9 @@ class _SshLeader(Leader):
     rest_seconds = 0
 
     def __init__(self, plan: LaunchPlan, notify: Callable[[str], None], requests: StopSignals) -> None:
-        nodes = Nodes(least=plan.least, most=1 + len(plan.hosts), max_restarts=plan.max_restarts)
+        nodes = Nodes(most=1 + len(plan.hosts), max_restarts=plan.max_restarts)
         super().__init__(nodes, 0, notify, self._interrupted, listens=False)
-        self._plan, self._requests = plan, requests
+        self._plan, self._requests, self._fewest = plan, requests, plan.least
         self._output = Output()
         self._processes_of: dict[str, HostProcess] = {}
         self._safe_at = 0.0
@@ -175,25 +178,27 @@ class _SshLeader(Leader):
         if not self._processes_of:
             for rank, host in enumerate(self._plan.hosts):
                 process = self._processes_of[host.name] = HostProcess(host, self._plan, self._output)
-                self._members.append(Member(line=process.line, name=host.name, rank=rank))
+                self._members.append(Member(line=process, name=host.name, rank=rank))
         while time.monotonic() < self._safe_at or len(self._known) < len(self._members):
             self._serve()
             if self._stopped():
                 return 0
             self._wait()
         if self._lost[self._told :]:
-            if self._too_few():
+            if len(self._members) < self._fewest:
                 return self._end(self._lost[0])
             self._explain_restart(self._lost[0])
         self._plan.check(self._left)
         self._told, self._failed_at = 0, None
-        return self._start()
+        return self._start(self._plan.meeting_place(self._left))
 
     def close(self) -> None:
         super().close()
-        until = time.monotonic() + _LINGER_SECONDS
-        for process in self._processes_of.values():
-            process.close(until)
+        processes = self._processes_of.values()
+        # An orphaned process may keep the pipes of a host open forever.
+        drain([each for each in processes if not each.lost], time.monotonic() + _LINGER_SECONDS)
+        for process in processes:
+            process.finish()
         self._output.close()
 
     @property
@@ -206,19 +211,13 @@ class _SshLeader(Leader):
         now = time.monotonic()
         self._failed_at = now if failures and self._failed_at is None else self._failed_at
         late = self._failed_at is not None and now > self._failed_at + self._plan.silence_seconds + _MARGIN_SECONDS
-        known = bool(self._lost) or any(not each.noticed for each in failures)
+        known = bool(self._lost) or any(not each.distance for each in failures)
         return (known or late) and not self._requests.passed_on  # Ranks that were told to stop may save.
-
-    def _too_few(self) -> bool:
-        return len(self._members) < self._plan.least
 
     def _interrupted(self) -> bool:
         """Pass signals on; returns True if nothing is left to wait for after one."""
         self._requests.pass_on(lambda each: self._send_all({"signal": each}), lambda: self._send_all({"stop": 0}))
         return bool(self._requests.first) and not any(each.running for each in self._members)
-
-    def _meeting_place(self, members: Sequence[Member]) -> tuple[str, int]:
-        return self._plan.meeting_place(self._left)
 
     def _explain_restart(self, cause: WorkersFailed | None) -> None:
         self._told = len(self._lost)
@@ -278,12 +277,13 @@ class Output:
 
 
 class HostStream:
-    """One output stream of a host, read in arbitrary pieces: printed lines and, in standard output (1), messages between them."""
+    """One output stream of a host, read in arbitrary pieces: printed lines and, in standard output, messages between them."""
 
-    def __init__(self, output: Output, number: int, host: str) -> None:
+    def __init__(self, output: Output, carries: bool, host: str) -> None:
         self.last = ""
+        self.carries = carries
+        """True for standard output, which carries messages."""
         self._output = output
-        self._number = number
         self._prefix = f"[{host}] "
         self._partial = b""
 
@@ -294,11 +294,11 @@ class HostStream:
         printed = b""
         for line in whole:
             # A message may interrupt a printed line, which goes on after it.
-            begin, mark, content = line.partition(BEGIN) if self._number == 1 else (line, b"", b"")
+            begin, mark, content = line.partition(BEGIN) if self.carries else (line, b"", b"")
             printed += begin
             try:
                 if mark:
-                    messages.parsed(content.partition(b" ")[2])
+                    parsed(content.partition(b" ")[2])
                     found.append(content)
                     continue
             except MessageError:  # The line is printed text that contains `BEGIN`.
@@ -319,11 +319,11 @@ class HostStream:
     def _put(self, line: bytes) -> None:
         text = line.decode("utf-8", errors="replace").rstrip("\r")
         self.last = text.strip() or self.last
-        self._output.put(self._number, self._prefix + text)
+        self._output.put(1 if self.carries else 2, self._prefix + text)
 
 
-class HostProcess:
-    """The local ssh process of one host: it prints what the host prints, and passes the host's messages to `line`.
+class HostProcess(LauncherConnection):
+    """The connection to one host: the local ssh process, which prints what the host prints and passes the messages between it.
 
     Raises:
         ConfigError: when the local command cannot be started.
@@ -332,133 +332,85 @@ class HostProcess:
     def __init__(self, host: Host, plan: LaunchPlan, output: Output) -> None:
         self.host = host
         self.lost = False
-        self._closed = False
-        """True if the command has closed its output and is about to end."""
-        ours, self._theirs = socket.socketpair()
+        pipe, self._program = subprocess.PIPE, plan.ssh[0]
         try:
             # A session of its own, so that the terminal's Ctrl-C does not end ssh, over which the signal is passed on.
             self._process = subprocess.Popen(
-                plan.arguments(host),
-                stdin=self._theirs.fileno(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
+                plan.arguments(host), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
             )
         except OSError as error:
-            raise ConfigError(f"--ssh: {plan.ssh[0]!r} cannot be started ({error.strerror or error})") from error
-        self.line = LauncherConnection(
-            ours, "", serves=True, hello_seconds=START_SECONDS, silence_seconds=plan.silence_seconds
-        )
-        self._program = plan.ssh[0]
-        self._patience = plan.silence_seconds / BEATS
-        self._streams = {number: HostStream(output, number, host.name) for number in (1, 2)}
-        pipes = {1: self._process.stdout, 2: self._process.stderr}
-        self._threads = [
-            threading.Thread(target=self._forward, args=(number, pipe), name=f"output of {host.name}", daemon=True)
-            for number, pipe in pipes.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+            raise ConfigError(f"--ssh: {self._program!r} cannot be started ({error.strerror or error})") from error
+        self.pid = self._process.pid
+        pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
+        stdin, self._stdout, stderr = (each for each in pipes if each is not None)
+        silence = plan.silence_seconds
+        super().__init__(self._stdout, stdin, "", serves=True, hello_seconds=START_SECONDS, silence_seconds=silence)
+        self._patience = silence / BEATS
+        self._printed = {pipe: HostStream(output, pipe is self._stdout, host.name) for pipe in (self._stdout, stderr)}
+        self.readers = list(self._printed)
 
-    def _forward(self, number: int, pipe: IO[bytes]) -> None:
-        with pipe:
-            while data := os.read(pipe.fileno(), 1 << 16):
-                for line in self._streams[number].feed(data):
-                    select.select([], [self._theirs], [])  # ssh may have made its input, this socket, non-blocking.
-                    with suppress(OSError):  # The process has closed its input.
-                        self._theirs.sendall(line + b"\n")
-        self._streams[number].flush()
-        if number == 1:
-            self._closed = True
-            with suppress(OSError):
-                self._theirs.shutdown(socket.SHUT_WR)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def read(self) -> Sequence[bytes] | None:
+        """Print what the host has printed, and return its messages; None when the host has closed its output."""
+        found: list[bytes] = []
+        for pipe, stream in self._printed.items():
+            data = arrived(pipe) if pipe in self.readers else None
+            if data:
+                found += stream.feed(data)
+            elif data is not None:
+                stream.flush()
+                self.readers = [each for each in self.readers if each is not pipe]
+        return found if found or self._stdout in self.readers else None
 
     def end(self) -> str:
         """Return a text on how the local command ended; empty while it runs."""
         try:
-            code = self._process.wait(self._patience if self._closed else 0.0)
+            code = self._process.wait(0.0 if self._stdout in self.readers else self._patience)
         except subprocess.TimeoutExpired:
             return ""
-        self._threads[1].join(self._patience)
-        last_line = f": {self._streams[2].last}" if self._streams[2].last else ""
+        drain([self], time.monotonic() + self._patience)
+        last_line = next((f": {each.last}" for each in self._printed.values() if not each.carries and each.last), "")
         return f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last_line}"
 
-    def close(self, until: float) -> None:
-        """End the local command once it has delivered the host's output, or at the monotonic time `until`. A host ends its
-        processes by itself when the connection is cut."""
-        self.line.connection.close()
-        for thread in self._threads:  # An orphaned process may keep the pipes open forever.
-            thread.join(0.0 if self.lost else max(0.0, until - time.monotonic()))
+    def close(self) -> None:
+        """Cut the connection, whereupon the host ends its processes by itself. Its output can still be read."""
+        self._writer.close()
+
+    def finish(self) -> None:
+        """End the local command."""
+        self.close()
         for harder in (signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:
                 with suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, harder)
+                    os.killpg(self.pid, harder)
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout=2.0)
-        self._theirs.close()
+        for pipe in self._printed:
+            pipe.close()
 
 
-class AttachedFollower(Follower):
-    """The launcher on a host, connected to its leader by standard input and output. It kills its ranks when the leader is silent
-    for `silence_seconds`, or has closed the connection."""
-
-    rest_seconds = 0
-
-    def __init__(self, silence_seconds: float, stopped: Callable[[], bool]) -> None:
-        super().__init__(ALONE, 1, stopped)
-        self._silence = silence_seconds
-
-    def first_start(self) -> RankRange | Result:
-        ours, self._theirs = socket.socketpair()
-        source = os.dup(0)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        threading.Thread(target=self._hear, args=(source,), name="input", daemon=True).start()
-        self._speaking = threading.Thread(target=self._speak, name="messages", daemon=True)
-        self._speaking.start()
-        line = LauncherConnection(ours, "", serves=False, hello_seconds=START_SECONDS, silence_seconds=self._silence)
-        try:
-            self._line = self._join(line)
-        except (ConfigError, OSError) as error:
-            return self._unreached(str(error))
-        return self._wait()
-
-    def close(self) -> None:
-        super().close()
-        self._speaking.join(_LAST_MESSAGE_SECONDS)
-
-    def _hear(self, source: int) -> None:
-        with suppress(OSError):
-            while data := os.read(source, 1 << 16):
-                self._theirs.sendall(data)
-            self._theirs.shutdown(socket.SHUT_WR)
-
-    def _speak(self) -> None:
-        with suppress(OSError), self._theirs.makefile("rb") as lines:
-            for line in lines:
-                # A single write of at most PIPE_BUF bytes, as a beat is, cannot be interleaved with the ranks' output.
-                data = memoryview(BEGIN + line)
-                while data:
-                    data = data[os.write(1, data) :]
-        with suppress(OSError):
-            self._theirs.shutdown(socket.SHUT_WR)
-
-    def _take(self, message: Message) -> None:
-        if "variables" in message:
-            export(messages.variables(message))
-        elif "signal" in message:
-            os.kill(os.getpid(), messages.number(message, "signal", least=1, most=_MOST_SIGNAL))
-        else:
-            super()._take(message)
+def drain(processes: Sequence[HostProcess], until: float) -> None:
+    """Print what hosts still print until all have closed their output, or the monotonic time `until`."""
+    while readers := [pipe for each in processes for pipe in each.readers]:
+        seconds = until - time.monotonic()
+        if seconds <= 0 or not select.select(readers, [], [], seconds)[0]:
+            return
+        for each in processes:
+            each.read()
 
 
 def run_attached(arguments: Sequence[str], silence_seconds: float) -> Result:
-    """Run `python ARGUMENTS` as the ranks requested by the `zeromesh launch` at the other end of standard input and output."""
+    """Run `python ARGUMENTS` as the ranks requested by the `zeromesh launch` at the other end of standard input and output.
+
+    The ranks are killed when that end is silent for `silence_seconds`, or has closed the connection.
+    """
+
+    def attach() -> LauncherConnection:
+        """Take standard input, in whose place the ranks get nothing, and share standard output with them."""
+        reader, writer = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        how = {"hello_seconds": START_SECONDS, "silence_seconds": silence_seconds}
+        return LauncherConnection(reader, writer, "", serves=False, mark=BEGIN, **how)
+
     with noted_signals() as requests:
-        follower = AttachedFollower(silence_seconds, lambda: bool(requests.first))
-        return run_starts(arguments, follower, requests)
+        return run_starts(arguments, Follower(ALONE, 1, lambda: bool(requests.first), attach), requests)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zeromesh.mesh.process_groups import GroupPurpose
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.telemetry.watchdog import AsyncWork
 
@@ -21,28 +22,40 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(slots=True)
 class CollectiveCall:
-    """The flat, contiguous tensors of a collective, and the ranks that take part."""
+    """A collective of flat, contiguous tensors, which must not change until the result has been waited for.
+
+    `ProcessSet.start` adds the ranks that take part, and numbers of elements that were left out, which are equal then.
+    """
 
     out: torch.Tensor
     given: torch.Tensor
-    """The tensor to send. It may be this rank's part of `out`, or `out` itself; a broadcast leaves that part unchanged."""
-    received: Sequence[int]
+    """The tensor to send. It may be this rank's part of `out`, or `out` itself. A broadcast leaves that part unchanged, and sends
+    nothing from a rank whose tensor is empty."""
+    what: str
+    """The operation, for error messages."""
+    received: Sequence[int] = ()
     """The number of elements of `out` that come from each rank."""
-    sent: Sequence[int]
-    """The number of elements of `given` that go to each rank, if these numbers differ."""
-    ranks: Sequence[int]
-    index: int
-    group: dist.ProcessGroup | None
+    sent: Sequence[int] = ()
+    """The number of elements of `given` that go to each rank of an all-to-all."""
+    purpose: GroupPurpose = "data"
+    """The process group to use; `control` is a CPU group."""
+    counts_as: Collective | None = None
+    """The collective under which the traffic is counted, if it is another one."""
+    times: float = 1.0
+    """The factor by which bytes are counted; 0: not at all."""
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ranks: Sequence[int] = ()
+    index: int = 0
+    group: dist.ProcessGroup | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(slots=True)
 class Launched:
     """A collective in flight: `finish` completes `out` after all `works`; `nbytes` is its size in the traffic statistics."""
 
-    call: CollectiveCall | None
+    call: CollectiveCall
     """The call, held to keep its tensors alive."""
     works: Sequence[AsyncWork]
     nbytes: int
@@ -51,42 +64,41 @@ class Launched:
 
 def _broadcasts(call: CollectiveCall) -> Launched:
     """All-gather by one broadcast per non-empty part: gloo's all-gather allocates memory for the whole and copies from there."""
-    parts = list(torch.split(call.out, list(call.received)))
-    if call.received[call.index]:
-        parts[call.index] = call.given
+    parts = list(call.out.split_with_sizes(list(call.received)))
+    parts[call.index] = call.given
     pairs = zip(call.ranks, parts, strict=True)
     works = [dist.broadcast(part, src=rank, group=call.group, async_op=True) for rank, part in pairs if part.numel()]
-    return Launched(call=call, works=works, nbytes=call.out.nbytes)
+    return Launched(call, works, call.out.nbytes)
 
 
 def _all_gather(call: CollectiveCall) -> Launched:
     if len(set(call.received)) > 1:
         return _broadcasts(call)
     work = _all_gather_single(call.out, call.given, group=call.group, async_op=True)
-    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
+    return Launched(call, [work], call.out.nbytes)
 
 
 def _all_reduce(call: CollectiveCall) -> Launched:
     work = dist.all_reduce(call.out, op=call.op, group=call.group, async_op=True)
-    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
+    return Launched(call, [work], call.out.nbytes)
 
 
 def _reduce_scatter(call: CollectiveCall) -> Launched:
     work = _reduce_scatter_single(call.out, call.given, group=call.group, async_op=True)
-    return Launched(call=call, works=[work], nbytes=call.given.nbytes)
+    return Launched(call, [work], call.given.nbytes)
 
 
 def _all_to_all(call: CollectiveCall) -> Launched:
     even = len({*call.received, *call.sent}) == 1
     received, sent = (None, None) if even else (list(call.received), list(call.sent))
     work = dist.all_to_all_single(call.out, call.given, received, sent, group=call.group, async_op=True)
-    return Launched(call=call, works=[work], nbytes=call.given.nbytes)
+    return Launched(call, [work], call.given.nbytes)
 
 
 def _small_gather(call: CollectiveCall) -> Launched:
-    parts = list(torch.split(call.out, list(call.received)))
+    parts = list(call.out.split_with_sizes(list(call.received)))
     work = dist.all_gather(parts, call.given, group=call.group, async_op=True)
-    return Launched(call=call, works=[work], nbytes=call.out.nbytes)
+    return Launched(call, [work], call.out.nbytes)
 
 
 Row = Callable[[CollectiveCall], Launched]

@@ -1,7 +1,6 @@
 """`DeviceWorks`: collectives in flight on an accelerator; the only module that waits for or queries torch's handles of them.
 
     order   what this thread launches from now on comes after the collective; the host goes on
-    done    whether the device is through with it, as far as the host knows
     wait    the host waits until the device is through with it
 
 torch's wait with a timeout is usable on CPUs only: on a device it aborts the communicator when the timeout expires.
@@ -100,10 +99,6 @@ class DeviceWorks:
     def _event(self) -> Callable[[], bool]:
         return accelerator.record(accelerator.current_stream(self.device)).query
 
-    def done(self, work: AsyncWork) -> bool:
-        """Return True if the device has finished a collective, without waiting for it."""
-        return work.is_completed()
-
     def wait(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Block the host until the device has finished a collective.
 
@@ -151,8 +146,6 @@ class DeviceWorks:
         """The time that a collective may take while no peer makes progress."""
         return timedelta(seconds=self._watch.timeout_seconds)
 
-    # Supervision by the thread
-
     def _look(self) -> None:
         """Check the oldest communication in flight a few times a second. Work that the device finishes counts as this rank's
         progress, since the host may be far ahead of it, blocked."""
@@ -184,7 +177,8 @@ class DeviceWorks:
         """Abort the communicators so that the host returns from its wait and raises `error`; if it does not, end the process."""
         where = self._write_trace()
         found = CollectiveError(f"{error}{where}")
-        self._watch.break_with(found)
+        self._watch.broken, self._watch.in_doubt = found, True
+        self._watch.fail(found)
         _LOGGER.error("%s", found)
         # All at once, each in a thread: an abort waits until the device has left the group's collectives, which may be
         # queued behind those of another group, or never does if the device is lost.

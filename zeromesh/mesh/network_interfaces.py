@@ -70,17 +70,11 @@ def addresses_of(name: str) -> list[str]:
 
 def address_towards(host: str) -> str | None:
     """Return the source address of packets to `host`; None if there is no route, or no such host."""
-    try:
-        found = socket.getaddrinfo(host, _ROUTE_PORT, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, target in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
+    for address in addresses_of(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _ROUTE_PORT))
+            return str(probe.getsockname()[0])
     return None
 
 

@@ -15,12 +15,11 @@ from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import Axis, MeshShape
 from zeromesh.mesh.network_interfaces import address_towards, interface_of, is_loopback
-from zeromesh.mesh.run_store import START_SECONDS, LocalRowStore, rows, run_store
+from zeromesh.mesh.run_store import START_SECONDS, run_store
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.watchdog import Watchdog
 
 _NUMBERS = itertools.count()
-_ROWS = itertools.count()
 
 GroupPurpose = Literal["control", "data", "reduce"]
 """The purpose of a process group. Calls on one group match in order, so calls without a common order need separate groups.
@@ -30,14 +29,8 @@ start as gradients arrive, so their order relative to gathers differs between ra
 """
 
 
-@dataclass(kw_only=True, slots=True)
-class SetGroups:
-    """The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""
-
-    control: dist.ProcessGroup
-    data: dist.ProcessGroup
-    reduce: dist.ProcessGroup
-    left: bool = False
+SetGroups = dict[GroupPurpose, dist.ProcessGroup]
+"""The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,10 +78,6 @@ class MeshGroups:
             )
         return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
 
-    def rows(self) -> LocalRowStore | None:
-        """Return the status rows of ranks on one host without shared memory (`run_store.rows`); None if they are unavailable."""
-        return rows(self._environment, next(_ROWS))
-
     def join(self, rank: int) -> None:
         """Join the default process group as `rank`, if the process has not done so."""
         if not dist.is_initialized():
@@ -124,12 +113,14 @@ class MeshGroups:
         for purpose in ("control", *purposes):
             key = purpose, ranks, name
             if key not in self._groups:
-                self._groups[key] = self._make(ranks, purpose)
+                works = None if purpose == "control" else self.works
+                made = make_group(ranks, works, timedelta(seconds=START_SECONDS))
+                self._groups[key] = made if self._rank in ranks else None
             found[purpose] = self._groups[key]
         control = found["control"]
         if control is None:
             return None
-        return SetGroups(control=control, data=found.get("data") or control, reduce=found.get("reduce") or control)
+        return {purpose: found.get(purpose) or control for purpose in ("control", "data", "reduce")}
 
     def along(
         self, shape: MeshShape, axes: Sequence[Axis], purposes: Collection[GroupPurpose] = ()
@@ -180,10 +171,6 @@ class MeshGroups:
             dist.destroy_process_group(group)
         if default and joined and not _DEFAULT.users:
             _leave_default()
-
-    def _make(self, ranks: tuple[int, ...], purpose: GroupPurpose) -> dist.ProcessGroup | None:
-        made = make_group(ranks, None if purpose == "control" else self.works, timedelta(seconds=START_SECONDS))
-        return made if self._rank in ranks else None
 
 
 def backend_of(device: torch.device) -> str:

@@ -26,7 +26,7 @@ from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape, axes_of
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
-from zeromesh.mesh.run_store import START_SECONDS
+from zeromesh.mesh.run_store import START_SECONDS, rows
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.allocation import SharedSegment
@@ -73,11 +73,8 @@ class ProcessMesh:
         """Connect the mesh. `traces` is the folder for a rank's latest collectives, written when others miss one on a device."""
         if shape.world_size != environment.world_size:
             raise ConfigError(f"the mesh has {counted(shape.world_size, 'rank')}, the launch {environment.world_size}")
-        self.shape = shape
-        self.device = device
-        self.rank = environment.rank
-        self.environment = environment
-        self.world_size = environment.world_size
+        self.shape, self.device, self.environment = shape, device, environment
+        self.rank, self.world_size = environment.rank, environment.world_size
         self.recorder = _recorder_of(device)
         """The recorder of the time of a step and of the bytes that this rank sends."""
         self.processes: tuple[int, ...] = (0,)
@@ -99,7 +96,13 @@ class ProcessMesh:
             else:
                 self.watch = Watchdog(StatusBoard({0: new_row()}, 0), 0, timeout_seconds, compare_events=True)
                 self._links.watch = self.watch
-            self._make_sets()
+            self.world = self._axes_set("world", AXES)
+            self.data = self._axes_set("data", axes_of("batch"))
+            self.shard = self.group(*axes_of("states"))
+            """The ranks over which states are sharded."""
+            self.replicate = self.group(*axes_of("batch", but=["states"]))
+            """The ranks that hold the same shards and see different samples."""
+            self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
         except ZeromeshError:
             self._links.leave()
             raise
@@ -109,30 +112,17 @@ class ProcessMesh:
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, cannot be reached, or has not started within "
                 f"{_STARTS_AS_LONG * timeout_seconds:g} seconds, {_STARTS_AS_LONG} times timeout_seconds"
             ) from error
-        self.watch.ring = self.recorder.ring
+        together = shape.group_of(self.rank, *(axis for axis in AXES if axis not in axes_of("batch")))
+        self.model_size, self.model_index = len(together), together.index(self.rank)
+        """The number of ranks that compute one batch together, and this rank's position among them."""
+        self.data_index, self.coordinate = self.data.index, shape.coordinate(self.rank)
+        self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
+        self.watch.alike, self.watch.ring = frozenset(self.data.ranks), self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
         """Post this rank's activity on the board: `post(activity, unit, step=...)`, see `Watchdog.post`."""
 
-    def _make_sets(self) -> None:
-        """Create the sets that every run has: the world, the ranks with different samples, and one for each axis."""
-        self.world = self._axes_set("world", AXES)
-        self.data = self._axes_set("data", axes_of("batch"))
-        self.shard = self.group(*axes_of("states"))
-        """The ranks over which states are sharded."""
-        self.replicate = self.group(*axes_of("batch", but=["states"]))
-        """The ranks that hold the same shards and see different samples."""
-        self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
-        together = self.shape.group_of(self.rank, *(axis for axis in AXES if axis not in axes_of("batch")))
-        self.model_size, self.model_index = len(together), together.index(self.rank)
-        """The number of ranks that compute one batch together, and this rank's position among them."""
-        self.data_index = self.data.index
-        self.coordinate = self.shape.coordinate(self.rank)
-        self.watch.alike = frozenset(self.data.ranks)
-        self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
-
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
-        process, joined_before = self.environment.rank, dist.is_initialized()
-        patience = _STARTS_AS_LONG * timeout_seconds
+        process, patience = self.environment.rank, _STARTS_AS_LONG * timeout_seconds
         store: Any = self._links.store(patience)
         asked = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
         usual = store.timeout
@@ -140,8 +130,15 @@ class ProcessMesh:
         places = exchange_locations(store, process, self.world_size, self.device, asked)
         store.set_timeout(usual)
         self.processes = rank_order(places, order)
-        if joined_before:
-            self.processes = self._order_of_group(store, process, order)
+        if dist.is_initialized():  # The numbering of an existing default group can no longer be changed.
+            ranks = _everyones(store, "rank-of", process, self.world_size, dist.get_rank())
+            found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
+            if order != "topology" and found != self.processes:
+                raise ConfigError(
+                    f"order of ranks: {list(self.processes)} was asked for, but the process group that is there already "
+                    f"numbers the processes {list(found)}, which stays; ask for that, or for topology"
+                )
+            self.processes = found
         self.places = tuple(places[each] for each in self.processes)
         self.rank = self.processes.index(process)
         self.environment = replace(self.environment, rank=self.rank)
@@ -155,17 +152,6 @@ class ProcessMesh:
         if self.rank == 0 and (warning := far_warning(self.shape, self.places)):
             _LOGGER.warning("%s", warning)
 
-    def _order_of_group(self, store: Store, process: int, order: Order) -> tuple[int, ...]:
-        """Return the launch number of each rank of an existing default group, whose numbering can no longer be changed."""
-        ranks = _everyones(store, "rank-of", process, self.world_size, dist.get_rank())
-        found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
-        if order != "topology" and found != self.processes:
-            raise ConfigError(
-                f"order of ranks: {list(self.processes)} was asked for, but the process group that is there already numbers "
-                f"the processes {list(found)}, which stays; ask for that, or for topology"
-            )
-        return found
-
     def _make_watch(self, store: Store, timeout_seconds: float) -> Watchdog:
         on_device = is_accelerator(self.device)
         if self.one_host:
@@ -173,7 +159,7 @@ class ProcessMesh:
             if board is not None:
                 return Watchdog(board, self.rank, timeout_seconds, compare_events=True, one_order=on_device)
             self.one_host = self._shares_memory = False
-        store = self._links.rows() or store
+        store = rows(self.environment) or store
         published = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
         dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
         return Watchdog(published, self.rank, timeout_seconds, compare_events=False, one_order=on_device)
@@ -229,7 +215,7 @@ class ProcessMesh:
             self._sets[key] = self._as_set(name, own, link)
         return self._sets[key]
 
-    def _as_set(self, name: str, ranks: tuple[int, ...], link: SetGroups | None) -> ProcessSet:
+    def _as_set(self, name: str, ranks: tuple[int, ...], groups: SetGroups | None) -> ProcessSet:
         """Create the set as this rank sees it; the rank need not be a member."""
         joined = self.rank in ranks and len(ranks) > 1
         return ProcessSet(
@@ -237,7 +223,7 @@ class ProcessMesh:
             ranks=ranks,
             index=ranks.index(self.rank) if self.rank in ranks else -1,
             watch=self.watch,
-            link=link,
+            groups=groups,
             one_host=self._shares_memory and len({self.places[rank].host for rank in ranks}) == 1,
             works=self._links.works,
             traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
@@ -252,7 +238,7 @@ class ProcessMesh:
         """Return the world with a group for tensors of the device (`world` has a CPU group only). All ranks call this alike."""
         if self._links.works is None:
             return self.world
-        return replace(self.world, link=self._links.between(self.world.ranks, ["data"]))
+        return replace(self.world, groups=self._links.between(self.world.ranks, ["data"]))
 
     def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
         """Return the rank `step` places further along `axis` (back when negative); None past an end, unless `wrap` closes it."""
@@ -262,8 +248,7 @@ class ProcessMesh:
         """Draw the ranks host by host with their coordinates, in at most 100 columns."""
         return mesh_picture(self.shape, self.places, here=self.rank, processes=self.processes)
 
-    def __str__(self) -> str:
-        return self.picture()
+    __str__ = picture
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -387,12 +372,9 @@ def island_of(device: torch.device) -> int:
     """
     if is_accelerator(device):
         return min([*accelerator.neighbours(device), device.index or 0])
-    own_cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
+    own_cores = os.sched_getaffinity(0)
     for folder in sorted(_NODES.glob("node[0-9]*")):
         cores = {int(core.name.removeprefix("cpu")) for core in folder.glob("cpu[0-9]*")}
-        if own_cores and own_cores <= cores:
+        if own_cores <= cores:
             return int(folder.name.removeprefix("node"))
     return 0
-
-
-__all__ = ["CollectiveError", "Mesh", "ProcessSet"]

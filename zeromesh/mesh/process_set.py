@@ -16,7 +16,6 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,12 +37,8 @@ _LENGTH = 100
 class InFlight:
     """A collective in flight. Only the first call of `wait` waits."""
 
-    def __init__(self, ranks: ProcessSet, kind: Collective, what: str, launched: Launched, *, on_stream: bool) -> None:
-        self._ranks = ranks
-        self._kind = kind
-        self._what = what
-        self._launched: Launched | None = launched
-        self._on_stream = on_stream
+    def __init__(self, ranks: ProcessSet, call: CollectiveCall, launched: Launched | None) -> None:
+        self._ranks, self._call, self._launched = ranks, call, launched
 
     def done(self) -> bool:
         """Return True if `wait` would return at once. It is never called on a device."""
@@ -55,15 +50,15 @@ class InFlight:
         Raises:
             CollectiveError: when a peer is gone, late, or the collective fails.
         """
-        launched, ranks = self._launched, self._ranks
-        if launched is None:
+        launched, ranks, call = self._launched, self._ranks, self._call
+        if launched is None or call.counts_as is None:
             return
-        with ranks.traffic.timed(self._kind):
+        with ranks.traffic.timed(call.counts_as):
             for work in launched.works:
-                if self._on_stream and ranks.works is not None:
-                    ranks.works.order(work, ranks.ranks, self._what)
+                if ranks.works is not None and call.purpose != "control":
+                    ranks.works.order(work, ranks.ranks, call.what)
                 else:
-                    ranks.watch.wait_work(work, ranks.ranks, self._what)
+                    ranks.watch.wait_work(work, ranks.ranks, call.what)
             launched.finish()
         self._launched = None
 
@@ -81,8 +76,8 @@ class ProcessSet:
     index: int
     """This rank's position in `ranks`; -1 when it is not a member."""
     watch: Watchdog
-    link: SetGroups | None
-    """The process groups; None for a set of one rank, and on ranks outside the set."""
+    groups: SetGroups | None
+    """The process groups; None for a set of one rank, and on ranks outside the set. A removed set has none."""
     one_host: bool
     works: DeviceWorks | None
     """The supervised collectives of an accelerator, if the groups for parameters and gradients are on one."""
@@ -101,73 +96,43 @@ class ProcessSet:
         """True if parameters and gradients move on streams of a device."""
         return self.works is not None
 
-    def start(
-        self,
-        kind: Collective,
-        out: torch.Tensor,
-        given: torch.Tensor | None = None,
-        what: str = "",
-        *,
-        received: Sequence[int] = (),
-        sent: Sequence[int] = (),
-        purpose: GroupPurpose = "data",
-        counts_as: Collective | None = None,
-        times: float = 1.0,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    ) -> InFlight:
-        """Start a collective through its row in `COLLECTIVES`. Neither tensor may change until the result has been waited for.
-
-        Args:
-            out: result, 1-D, contiguous: the parts of all ranks one after the other, or their sum.
-            given: tensor to send, 1-D, contiguous; None: this rank's part of `out`.
-            received: number of elements of `out` from each rank; by default equal.
-            sent: number of elements of `given` for each rank in an all-to-all; by default equal.
-            purpose: process group to use; `control` is a CPU group.
-            counts_as: collective under which the traffic is counted, with bytes multiplied by `times`; 0: not counted.
+    def start(self, kind: Collective, call: CollectiveCall) -> InFlight:
+        """Start a collective through its row in `COLLECTIVES`; `call` is filled in, and belongs to the collective from then on.
 
         Raises:
             CollectiveError: when this rank may not act in the set.
         """
-        groups, size = self.require_member(), self.size
-        counted, on_stream = counts_as or kind, self.on_stream and purpose != "control"
-        received = received or (out.numel() // size,) * size
-        begin = sum(received[: self.index])
-        place = out if kind is Collective.ALL_REDUCE else out[begin : begin + received[self.index]]
-        if given is None:
-            given = place
-        elif groups is None or (kind is Collective.ALL_GATHER and (not on_stream or len(set(received)) > 1)):
-            given = place if place.data_ptr() == given.data_ptr() else place.copy_(given)
+        groups, size, given = self.require_member(), len(self.ranks), call.given
+        on_stream = self.works is not None and call.purpose != "control"
+        received = call.received = call.received or (call.out.numel() // size,) * size
+        if groups is None or (kind is Collective.ALL_GATHER and (not on_stream or len(set(received)) > 1)):
+            begin = sum(received[: self.index])
+            place = call.out[begin : begin + received[self.index]]
+            call.given = place if place.data_ptr() == given.data_ptr() else place.copy_(given)
         if groups is None:
-            return InFlight(self, counted, what, Launched(call=None, works=(), nbytes=0), on_stream=on_stream)
-        sent = sent or (given.numel() // size,) * size
-        call = CollectiveCall(
-            out=out,
-            given=given,
-            received=received,
-            sent=sent,
-            ranks=self.ranks,
-            index=self.index,
-            group=getattr(groups, purpose),
-            op=op,
-        )
+            return InFlight(self, call, None)
+        call.sent = call.sent or (given.numel() // size,) * size
+        call.ranks, call.index, call.group = self.ranks, self.index, groups[call.purpose]
+        counted = call.counts_as = call.counts_as or kind
         with self.traffic.timed(counted):
             launched = COLLECTIVES[kind, on_stream](call)
-        if times:
-            self.traffic.count(counted, round(times * launched.nbytes))
-        return InFlight(self, counted, what, launched, on_stream=on_stream)
+        if call.times:
+            self.traffic.count(counted, round(call.times * launched.nbytes))
+        return InFlight(self, call, launched)
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's `values`, in the order of the set; all ranks pass the same number of values."""
         own = torch.tensor(values, dtype=torch.int64)
-        return [tensor.tolist() for tensor in self._gather(own, f"exchange over axis {self.name}")]
+        everyone: list[list[int]] = self._gather(own, f"exchange over axis {self.name}").tolist()
+        return everyone
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Return every rank's `payload`, of any length, in the order of the set."""
         lengths = [row[0] for row in self.gather_integers([len(payload)])]
         own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
         own[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
-        everyone = self._gather(own, what)
-        return [tensor[:length].numpy().tobytes() for tensor, length in zip(everyone, lengths, strict=True)]
+        rows = self._gather(own, what).numpy()
+        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
     def gather_json(self, value: Any, what: str) -> list[Any]:
         """Return every rank's `value`, which JSON can express, in the order of the set; tuples become lists."""
@@ -195,7 +160,8 @@ class ProcessSet:
         kept: type[ZeromeshError] | None = None,
         first: bool = False,
     ) -> list[Any]:
-        """Return what `work` returns on each rank, which JSON can express; with `first` only the first rank works.
+        """Return the bytes that `work` returns on each rank, or other values that JSON can express; with `first` only the first
+        rank works.
 
         No rank continues alone: if the work of one fails, all ranks raise its error.
 
@@ -203,47 +169,39 @@ class ProcessSet:
             kept: when the work of some rank raises this class.
             error: for any other exception of the work.
         """
-
-        def encoded() -> bytes:
-            return json.dumps(None if first and self.index else work()).encode()
-
-        answers = self.all_bytes_or_raise(what, encoded, error, kept=kept, first=first)
-        return [json.loads(answer) for answer in answers]
-
-    def all_bytes_or_raise(
-        self,
-        what: str,
-        work: Callable[[], bytes],
-        error: type[ZeromeshError],
-        *,
-        kept: type[ZeromeshError] | None = None,
-        first: bool = False,
-    ) -> list[bytes]:
-        """Do the same as `all_or_raise` for work that returns bytes."""
         failure: Exception | None = None
         try:
-            answer = b"+" + work()
+            value = None if first and self.index else work()
+            answer = b"+" + value if isinstance(value, bytes) else b"=" + json.dumps(value).encode()
         except Exception as met:  # noqa: BLE001 - it may run foreign code, and all ranks must learn of the error
             failure = met
             mark = b"?" if kept is not None and isinstance(met, kept) else b"-"
-            answer = mark + _reason(met, what).encode(errors="backslashreplace")
-        answers = self.gather_bytes(answer, what)
-        failed = {rank: text[1:].decode() for rank, text in enumerate(answers) if text[:1] != b"+"}
+            text = str(met) if isinstance(met, ZeromeshError) else f"{what}: {type(met).__name__}: {met}"
+            if isinstance(met, OSError):
+                text = f"{met.filename or what}: {met.strerror or met}"
+            answer = mark + text.encode(errors="backslashreplace")
+        answers = [(text[:1], text[1:]) for text in self.gather_bytes(answer, what)]
+        failed = {rank: text.decode() for rank, (mark, text) in enumerate(answers) if mark in b"?-"}
         if not failed:
-            return [text[1:] for text in answers]
-        rank = next((each for each in failed if answers[each][:1] == b"?"), min(failed))
-        raised = kept if kept is not None and answers[rank][:1] == b"?" else error
+            return [text if mark == b"+" else json.loads(text) for mark, text in answers]
+        rank = next((each for each in failed if answers[each][0] == b"?"), min(failed))
+        raised = kept if kept is not None and answers[rank][0] == b"?" else error
         more = f" (and {counted(len(failed) - 1, 'more rank')})" if len(failed) > 1 else ""
         same = len(failed) == len(answers) and len(set(failed.values())) == 1
         raise raised(failed[rank] if same or first else f"rank {rank}: {failed[rank]}{more}") from failure
 
-    def all_reduce(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    def all_reduce(
+        self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> torch.Tensor:
         """Sum a small CPU tensor over the set, in place; bitwise the same on all ranks."""
-        return self._all_reduce(tensor, dist.ReduceOp.SUM, what)
+        call = CollectiveCall(tensor, tensor, what, purpose="control", counts_as=Collective.AGREEMENT, times=self.size)
+        call.op = op
+        self.start(Collective.ALL_REDUCE, call).wait()
+        return tensor
 
     def all_reduce_max(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Element-wise maximum over the set, in place."""
-        return self._all_reduce(tensor, dist.ReduceOp.MAX, what)
+        return self.all_reduce(tensor, what, dist.ReduceOp.MAX)
 
     def barrier(self, what: str) -> None:
         """Wait until all ranks are here."""
@@ -251,21 +209,21 @@ class ProcessSet:
 
     def all_reduce_async(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
         """Begin to sum a large tensor over the set, in place, on any device; the returned function waits for it."""
-        return self.start(Collective.ALL_REDUCE, tensor, what=what).wait
+        return self.start(Collective.ALL_REDUCE, CollectiveCall(tensor, tensor, what)).wait
 
-    def broadcast_async(self, tensor: torch.Tensor, source: int, what: str) -> Callable[[], None]:
+    def broadcast_async(
+        self, tensor: torch.Tensor, source: int, what: str, purpose: GroupPurpose = "control"
+    ) -> Callable[[], None]:
         """Begin to overwrite a small CPU tensor with that of the rank at position `source`; the returned function waits."""
-        return self._broadcast(tensor, source, what, "control").wait
+        flat = tensor.view(-1)
+        received = [flat.numel() if index == source else 0 for index in range(self.size)]
+        call = CollectiveCall(flat, flat[: received[self.index]], what, received, purpose=purpose)
+        return self.start(Collective.BROADCAST, call).wait
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """Overwrite `tensor`, on any device, with that of the rank at position `source`, of equal shape and dtype on all ranks."""
-        self._broadcast(tensor, source, what, "data").wait()
+        self.broadcast_async(tensor, source, what, "data")()
         return tensor
-
-    def _broadcast(self, tensor: torch.Tensor, source: int, what: str, purpose: GroupPurpose) -> InFlight:
-        flat = tensor.view(-1)
-        received = [flat.numel() if index == source else 0 for index in range(self.size)]
-        return self.start(Collective.BROADCAST, flat, what=what, received=received, purpose=purpose)
 
     def require_member(self) -> SetGroups | None:
         """Return the process groups; None for a set of one rank.
@@ -277,31 +235,18 @@ class ProcessSet:
             raise CollectiveError(
                 f"this rank is not in process set {self.name} (ranks {_listed(self.ranks)}); only those may act in it"
             )
-        if self.link is not None and self.link.left:
+        if self.groups is not None and not self.groups:
             raise CollectiveError(f"process set {self.name} (ranks {_listed(self.ranks)}) was removed; add it again")
-        return self.link
+        return self.groups
 
-    def _gather(self, own: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def _gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
         everyone = own.new_empty(own.numel() * self.size)
-        self.start(Collective.AGREEMENT, everyone, own, what, purpose="control").wait()
-        return list(everyone.view(self.size, own.numel()).unbind())
-
-    def _all_reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> torch.Tensor:
-        agreed = partial(self.start, purpose="control", counts_as=Collective.AGREEMENT, times=self.size)
-        agreed(Collective.ALL_REDUCE, tensor, what=what, op=op).wait()
-        return tensor
+        self.start(Collective.AGREEMENT, CollectiveCall(everyone, own, what, purpose="control")).wait()
+        return everyone.view(self.size, own.numel())
 
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _reason(error: Exception, what: str) -> str:
-    if isinstance(error, ZeromeshError):
-        return str(error)
-    if isinstance(error, OSError):
-        return f"{error.filename or what}: {error.strerror or error}"
-    return f"{what}: {type(error).__name__}: {error}"
 
 
 def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
@@ -312,14 +257,11 @@ def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list
         for rank, row in zip(ranks, rows, strict=True):
             holders.setdefault(row.get(name, _ABSENT), []).append(rank)
         if len(holders) > 1:
-            sides = [f"{_short(value)} on {ranks_text(where, _SHOWN)}" for value, where in holders.items()]
+            short = {value: value if len(value) <= _LENGTH else f"{value[: _LENGTH - 3]}..." for value in holders}
+            sides = [f"{short[value]} on {ranks_text(where, _SHOWN)}" for value, where in holders.items()]
             found.append(f"{name} is {', '.join(sides)}")
     more = len(found) - _SHOWN
     return [*found[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= _LENGTH else f"{value[: _LENGTH - 3]}..."
 
 
 AsSet = Callable[[str, tuple[int, ...], SetGroups | None], ProcessSet]
@@ -340,10 +282,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
     """
 
     def __init__(self, world: ProcessSet, links: MeshGroups, recorder: StepRecorder, as_set: AsSet) -> None:
-        self._world = world
-        self._links = links
-        self._recorder = recorder
-        self._as_set = as_set
+        self._world, self._links, self._recorder, self._as_set = world, links, recorder, as_set
         self._sets: dict[str, ProcessSet] = {}
         self._lock = threading.Lock()
         self._agreement: ProcessSet | None = None
@@ -401,8 +340,8 @@ class ProcessSets(Mapping[str, ProcessSet]):
             gone = self._sets.pop(name)
             self._recorder.close_account(name)
             self._links.cut(name)
-            if gone.link is not None:
-                gone.link.left = True
+            if gone.groups is not None:
+                gone.groups.clear()
 
     def _agree(self, call: str) -> ProcessSet:
         """Compare the calls of all ranks; returns the set over which they were compared."""
@@ -412,22 +351,17 @@ class ProcessSets(Mapping[str, ProcessSet]):
         self._agreement.require_same({"the call": call}, CollectiveError, advice=advice)
         return self._agreement
 
-    def _check(self, name: str, ranks: Sequence[int]) -> None:
-        world = self._world.size
-        where = f"process set {name!r} of ranks {list(ranks)}"
-        if not name or name in _RESERVED or " x " in name:
-            raise LayoutError(f"{where}: the name is one of the mesh's own; choose another")
-        if name in self._sets:
-            there = list(self._sets[name].ranks)
-            raise LayoutError(
-                f"{where}: there is one of that name already (ranks {there}); remove it, or choose another name"
-            )
-        if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < world for rank in ranks):
-            raise LayoutError(f"{where}: allowed are ranks 0 to {world - 1}, at least one, each at most once")
-
     def _make(self, declared: Mapping[str, Sequence[int]]) -> dict[str, ProcessSet]:
+        world = self._world.size
         for name, ranks in declared.items():
-            self._check(name, ranks)
+            where = f"process set {name!r} of ranks {list(ranks)}"
+            if not name or name in _RESERVED or " x " in name:
+                raise LayoutError(f"{where}: the name is one of the mesh's own; choose another")
+            if name in self._sets:
+                there = f"there is one of that name already (ranks {list(self._sets[name].ranks)})"
+                raise LayoutError(f"{where}: {there}; remove it, or choose another name")
+            if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < world for rank in ranks):
+                raise LayoutError(f"{where}: allowed are ranks 0 to {world - 1}, at least one, each at most once")
         made = {name: self._apart(name, tuple(ranks)) for name, ranks in declared.items()}
         self._sets |= made
         return made

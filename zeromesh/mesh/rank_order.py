@@ -49,17 +49,12 @@ def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> 
     if order == "launch":
         return tuple(world)
     if order == "topology":
-        first_of_host: dict[str, int] = {}
-        first_of_island: dict[tuple[str, int], int] = {}
+        first: dict[tuple[str, int | None], int] = {}
         for process, place in enumerate(places):
-            first_of_host.setdefault(place.host, process)
-            first_of_island.setdefault((place.host, place.island), process)
-
-        def key(process: int) -> tuple[int, int, int]:
-            place = places[process]
-            return first_of_host[place.host], first_of_island[place.host, place.island], process
-
-        return tuple(sorted(world, key=key))
+            first.setdefault((place.host, None), process)
+            first.setdefault((place.host, place.island), process)
+        keys = [(first[place.host, None], first[place.host, place.island]) for place in places]
+        return tuple(sorted(world, key=keys.__getitem__))
     numbers = tuple(order)
     if sorted(numbers) != list(world) or numbers[0] != 0:
         raise ConfigError(
@@ -130,14 +125,12 @@ def mesh_picture(
 def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str, str]:
     """Return a display name for each host; hosts with equal names are numbered."""
     named = {place.host: place.name or place.host for place in reversed(places)}
-    alike: dict[str, list[str]] = {}
+    counts, found, so_far = Counter(named.values()), dict[str, str](), Counter[str]()
     for host in hosts:
-        alike.setdefault(named[host], []).append(host)
-    return {
-        host: f"{name} ({number})" if len(found) > 1 else name
-        for name, found in alike.items()
-        for number, host in enumerate(found, 1)
-    }
+        name = named[host]
+        so_far[name] += 1
+        found[host] = f"{name} ({so_far[name]})" if counts[name] > 1 else name
+    return found
 
 
 def _lines(

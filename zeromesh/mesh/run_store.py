@@ -10,6 +10,7 @@ these hosts belong on a closed network. Both stores hold text and numbers only; 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import socket
 import struct
@@ -29,6 +30,7 @@ START_SECONDS = 300
 """Seconds that start-up may take, more than a step: processes import and read models at different speeds."""
 _STORES: dict[LaunchEnvironment, Store] = {}
 _DESCRIPTORS: dict[LaunchEnvironment, tuple[int, int]] = {}
+_MESHES = itertools.count()
 _RANK_SECONDS = 10.0  # for a connected rank to send its number
 _RANK_BYTES = 16
 _USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
@@ -82,31 +84,28 @@ def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) ->
         ConfigError: when the address of rank 0 resolves to no address of its host that others could reach.
         CollectiveError: when the others cannot be reached.
     """
-    if environment not in _STORES:
-        _STORES[environment] = _make_store(environment, timedelta(seconds=seconds))
-        _STORES[environment].set_timeout(timedelta(seconds=START_SECONDS))
-    return _STORES[environment]
-
-
-def _make_store(environment: LaunchEnvironment, patience: timedelta) -> Store:
+    if environment in _STORES:
+        return _STORES[environment]
+    store: Store
     if _one_host(environment):
-        return FileStore(f"/proc/self/fd/{_descriptors(environment, patience.total_seconds())[0]}", -1)
-    host, port, serves = environment.master_address, environment.master_port, environment.rank == 0
-    descriptor = None
-    if serves and not launcher_serves_store():
-        listener = listen(host, port)
-        host, port = listener.getsockname()[:2]
-        descriptor = listener.detach()
-    return TCPStore(
-        host, port, None, descriptor is not None, timeout=patience, wait_for_workers=False, master_listen_fd=descriptor
-    )
+        store = FileStore(f"/proc/self/fd/{_descriptors(environment, seconds)[0]}", -1)
+    else:
+        host, port, listener = environment.master_address, environment.master_port, None
+        if environment.rank == 0 and not launcher_serves_store():
+            listening = listen(host, port)
+            host, port = listening.getsockname()[:2]
+            listener = listening.detach()
+        patience, serves = timedelta(seconds=seconds), listener is not None
+        store = TCPStore(host, port, None, serves, timeout=patience, wait_for_workers=False, master_listen_fd=listener)
+    store.set_timeout(timedelta(seconds=START_SECONDS))
+    return _STORES.setdefault(environment, store)
 
 
-def rows(environment: LaunchEnvironment, mesh: int) -> LocalRowStore | None:
-    """Return the store for the ranks' rows of mesh number `mesh`; None on several hosts, where the store itself has the rows."""
+def rows(environment: LaunchEnvironment) -> LocalRowStore | None:
+    """Return the store for the ranks' rows of the next mesh; None on several hosts, where the store itself has the rows."""
     if not _one_host(environment):
         return None
-    return LocalRowStore(_descriptors(environment)[1], mesh, environment.world_size)
+    return LocalRowStore(_descriptors(environment)[1], next(_MESHES), environment.world_size)
 
 
 def _one_host(environment: LaunchEnvironment) -> bool:
@@ -115,17 +114,12 @@ def _one_host(environment: LaunchEnvironment) -> bool:
 
 def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> tuple[int, int]:
     """Open two files in memory shared by all ranks of the host: one for the store, one for `LocalRowStore`."""
-    if environment not in _DESCRIPTORS:
-        _DESCRIPTORS[environment] = _share_descriptors(environment, seconds)
-    return _DESCRIPTORS[environment]
-
-
-def _share_descriptors(environment: LaunchEnvironment, seconds: float) -> tuple[int, int]:
-    name = (
-        b"\0zeromesh-" + hashlib.sha256(f"{os.geteuid()} {launch_identity(environment)}".encode()).hexdigest().encode()
-    )
+    if environment in _DESCRIPTORS:
+        return _DESCRIPTORS[environment]
+    identity = hashlib.sha256(f"{os.geteuid()} {launch_identity(environment)}".encode()).hexdigest()
+    name = b"\0zeromesh-" + identity.encode()
     if environment.rank:
-        return _receive(name, environment.rank, seconds)
+        return _DESCRIPTORS.setdefault(environment, _receive(name, environment.rank, seconds))
     made = os.memfd_create("zeromesh-store"), os.memfd_create("zeromesh-rows")
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -138,7 +132,7 @@ def _share_descriptors(environment: LaunchEnvironment, seconds: float) -> tuple[
     listener.listen(environment.world_size)
     others = set(range(1, environment.world_size))
     threading.Thread(target=_hand_out, args=(listener, made, others), name="zeromesh-store", daemon=True).start()
-    return made
+    return _DESCRIPTORS.setdefault(environment, made)
 
 
 def _hand_out(listener: socket.socket, descriptors: tuple[int, int], others: set[int]) -> None:

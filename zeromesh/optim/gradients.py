@@ -25,7 +25,8 @@ from zeromesh.comm.transport import Reducer, Reduction
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Positions
 from zeromesh.mesh.mesh_shape import axes_of
-from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity

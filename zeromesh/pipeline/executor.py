@@ -15,7 +15,7 @@ import torch
 
 from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
-from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.pipeline.schedule import (
@@ -142,8 +142,7 @@ class Executor:
         """Collect the waiting times of all ranks in a run that returned `marks`. All ranks call this together; it waits until a
         device has computed everything."""
         own = [round(1e9 * seconds) for seconds in _seconds(marks)]
-        longest = max(row[0] for row in self.group.gather_integers([len(own)]))
-        rows = self.group.gather_integers(own + [0] * (longest - len(own)))
+        rows = self.group.gather_json(own, "times of the actions of all stages")
         return bubble(schedule, [[value * 1e-9 for value in row] for row in rows])
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from itertools import chain, repeat
 from typing import Protocol
 
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
@@ -59,7 +58,8 @@ class Watchdog:
     for `timeout_seconds` neither the wait's condition nor any peer's progress counter changed.
     """
 
-    SLICE_SECONDS = 0.25
+    FIRST_SLICE, SLICE = timedelta(seconds=0.05), timedelta(seconds=0.25)
+    """The time of one wait for a collective; after the first slice the board says that this rank waits."""
     PAUSE_SECONDS = 0.02
     LEFT_SECONDS = 0.5
     """Seconds that a wait goes on after a peer has left the call: its earlier messages may still be on their way."""
@@ -215,7 +215,27 @@ class Watchdog:
         Raises:
             CollectiveError: naming the call, when a peer makes another one, does not come within the patience, or is gone.
         """
-        number = self._agree_on(name, peers)
+        before = self._doing
+        number = self._events.get(_CALLS, (-1, 0))[0] + 2
+        self.board.write(RankNote.CALL, number, name)
+        self.event(Activity.CALL, -1, (), call=name)
+        self.board.publish()
+
+        def not_called() -> CollectiveError:
+            missing = behind()
+            return CollectiveError(
+                f"{name} must be called on all ranks: rank {self._rank} called it, and {ranks_text(missing)} did not within "
+                f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {self._lines(missing)}"
+            )
+
+        behind = partial(self._behind, peers, _CALLS, number - 1)
+        try:
+            self._wait(lambda: not behind(), peers, f"the call of {name} by all ranks", late=not_called, behind=behind)
+            self._compare(peers, _CALLS)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        self.post(*before)
         entry = (number, name)
         self._calls.append(entry)
         try:
@@ -231,40 +251,6 @@ class Watchdog:
             self._calls.remove(entry)
             self.board.write(RankNote.CALL, *(self._calls[-1] if self._calls else (0, "")))
 
-    def _agree_on(self, name: str, peers: Sequence[int]) -> int:
-        """Wait until all peers have made the call; returns its number, from 1."""
-        before = self._doing
-        self.board.write(RankNote.CALL, self._events.get(_CALLS, (-1, 0))[0] + 2, name)
-        self.event(Activity.CALL, -1, (), call=name)
-        number, _ = self._events[_CALLS]
-        self.board.publish()
-
-        def not_called() -> CollectiveError:
-            missing = behind()
-            return CollectiveError(
-                f"{name} must be called on all ranks: rank {self._rank} called it, and {ranks_text(missing)} did not within "
-                f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {self._lines(missing)}"
-            )
-
-        behind = partial(self._behind, peers, _CALLS, number)
-        try:
-            self._wait(lambda: not behind(), peers, f"the call of {name} by all ranks", late=not_called, behind=behind)
-            self._compare(peers, _CALLS)
-        except BaseException as error:
-            self.fail(error)
-            raise
-        self.post(*before)
-        return number + 1
-
-    def _other_call(self, peer: int) -> CollectiveError:
-        """Return the error for a peer that made another call in place of this rank's latest."""
-        calls = [(rank, self.board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
-        both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
-        return CollectiveError(
-            f"{both} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
-            "same order, whatever it then does with the result"
-        )
-
     def _called_alone(self, peers: Sequence[int], what: str) -> CollectiveError | None:
         """Return the error for a peer that waits in a call which this rank has not made; None if there is none."""
         made = self._events.get(_CALLS, (-1, 0))[0] + 1
@@ -279,15 +265,6 @@ class Watchdog:
             f"{name} must be called on all ranks: {ranks_text(ahead)} called it, and rank {self._rank} did not: it waits for "
             f"{what}{where} ({_when(self._step)})"
         )
-
-    def leaver(self, peers: Sequence[int]) -> str:
-        """Return a text naming the peer that left a call of this rank, and its error; empty if none has."""
-        inside = dict(self._calls)
-        for peer in self._others(peers) if inside else ():
-            number, why = self.board.read(peer, RankNote.LEFT)
-            if number in inside:
-                return f"rank {peer} has left {inside[number]} with {why}"
-        return ""
 
     def _behind(self, peers: Sequence[int], stream: int, number: int) -> list[int]:
         return [peer for peer in peers if not self.board.reached(peer, stream, number)]
@@ -326,16 +303,15 @@ class Watchdog:
             CollectiveError: also when the collective itself failed, with the peers' status on the board.
         """
         self.begun += 1
-        # The first slice is short, and after it the board says that this rank waits.
-        first, piece = timedelta(seconds=self.SLICE_SECONDS / 5), timedelta(seconds=self.SLICE_SECONDS)
-        pieces = chain([first], repeat(piece))
+        piece = self.FIRST_SLICE
 
         def arrived() -> bool:
-            piece = next(pieces)
+            nonlocal piece
             try:
                 work.wait(piece)
             except RuntimeError:
                 if not work.is_completed():
+                    piece = self.SLICE
                     return False
             else:
                 return True
@@ -360,7 +336,7 @@ class Watchdog:
         since = time.monotonic_ns()
         self.ring.add(event_ring.WAIT | self.ring.name(what), since)
         began, seconds, look_at, say_at = time.perf_counter(), 0.0, 0.0, 0.0
-        patience = Patience(self, peers, what, late)
+        patience: Patience | None = None
         missing = behind() if behind is not None else []
         try:
             while not done():
@@ -374,6 +350,7 @@ class Watchdog:
                     continue
                 look_at = now + 0.05
                 self.refuse()
+                patience = patience or Patience(self, peers, what, late)
                 patience.look()
                 if now >= say_at:  # Reading rows of other hosts costs requests to the store.
                     say_at = now + 0.5
@@ -389,11 +366,6 @@ class Watchdog:
             self.ring.add(event_ring.WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
             if say_at:
                 self.board.write(RankNote.WAIT, 0)
-
-    def break_with(self, error: CollectiveError) -> None:
-        """Make present and future waits for others raise `error`, and tell the other ranks."""
-        self.broken, self.in_doubt = error, True
-        self.fail(error)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the cause of an error: after communicators were aborted, a library's error is only a consequence."""
@@ -479,12 +451,17 @@ class Watchdog:
                 other = self.board.event_of(peer, stream, number)
                 if other is not None and other != word:
                     self.in_doubt = True
-                    if stream == _CALLS:
-                        raise self._other_call(peer)
                     raise self._parted(peer, stream, number, word, other)
 
     def _parted(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
         """Return the error for different events of one number; it names the first difference that both rows still hold."""
+        if stream == _CALLS:
+            calls = [(rank, self.board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
+            both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
+            return CollectiveError(
+                f"{both} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
+                "same order, whatever it then does with the result"
+            )
         for earlier in range(number - 1, -1, -1):
             earlier_own, earlier_other = (self.board.event_of(rank, stream, earlier) for rank in (self._rank, peer))
             if earlier_own is None or earlier_other is None or earlier_own == earlier_other:
@@ -532,10 +509,15 @@ class Patience:
         """
         watch, now = self._watch, time.perf_counter()
         watch.examine(self._others, self._what)
-        if leaver := watch.leaver(self._others):
-            self._left_at = min(self._left_at, now)
-            if now - self._left_at >= watch.LEFT_SECONDS:
-                raise CollectiveError(f"{self._what} cannot end: {leaver}")
+        inside = dict(watch._calls)
+        for peer in self._others if inside else ():
+            number, why = watch.board.read(peer, RankNote.LEFT)
+            if number in inside:
+                self._left_at = min(self._left_at, now)
+                if now - self._left_at >= watch.LEFT_SECONDS:
+                    left = f"rank {peer} has left {inside[number]} with {why}"
+                    raise CollectiveError(f"{self._what} cannot end: {left}")
+                break
         progress = sum(map(watch.board.progress, self._others))
         if progress != self._seen:
             self._seen, self._deadline = progress, now + watch.timeout_seconds

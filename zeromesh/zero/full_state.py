@@ -21,7 +21,8 @@ from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, ranks_t
 from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
 from zeromesh.flat.redistribute import join_regions, of_bucket, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
-from zeromesh.mesh.process_mesh import Mesh, ProcessSet
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.optim.class_optimizer import WholeOptimizer
 from zeromesh.optim.optimizer_step import OptimizerStep

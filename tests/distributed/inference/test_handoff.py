@@ -4,7 +4,6 @@ import json
 import os
 import socket
 import threading
-from contextlib import AbstractContextManager
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tests.distributed.inference.handoff_cases import DIRECTORIES
 from tests.support.workers import Workers
 from zeromesh import receive_weights
 from zeromesh.errors import ConfigError, TransferError
-from zeromesh.trainer.weights.handoff import _greet, _line_over, _WeightLine
+from zeromesh.trainer.weights.handoff import _greet, _WeightLine
 
 
 @pytest.mark.parametrize(
@@ -140,10 +139,10 @@ def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
         assert not address.exists()
 
 
-def _pair(seconds: float = 2.0) -> tuple[AbstractContextManager[_WeightLine], Connection]:
+def _pair(seconds: float = 2.0) -> tuple[_WeightLine, Connection]:
     """A line to a receiver, and the receiver's end."""
     ours, theirs = socket.socketpair()
-    return _line_over(ours, "the receiver", seconds), Connection(theirs.detach())
+    return _WeightLine(ours, "the receiver", seconds), Connection(theirs.detach())
 
 
 def test_one_who_takes_a_tensor_slowly_is_not_silent() -> None:

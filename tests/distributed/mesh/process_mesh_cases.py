@@ -20,7 +20,7 @@ def axes(mesh: Mesh) -> dict[str, Any]:
     sets = {name: mesh.group(name) for name in ("world", "data", "pipeline", "replicate", "shard", "tensor")}
     found: dict[str, Any] = {
         "ranks": {name: list(group.ranks) for name, group in sets.items()},
-        "linked": [name for name, group in sets.items() if group.link is not None],
+        "linked": [name for name, group in sets.items() if group.groups is not None],
         "sums": {name: group.all_reduce(torch.tensor([mesh.rank]), "sum").item() for name, group in sets.items()},
         "same": [
             mesh["tensor"] is mesh.tensor,

@@ -100,7 +100,7 @@ class Failed:
 
 
 def test_a_message_that_has_failed_is_named_by_the_next_one() -> None:
-    pair = SimpleNamespace(start=lambda kind, flat, what, **_: Failed(what), on_stream=False, index=0)
+    pair = SimpleNamespace(start=lambda kind, call: Failed(call.what), on_stream=False, index=0)
     line = point_to_point._Line(pair, torch.device("cpu"))  # type: ignore[arg-type]
     specs = [point_to_point.MessageSpec.of(torch.ones(2))]
     line.send("kind", [torch.ones(2)], specs, "the first")

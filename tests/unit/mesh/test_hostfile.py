@@ -1,5 +1,6 @@
 """`zeromesh launch` without hosts: hostfiles, the commands that it would start, messages in output, interfaces."""
 
+import json
 import os
 import shlex
 from pathlib import Path
@@ -11,7 +12,6 @@ from hypothesis import strategies as st
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
-from zeromesh.launch.messages import line
 from zeromesh.launch.ssh import BEGIN, Host, HostStream, Output, read_hosts
 from zeromesh.mesh import network_interfaces, process_groups
 from zeromesh.mesh.run_store import LocalRowStore
@@ -69,6 +69,10 @@ def test_all_mistakes_are_named_at_once() -> None:
     assert [problem.partition(":")[0] for problem in caught.value.problems] == ["line 1", "line 2"]
 
 
+def line(message: object) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
 PIECES = st.one_of(
     st.binary(max_size=20), st.sampled_from([BEGIN, b"\n", BEGIN[:4], BEGIN + b"{no json", BEGIN + b"[]\n"])
 )
@@ -89,7 +93,7 @@ def test_messages_are_found_however_the_output_is_cut(parts: list[bytes | int], 
     """What printed bytes look like matters only where they hold an open beginning of a message, which takes what follows."""
     data = b"".join(BEGIN + b"0 " + line({"beat": part}) if isinstance(part, int) else part for part in parts)
     outputs = Printed(), Printed()
-    whole, pieces = (HostStream(output, 1, "a") for output in outputs)
+    whole, pieces = (HostStream(output, True, "a") for output in outputs)
     expected, messages, at = whole.feed(data), [], 0
     for size in [*cuts, len(data)]:
         messages += pieces.feed(data[at : at + size])

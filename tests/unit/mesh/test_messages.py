@@ -20,7 +20,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.messages import LauncherConnection, MessageError
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, WorkersFailed, launch_workers
-from zeromesh.launch.ssh import BEGIN, AttachedFollower, Host, HostStream, LaunchPlan, supervise
+from zeromesh.launch.ssh import BEGIN, Host, HostStream, LaunchPlan, supervise
 
 VALUES = st.recursive(
     st.none()
@@ -50,7 +50,7 @@ def refusal(read: Callable[[], object]) -> str:
 @given(st.binary() | VALUES.map(lambda value: json.dumps(value).encode()))
 def test_bytes_are_a_message_or_refused(data: bytes) -> None:
     assert refusal(lambda: messages.parsed(data)).isprintable()
-    stream = HostStream(Printed(), 1, "a")
+    stream = HostStream(Printed(), True, "a")
     found = stream.feed(BEGIN + b"0 " + data + b"\nand more\n")
     assert found or stream.last == "and more"
 
@@ -58,16 +58,16 @@ def test_bytes_are_a_message_or_refused(data: bytes) -> None:
 @pytest.mark.parametrize("data", [b"[" * 100_000, b"9" * 5000, b"null", b""], ids=["deep", "long", "null", "empty"])
 def test_what_json_itself_refuses_is_refused_by_name(data: bytes) -> None:
     assert refusal(lambda: messages.parsed(data)).startswith("a message is no ")
-    assert HostStream(Printed(), 1, "a").feed(BEGIN + b"0 " + data + b"\n") == []
+    assert HostStream(Printed(), True, "a").feed(BEGIN + b"0 " + data + b"\n") == []
 
 
 @settings(max_examples=300, deadline=None)
 @given(MESSAGES)
 def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
     readers = [
-        lambda: messages.number(message, "rest", most=255),
-        lambda: messages.optional(message, "text", ""),
-        lambda: messages.optional(message, "noticed", False),
+        lambda: messages.field(message, "rest", messages.MISSING, most=255),
+        lambda: messages.field(message, "text", ""),
+        lambda: messages.field(message, "noticed", False),
         lambda: os.environ.copy() | messages.variables(message),
         lambda: messages.rank_range(message),
     ]
@@ -84,6 +84,7 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
         ({"rest": 10**400}, "'rest' is 1000000"),
         ({"rest": 1e400}, "'rest' is inf"),
         ({"rest": True}, "'rest' is True"),
+        ({"rest": None}, "'rest' is None; allowed is an integer from 0 to 255"),
         ({"rest": 1, "text": ["x"]}, "'text' is ['x']; allowed is a text"),
         ({"rest": 1, "noticed": 2}, "'noticed' is 2; allowed is true or false"),
     ],
@@ -91,15 +92,15 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
 def test_a_host_that_sends_nonsense_is_refused(said: dict[str, Any], named: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        member = Member(line=LauncherConnection(ours, "", serves=True), name="b", processes=1, running=True)
+        member = Member(line=LauncherConnection(ours, ours, "", serves=True), name="b", processes=1, running=True)
         assert named in refusal(lambda: Leader(ALONE, 1, print, bool)._take(member, said))
 
 
 def test_a_beat_that_is_no_number_is_refused() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        leads = LauncherConnection(ours, "", serves=True)
-        follows = LauncherConnection(theirs, "", serves=False)
+        leads = LauncherConnection(ours, ours, "", serves=True)
+        follows = LauncherConnection(theirs, theirs, "", serves=False)
         follows.receive()
         follows.send({"beat": None, "drawn": follows.drawn})
         assert refusal(leads.receive).startswith("'beat' is None")
@@ -135,7 +136,18 @@ def test_a_host_whose_lines_are_not_its_own_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_host_refuses_nonsense_of_the_launching_side(said: dict[str, Any], named: str) -> None:
-    assert named in refusal(lambda: AttachedFollower(2.0, bool)._take(said))
+    assert named in refusal(lambda: Follower(ALONE, 1, bool, not_called)._take(said))
+
+
+def not_called() -> LauncherConnection:
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("said", [{"variables": {"LD_PRELOAD": "evil.so"}}, {"signal": 9}])
+def test_a_host_takes_variables_and_signals_from_the_command_that_has_started_it_alone(said: dict[str, Any]) -> None:
+    before = dict(os.environ)
+    Follower(ALONE, 1, bool)._take(said)
+    assert dict(os.environ) == before
 
 
 def joined(port: int, secret: str, hello: dict[str, Any] | bytes) -> list[bytes]:
@@ -149,7 +161,7 @@ def joined(port: int, secret: str, hello: dict[str, Any] | bytes) -> list[bytes]
             assert time.monotonic() < until
             time.sleep(0.01)
     with connection:
-        line = LauncherConnection(connection, secret, serves=False)
+        line = LauncherConnection(connection, connection, secret, serves=False)
         found: list[bytes] = []
         said = False
         while time.monotonic() < until:
@@ -160,9 +172,7 @@ def joined(port: int, secret: str, hello: dict[str, Any] | bytes) -> list[bytes]
             if found and not said:
                 said = True
                 if isinstance(hello, bytes):
-                    connection.setblocking(True)
                     connection.sendall(hello)
-                    connection.setblocking(False)
                 else:
                     drawn = json.loads(found[0].partition(b" ")[2])["drawn"]
                     line._numbers[True] += 1
@@ -206,8 +216,8 @@ def test_no_line_of_a_connection_can_be_sent_again() -> None:
     """Neither at once, nor after another one: the digest covers the line's number."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        leads = LauncherConnection(ours, "secret", serves=True)
-        follows = LauncherConnection(theirs, "secret", serves=False)
+        leads = LauncherConnection(ours, ours, "secret", serves=True)
+        follows = LauncherConnection(theirs, theirs, "secret", serves=False)
         assert follows.receive() == [{"zeromesh": 1, "drawn": leads.drawn}]
         follows.send({"drawn": follows.drawn})
         follows.send({"rest": 0})
@@ -279,7 +289,7 @@ def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> No
     assert follower.poll() is None
     leader.close()
     assert follower.poll() == follower.rest_seconds
-    noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, noticed=True)
+    noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, distance=1)
     found = follower.next_start(noticed)
     assert isinstance(found, WorkersFailed)
     assert str(found) == f"the launcher at {nodes.endpoint} has ended"
@@ -309,7 +319,7 @@ def test_ranks_are_killed_where_the_leader_is_gone_without_a_word() -> None:
     follower = Follower(nodes, 1, bool)
     assert isinstance(follower.first_start(), RankRange)
     waiting.join()
-    leader._members[0].line.connection.close()
+    leader._members.pop().line.close()
     assert follower.poll() == 0
     leader.close()
 

@@ -16,7 +16,7 @@ from tests.conformance import models
 from tests.support.pipeline_cases import VOCABULARY, alone, batches, build, loss_of
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.errors import LayoutError, PhaseError
-from zeromesh.mesh.process_mesh import ProcessSet
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor, bubble
 from zeromesh.pipeline.schedule import make_schedule
@@ -26,7 +26,7 @@ from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
 
 WATCH = Watchdog(StatusBoard({0: new_row()}, 0), 0, 1.0, compare_events=True)
-ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=WATCH, link=None, one_host=True, works=None)
+ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=WATCH, groups=None, one_host=True, works=None)
 
 
 def test_an_anatomy_needs_no_memory() -> None:

@@ -22,6 +22,7 @@ from zeromesh.flat.redistribute import (
     replicated,
 )
 from zeromesh.intervals import Interval
+from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.telemetry.step_recorder import Collective
 
 
@@ -51,17 +52,14 @@ class _Threads:
         return found
 
     def _rank(self, index: int) -> Any:
-        def start(kind: Collective, out: torch.Tensor, given: Any, what: str, **sizes: Any) -> Any:
+        def start(kind: Collective, call: CollectiveCall) -> Any:
             self.started[index].append(kind)
-            self._board[index] = given if given is not None else torch.split(out, sizes["received"])[index].clone()
-            sent = sizes.get("sent")
-            self._board[index] = (
-                list(torch.split(self._board[index], sent)) if sent else [self._board[index]] * self.size
-            )
+            given = call.given.clone()
+            self._board[index] = list(torch.split(given, list(call.sent))) if call.sent else [given] * self.size
             self._barrier.wait()
             parts = [each[index] for each in self._board]
-            lengths = sizes["received"]
-            out.copy_(torch.cat([part for part, length in zip(parts, lengths, strict=True) if length] or [out]))
+            there = [part for part, length in zip(parts, call.received, strict=True) if length]
+            call.out.copy_(torch.cat(there or [call.out]))
             self._barrier.wait()
             return SimpleNamespace(wait=lambda: None)
 

@@ -18,6 +18,7 @@ from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import StorageError
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval
+from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, allocate_lasting
 from zeromesh.telemetry.step_recorder import Collective
@@ -98,8 +99,7 @@ def _exchange(
     gives = [(end - begin) * rows.taken * values.itemsize for begin, end in pairwise(cuts)]
     # Sent as bytes, so that no bit changes, not even of NaNs.
     out, given = received.view(torch.uint8), values.view(torch.uint8)
-    what = "rows of divided tensors"
-    axis.start(Collective.ALL_TO_ALL, out, given, what, received=gets, sent=gives).wait()
+    axis.start(Collective.ALL_TO_ALL, CollectiveCall(out, given, "rows of divided tensors", gets, gives)).wait()
     parts = torch.split(received, [count * sum(each) for each in widths])
     whole = allocate_lasting((count, rows.width), values.dtype, torch.device("cpu"))
     for part, width, places in zip(parts, widths, columns, strict=True):
