@@ -99,16 +99,8 @@ class BatchPlan:
         if self.last == "drop":
             return step / per_epoch
         epochs, rest = divmod(step, per_epoch)
-        return epochs + rest * self.global_size / (self.rounds_per_epoch * self.micro_size * self.data_ranks)
-
-    @property
-    def rounds_per_epoch(self) -> int:
-        """Microbatches of an epoch on the rank with the most of them; for a stream, microbatches of a step."""
-        if self.epoch_size is None:
-            return self.accumulation
-        if self.last == "drop":
-            return (self.steps_per_epoch or 0) * self.accumulation
-        return math.ceil(self.epoch_size / (self.micro_size * self.data_ranks))
+        round_size = self.micro_size * self.data_ranks
+        return epochs + rest * self.global_size / (math.ceil(self.epoch_size / round_size) * round_size)
 
     def ends_epoch(self, step: int) -> bool:
         """Return True if an epoch ends in step `step` (from 0)."""
