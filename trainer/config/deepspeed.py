@@ -145,7 +145,7 @@ def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) ->
         value = read(row.name)
         if row.fate is Fate.REFUSED and value not in row.neutral:
             read.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
-        if row.as_it_is:
+        if row.as_it_is and value is not None:
             read.values[row.keys[0]] = value
     for decide in (_batch, _optimizer, _schedule, _precision_and_zero, _offload, _others):
         read.values.update(decide(read))
@@ -314,8 +314,6 @@ def _precision_and_zero(read: Translation) -> Pairs:
     stage = read.count("zero_optimization.stage", 0)
     if "zero_optimization.stage" not in read.automatic:
         yield "zero.stage", stage or 0
-    if read("zero_optimization.overlap_comm") is not None:
-        yield "zero.overlap", read("zero_optimization.overlap_comm")
     for name, least in (("zero_optimization.zero_hpz_partition_size", 2), ("zero_optimization.mics_shard_size", 1)):
         size = read(name)
         if type(size) is not int or size < least:

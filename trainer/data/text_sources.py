@@ -112,7 +112,7 @@ class TextSource:
             head = b"\0"
             if file.form == "text" and whole:
                 with _text(file.path, file.encoding) as opened:
-                    head = opened.buffer.read(_PROBE_BYTES)
+                    head = bytes(opened.buffer.read(_PROBE_BYTES))
             if file.form == "text" and "\0" in head.decode(_encoding_of(head, file.encoding), errors="ignore"):
                 if file.named:
                     raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")
