@@ -155,7 +155,7 @@ class ConversationDataset(TokenDataset):
 
 
 class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
-    """The concatenation of several datasets, which is read in a `MixedOrder`. Raises `ConfigError` for weights that are too
+    """The concatenation of several datasets, which `SampleOrder` mixes. Raises `ConfigError` for weights that are too
     fine."""
 
     def __init__(self, parts: Sequence[PackedDataset | ConversationDataset], weights: Sequence[float]) -> None:
