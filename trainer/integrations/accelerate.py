@@ -98,6 +98,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if "compute" in self._config.precision.model_fields_set:
             self._compute = self._config.precision.compute
         self._accumulation = accumulation
+        self._optimizers: list[PreparedOptimizer]
         self._prepared: dict[int, PreparedOptimizer] = {}
         self._gathers_data_alone = self._leaves_models_alone = False
         self.scaler = None  # The engine scales the loss.
@@ -359,6 +360,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     @contextmanager
     def _without_models(self) -> Iterator[None]:
         """Inside the block accelerate writes and reads neither weights nor states of optimizers."""
+        optimizers: list[PreparedOptimizer]
         optimizers, self._optimizers, self._leaves_models_alone = self._optimizers, [], True
         try:
             with _last_hook(self._save_model_state_pre_hook, lambda models, weights, directory: weights.clear()):

@@ -28,6 +28,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
     def __init__(self, stage: int = 3, *, config: ConfigSource = None, **options: Any) -> None:
         """Take `stage`, `config` and `options` as `zeromesh.shard` does."""
         super().__init__()
+        self.optimizers: list[Any]
         self._given: dict[str, Any] = {"config": config, "stage": stage, **options}
 
     def setup(self, trainer: Any) -> None:

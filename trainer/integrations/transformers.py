@@ -53,6 +53,10 @@ class _NoStates:
 class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainers is known by `on_zeromesh`.
     """The mixin of `on_zeromesh` for transformers' trainers. All ranks make the same calls, `save_model` too."""
 
+    accelerator: Any
+    gather_function: Any
+    optimizer: Any
+
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, **named: Any) -> None:
         """Create a trainer with transformers' arguments and the configuration of `shard`.
 
