@@ -291,8 +291,9 @@ def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float
     return parse
 
 
-def _pair(text: str, allowed: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
+def _pair(text: str, allowed: str, *, alone: bool = False) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    last = first if alone and not colon else last
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         raise argparse.ArgumentTypeError(f"got {text!r}; allowed {allowed}")
     return int(first), int(last)
@@ -307,7 +308,7 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     "text": str,
     "path": Path,
     "seconds": float,
-    "nodes": lambda text: _pair(text if ":" in text else f"{text}:{text}", "is a number of hosts, or MIN:MAX"),
+    "nodes": lambda text: _pair(text, "is a number of hosts, or MIN:MAX", alone=True),
     "steps": _steps,
     "names": lambda text: tuple(filter(None, map(str.strip, text.split(",")))),
     "natural": _number(int, "is an integer >= 0", 0),

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -131,17 +130,6 @@ _DEFAULTS = "-"
 """The source that stands for a configuration of defaults and the keys of the command line."""
 
 
-def _evaluated(given: Sequence[str]) -> str | dict[str, str]:
-    """Return `data.eval` for --eval: one path, or several by the names before `=` or those of the files."""
-    if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
-        return given[0]
-    split = [each.rpartition("=") for each in given]
-    sets = {name or name_of_file(path): path for name, _, path in split}
-    if len(sets) < len(given):
-        raise ConfigError(f"--eval: two of {', '.join(given)} have one name; give NAME=FILE")
-    return sets
-
-
 def _take_start(options: argparse.Namespace) -> None:
     """Convert arguments without a configuration, such as `--model DIR --data FILE`, to keys, which the user's keys override."""
     if options.config is not None and "=" in options.config and not Path(options.config).exists():
@@ -173,7 +161,7 @@ def _take_start(options: argparse.Namespace) -> None:
             )
         kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
-    keys = {
+    keys: dict[str, Any] = {
         "model.source": options.model,
         "data.train": options.data if len(options.data) > 1 else options.data[0],
         "data.format": kind,
@@ -182,7 +170,13 @@ def _take_start(options: argparse.Namespace) -> None:
         "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),
         "run.epochs": 3,
     }
-    keys |= {"data.eval": _evaluated(options.evaluation)} if options.evaluation else {}
+    if given := options.evaluation:
+        # One path, or several by the names before `=` or those of the files.
+        sets = {name or name_of_file(path): path for name, _, path in (each.rpartition("=") for each in given)}
+        if len(sets) < len(given):
+            raise ConfigError(f"--eval: two of {', '.join(given)} have one name; give NAME=FILE")
+        alone = len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists())
+        keys["data.eval"] = given[0] if alone else sets
     keys |= {"model.lora": {"rank": 16, "targets": "all-linear"}} if options.lora else {}
     options.overrides[:0] = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     options.config, options.tune = _DEFAULTS, True

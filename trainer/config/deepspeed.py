@@ -145,17 +145,13 @@ def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) ->
         value = read(row.name)
         if row.fate is Fate.REFUSED and value not in row.neutral:
             read.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
-        if row.as_it_is:
+        if row.as_it_is and value is not None:
             read.values[row.keys[0]] = value
     for decide in (_batch, _optimizer, _schedule, _precision_and_zero, _offload, _others):
         read.values.update(decide(read))
     read.origins |= {key: f"DeepSpeed {row.name}" for row in present for key in row.keys if key in read.values}
-    read.notes[:] = [f"DeepSpeed: {line}" for line in (*_lines(read), *read.notes)]
-    return read
-
-
-def _lines(read: Translation) -> Iterator[str]:
-    """Yield a line for each mapped setting that was given, and one for each reason why settings have no effect."""
+    # A line for each mapped setting that was given, and one for each reason why settings have no effect.
+    lines: list[str] = []
     why: dict[str, list[str]] = {}
     for row in TABLE:
         automatic, asked = row.name in read.automatic, row.name in read.settings
@@ -166,9 +162,10 @@ def _lines(read: Translation) -> Iterator[str]:
         elif row.fate is Fate.MAPPED and (asked or automatic):
             found = ", ".join(f"{key}: {shown(key, read.values[key])}" for key in row.keys if key in read.values)
             default = "zeromesh's default" if automatic else "nothing, by what else is set" if row.keys else row.text
-            yield f"{row.name}: {_AUTO if automatic else shown(row.name, read(row.name))} -> {found or default}"
-    for text, names in why.items():
-        yield f"{', '.join(names)}: {text}"
+            lines.append(f"{row.name}: {_AUTO if automatic else shown(row.name, read(row.name))} -> {found or default}")
+    lines += [f"{', '.join(names)}: {text}" for text, names in why.items()]
+    read.notes[:] = [f"DeepSpeed: {line}" for line in (*lines, *read.notes)]
+    return read
 
 
 def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> Iterator[str]:
@@ -314,8 +311,6 @@ def _precision_and_zero(read: Translation) -> Pairs:
     stage = read.count("zero_optimization.stage", 0)
     if "zero_optimization.stage" not in read.automatic:
         yield "zero.stage", stage or 0
-    if read("zero_optimization.overlap_comm") is not None:
-        yield "zero.overlap", read("zero_optimization.overlap_comm")
     for name, least in (("zero_optimization.zero_hpz_partition_size", 2), ("zero_optimization.mics_shard_size", 1)):
         size = read(name)
         if type(size) is not int or size < least:

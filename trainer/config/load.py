@@ -228,11 +228,16 @@ def load_config(
 ) -> TrainerConfig:
     """Load the configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
 
-    Keys in `unused`, which something else replaces, need neither agree with other keys nor exist as paths. Other trainers' settings
-    may depend on the `ranks` of the launch; None takes this process's launch. `consent` is what third-party code needs; None: the
-    command line for a source that is a path, else any. `tunes` is `whole` or `adapters`, the trained part of a pretrained model,
-    for its defaults. Named paths and packages of trackers must exist. Raises `ConfigError` with every problem at once, each with
-    its dotted path, the value, what is allowed and the nearest name.
+    Keys in `unused`, which something else replaces, need neither agree with other keys nor exist as paths.
+    Loading uses no process group, device or model; it checks that named paths and packages of trackers exist.
+
+    Args:
+        tunes: `whole` or `adapters`, the trained part of a pretrained model, for its defaults; None for a new model.
+        ranks: the ranks of the launch, for other trainers' settings that depend on them; None takes this process's launch.
+        consent: the consent that third-party code needs; None: the command line for a source that is a path, else any.
+
+    Raises:
+        ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
     """
     given = _read(source)
     own, translation = given.own, Translation({})

@@ -3,8 +3,7 @@
     find_text -> rows -> text and token ids (conversations.py) -> held out or not -> packed sequences
 
 Token ids are kept in a cache on disk, and mapped into memory (`token_cache.py`). Every rank gets the same datasets:
-nothing here knows a rank. The order of the sequences is set by `sampler.SampleOrder`, and for mixtures of
-datasets by `sampler.MixedOrder`.
+nothing here knows a rank. The order of the sequences is set by `sampler.SampleOrder`.
 
 Folders of pictures whose sub-folders are labels (`data.format: pictures`) are those of datasets' `imagefolder`. The library decides
 which files are pictures and decodes them; files are listed here, so that nothing is copied into a cache.

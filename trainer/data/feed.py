@@ -13,7 +13,7 @@ from zeromesh.rng import data_randomness
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, MixedOrder, SampleOrder
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
@@ -81,7 +81,7 @@ class Feed:
     """A dataset with its order, from which checked batches are made by global sample index."""
 
     dataset: MapDataset | StreamedDataset
-    order: SampleOrder | MixedOrder
+    order: SampleOrder
     plan: BatchPlan
     rules: BatchRules
 
@@ -151,15 +151,13 @@ class Feeds:
 
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:
         seed = self.config.run.seed if self.config.data.seed is None else self.config.data.seed
-        order: SampleOrder | MixedOrder
-        if isinstance(dataset, MixedDataset):
-            lengths = tuple(map(len, dataset.parts))
-            order = MixedOrder(lengths=lengths, weights=dataset.weights, seed=seed, shuffle=shuffle)
-        elif isinstance(dataset, StreamedDataset):
-            order = SampleOrder(length=dataset.block, seed=seed, shuffle=shuffle, endless=True)
-        else:
-            order = SampleOrder(length=len(dataset), seed=seed, shuffle=shuffle)
-        for part in dataset.parts if isinstance(dataset, MixedDataset) else (dataset,):
+        endless = isinstance(dataset, StreamedDataset)
+        length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
+        parts: tuple[Any, ...] = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
+        weights = dataset.weights if isinstance(dataset, MixedDataset) else ()
+        mixed = tuple((len(part), weight) for weight, part in zip(weights, parts, strict=False))
+        order = SampleOrder(length=length, seed=seed, shuffle=shuffle, endless=endless, parts=mixed)
+        for part in parts:
             if isinstance(part, TokenDataset) and self.rules.vocab_size is not None:
                 part.check_vocabulary(self.rules.vocab_size)
         return Feed(dataset=dataset, order=order, plan=plan, rules=self.rules)

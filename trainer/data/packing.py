@@ -51,11 +51,6 @@ class PackedDataset(TokenDataset):
     """The token that ends a document, if attention separates documents: position ids restart after it, from which transformers
     derives document boundaries, and the first token of a document is no target."""
 
-    @property
-    def tokens(self) -> TokenArray:
-        """The flat ids of all sequences: uint8, uint16 or int32."""
-        return self.text.tokens[self.first : self.first + self.sequences * self.sequence_length]
-
     def __len__(self) -> int:
         return self.sequences
 
@@ -160,7 +155,7 @@ class ConversationDataset(TokenDataset):
 
 
 class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
-    """The concatenation of several datasets, which is read in a `MixedOrder`. Raises `ConfigError` for weights that are too
+    """The concatenation of several datasets, which `SampleOrder` mixes. Raises `ConfigError` for weights that are too
     fine."""
 
     def __init__(self, parts: Sequence[PackedDataset | ConversationDataset], weights: Sequence[float]) -> None:

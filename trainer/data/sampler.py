@@ -99,16 +99,8 @@ class BatchPlan:
         if self.last == "drop":
             return step / per_epoch
         epochs, rest = divmod(step, per_epoch)
-        return epochs + rest * self.global_size / (self.rounds_per_epoch * self.micro_size * self.data_ranks)
-
-    @property
-    def rounds_per_epoch(self) -> int:
-        """Microbatches of an epoch on the rank with the most of them; for a stream, microbatches of a step."""
-        if self.epoch_size is None:
-            return self.accumulation
-        if self.last == "drop":
-            return (self.steps_per_epoch or 0) * self.accumulation
-        return math.ceil(self.epoch_size / (self.micro_size * self.data_ranks))
+        round_size = self.micro_size * self.data_ranks
+        return epochs + rest * self.global_size / (math.ceil(self.epoch_size / round_size) * round_size)
 
     def ends_epoch(self, step: int) -> bool:
         """Return True if an epoch ends in step `step` (from 0)."""
@@ -172,35 +164,25 @@ class SampleOrder:
     seed: int
     shuffle: bool = True
     endless: bool = False
+    parts: tuple[tuple[int, int], ...] = ()
+    """The lengths and integer weights of the datasets of a mixture, which are concatenated. Of W = sum(weights) samples from a
+    multiple of W on, each part has as many as its weight, spread evenly among the others; each of its samples comes once before any
+    comes again, however long the other parts are."""
 
     def dataset_index(self, sample: int) -> int:
         """Return the dataset index of global sample `sample`, in [0, length) unless endless."""
+        if self.parts:
+            lengths, weights = zip(*self.parts, strict=True)
+            cycle, place = divmod(sample, sum(weights))
+            parts, turns = _mixture_table(weights)
+            part = int(parts[place])
+            # Each part has its own seed; else parts of equal length would share an order.
+            order = SampleOrder(length=lengths[part], seed=self.seed + (part << 64), shuffle=self.shuffle)
+            return sum(lengths[:part]) + order.dataset_index(cycle * weights[part] + int(turns[place]))
         epoch, position = divmod(sample, self.length)
         if self.shuffle and self.length > 1:
             position = _permute(position, self.length, _round_keys(self.seed, epoch))
         return epoch * self.length + position if self.endless else position
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MixedOrder:
-    """The order of global samples in concatenated datasets that are mixed by integer `weights`. Of W = sum(weights) samples from a
-    multiple of W on, part p has `weights[p]`, spread evenly among the others. The samples of a part have an order of their own:
-    each comes once before any comes again, however long the other parts are. All of this is a function of the sample's number, so
-    that any number of ranks, and a run that resumes anywhere, sees the same."""
-
-    lengths: tuple[int, ...]
-    weights: tuple[int, ...]
-    seed: int
-    shuffle: bool = True
-
-    def dataset_index(self, sample: int) -> int:
-        """Return the index of global sample `sample` in the concatenated datasets."""
-        cycle, place = divmod(sample, sum(self.weights))
-        parts, turns = _mixture_table(self.weights)
-        part = int(parts[place])
-        # Each part has its own seed; else parts of equal length would share an order.
-        order = SampleOrder(length=self.lengths[part], seed=self.seed + (part << 64), shuffle=self.shuffle)
-        return sum(self.lengths[:part]) + order.dataset_index(cycle * self.weights[part] + int(turns[place]))
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:

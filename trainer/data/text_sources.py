@@ -109,11 +109,12 @@ class TextSource:
         cannot be read by its suffix or lacks a wanted column, and if no file has rows."""
         read = False
         for file in self.files:
-            head = b"\0"
+            is_text = whole
             if file.form == "text" and whole:
                 with _text(file.path, file.encoding) as opened:
-                    head = opened.buffer.read(_PROBE_BYTES)
-            if file.form == "text" and "\0" in head.decode(_encoding_of(head, file.encoding), errors="ignore"):
+                    head = bytes(opened.buffer.read(_PROBE_BYTES))
+                is_text = "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
+            if file.form == "text" and not is_text:
                 if file.named:
                     raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")
                 skipped.append(file.key)

@@ -40,7 +40,7 @@ class ByteTokenizer:
     end_of_text: int = 255
     padding: int = 255
     beginning: tuple[int, ...] = ()
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Return the UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""

@@ -29,7 +29,6 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         """Take `stage`, `config` and `options` as `zeromesh.shard` does."""
         super().__init__()
         self.optimizers: list[Any]
-        self._lightning_module: Any
         self._given: dict[str, Any] = {"config": config, "stage": stage, **options}
 
     def setup(self, trainer: Any) -> None:

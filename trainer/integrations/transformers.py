@@ -30,6 +30,7 @@ from zeromesh.trainer.shard import engine_of, is_sharded, load, save
 
 _Trainer = TypeVar("_Trainer", bound=type)
 _FOLDER = "zeromesh"
+_TRAINER: Any = object
 
 
 class _NoStates:
@@ -49,34 +50,19 @@ class _NoStates:
         self.read = True
 
 
-class TrainerOverEngine:
+class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainers is known by `on_zeromesh`.
     """The mixin of `on_zeromesh` for transformers' trainers. All ranks make the same calls, `save_model` too."""
 
-    accelerator: Accelerator
-    args: Any
+    accelerator: Any
     gather_function: Any
-    model: nn.Module
     optimizer: Any
-    state: Any
-    train_dataset: Any
-    training_step: Any
 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, **named: Any) -> None:
-        """Create a trainer with transformers' arguments and the configuration of `shard`.
-
-        Args:
-            arguments, named: the arguments of transformers.
-            zeromesh: a path of a YAML or JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`.
-
-        Raises:
-            ConfigError: for another partitioning plugin, and for a pipeline axis.
-        """
+        """Create a trainer with transformers' arguments, and with `zeromesh`, the configuration of `shard`: a path of a YAML or
+        JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`. Raises `ConfigError` for another
+        partitioning plugin, and for a pipeline axis."""
         self._zeromesh = zeromesh
         super().__init__(*arguments, **named)
-
-    @property
-    def _super(self) -> Any:
-        return super()
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator with transformers' arguments."""
@@ -89,7 +75,7 @@ class TrainerOverEngine:
             accumulation = sys.maxsize  # A user's `training_step` may run backward several times.
         made = partial(Accelerator, zeromesh=self._zeromesh, accumulation=accumulation)
         with replaced(library, {"Accelerator": made}):
-            self._super.create_accelerator_and_postprocess()
+            super().create_accelerator_and_postprocess()
         if not isinstance(self.accelerator, Accelerator):
             raise ConfigError(f"{type(self).__name__} makes an accelerator of its own, which zeromesh cannot be under")
 
@@ -100,12 +86,12 @@ class TrainerOverEngine:
         # The model may have been evaluated before, with all parameters frozen.
         if is_sharded(self.model) and self.optimizer is None:
             self.accelerator.make_whole(self.model)
-        return self._super._prepare_for_training(*arguments, **named)
+        return super()._prepare_for_training(*arguments, **named)
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
         """Return the epochs and batches that a resumed run has finished. transformers takes a stream, whose epochs have no known
         length, for a single epoch: it would skip batches beyond its end. `state.epoch` counts the finished epochs."""
-        epochs, batches = self._super._init_training_state(*arguments)
+        epochs, batches = super()._init_training_state(*arguments)
         checkpoint = arguments[3]  # max_steps, updates of an epoch, epochs, checkpoint, trial.
         if not batches or has_length(self.train_dataset):
             return epochs, batches
@@ -116,7 +102,7 @@ class TrainerOverEngine:
     def _update_auto_batch_size(self, batch_size: int) -> None:
         if is_sharded(self.model):
             engine_of(self.model).forget_gradients()  # The step that ran out of memory is over.
-        self._super._update_auto_batch_size(batch_size)
+        super()._update_auto_batch_size(batch_size)
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # The answer would read gradients, which the engine holds.
@@ -126,7 +112,7 @@ class TrainerOverEngine:
         `Seq2SeqTrainer`, which gathers with `Accelerator.gather`."""
         if self.gather_function == self.accelerator.gather and self.accelerator.num_processes > 1:
             self.gather_function = self.accelerator.gather_of_data
-        return self._super.evaluation_loop(*arguments, **named)
+        return super().evaluation_loop(*arguments, **named)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if state_dict is None and is_sharded(self.model):
@@ -135,15 +121,15 @@ class TrainerOverEngine:
                 state_dict = gathered_adapter(self.model, engine.state, engine.mesh)
             else:
                 state_dict = self.accelerator.get_state_dict(self.model)
-        self._super._save(output_dir, state_dict)
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._without_states(self._super._save_optimizer_and_scheduler, output_dir)
+        self._without_states(super()._save_optimizer_and_scheduler, output_dir)
         save(Path(output_dir) / _FOLDER, self.model, self.accelerator.optimizer_of(self.model), alone=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         stored = Path(checkpoint or "") / _FOLDER
-        if not self._without_states(self._super._load_optimizer_and_scheduler, checkpoint):
+        if not self._without_states(super()._load_optimizer_and_scheduler, checkpoint):
             return
         if load(stored, self.model, self.accelerator.optimizer_of(self.model)) is None:
             raise CheckpointError(f"there is no checkpoint of zeromesh in {stored}")
@@ -159,11 +145,11 @@ class TrainerOverEngine:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_divided(resume_from_checkpoint):
-            self._super._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         if not self._load_divided(self.state.best_model_checkpoint):
-            self._super._load_best_model()
+            super()._load_best_model()
 
     def _load_divided(self, checkpoint: str | PathLike[str]) -> bool:
         """Load a zeromesh checkpoint's weights into a partitioned model; returns False for another checkpoint or model."""

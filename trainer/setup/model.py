@@ -378,9 +378,11 @@ def _check_first_batches(
                 f"{forward.model} does not predict the next token, so plain text has no labels for it; "
                 "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
             )
-    run = Path(config.run.output_dir).expanduser() / config.run.name
-    resumes = config.checkpoint.resume not in ("auto", "never") or bool(CheckpointStore(run / FOLDER).steps())
     notes, train = [], feeds.data.train
+    resumes = config.checkpoint.resume not in ("auto", "never")
+    if isinstance(train, StreamedDataset):
+        run = Path(config.run.output_dir).expanduser() / config.run.name
+        resumes = resumes or bool(CheckpointStore(run / FOLDER).steps())
     size = feeds.plan.global_size
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
         samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"

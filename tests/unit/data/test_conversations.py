@@ -19,7 +19,7 @@ from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.packing import ConversationDataset, best_fit
-from zeromesh.trainer.data.sampler import MixedOrder, SampleOrder, whole_weights
+from zeromesh.trainer.data.sampler import SampleOrder, whole_weights
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer
 
@@ -475,10 +475,9 @@ def test_few_conversations_are_held_out(tmp_path: Path, own: PretrainedTokenizer
     shuffle=st.booleans(),
 )
 def test_a_mixture_is_exact_everywhere(weights: list[int], lengths: list[int], seed: int, shuffle: bool) -> None:
-    order = MixedOrder(
-        lengths=tuple(lengths[: len(weights)]), weights=whole_weights(weights), seed=seed, shuffle=shuffle
-    )
-    bounds = np.cumsum([0, *order.lengths])
+    parts = tuple(zip(lengths, whole_weights(weights), strict=False))
+    order = SampleOrder(length=sum(lengths), parts=parts, seed=seed, shuffle=shuffle)
+    bounds = np.cumsum([0, *(length for length, _ in parts)])
     seen: list[list[int]] = [[] for _ in weights]
     for sample in range(3 * sum(weights) + 1):
         index = order.dataset_index(sample)
@@ -487,7 +486,7 @@ def test_a_mixture_is_exact_everywhere(weights: list[int], lengths: list[int], s
         for turns, weight in zip(seen, weights, strict=True):
             assert abs(len(turns) - (sample + 1) * weight / sum(weights)) < max(1.0, len(weights) / 2)
     for part, turns in enumerate(seen):
-        alone = SampleOrder(length=order.lengths[part], seed=seed + (part << 64), shuffle=shuffle)
+        alone = SampleOrder(length=lengths[part], seed=seed + (part << 64), shuffle=shuffle)
         assert turns == [alone.dataset_index(turn) for turn in range(len(turns))]
 
 

@@ -59,8 +59,13 @@ def tokenizer_directory(tmp_path: Path) -> Path:
     return directory
 
 
+def tokens_of(dataset: PackedDataset) -> Any:
+    """The flat ids of all sequences."""
+    return dataset.text.tokens[dataset.first :][: dataset.sequences * dataset.sequence_length]
+
+
 def text_of(dataset: PackedDataset) -> bytes:
-    return bytes(dataset.tokens.astype(np.uint8))
+    return bytes(tokens_of(dataset).astype(np.uint8))
 
 
 # The standard library
@@ -83,7 +88,7 @@ def test_the_standard_library_prints_the_loss_to_beat() -> None:
     assert data.byte_pair_entropy is not None
     assert 2.3 < data.byte_pair_entropy < 2.5
     assert f"{data.byte_pair_entropy:.4f} nats" in data.notes[-1]
-    assert data.train.tokens.dtype == np.uint8
+    assert tokens_of(data.train).dtype == np.uint8
     assert data.eval is not None
     assert 0.01 < len(data.eval) / (len(data.train) + len(data.eval)) < 0.12
 
@@ -371,7 +376,7 @@ def test_a_saved_tokenizer_is_loaded_from_its_directory(tmp_path: Path, tokenize
     (tmp_path / "x.txt").write_text("a b b a c a b")
     section = text_section(train=tmp_path / "x.txt", tokenizer=str(tokenizer_directory), sequence_length=4)
     data = load_datasets(section)
-    assert data.train.tokens.tolist() == [2, 3, 3, 2, 1, 2, 3, 0]
+    assert tokens_of(data.train).tolist() == [2, 3, 3, 2, 1, 2, 3, 0]
     assert (data.tokenizer.vocab_size, data.tokenizer.end_of_text) == (4, 0)
     assert data.byte_pair_entropy is None
 

@@ -16,6 +16,7 @@ from zeromesh.errors import DataError, StorageError
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData
+from zeromesh.trainer.data.packing import PackedDataset
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray
 
@@ -63,8 +64,13 @@ def home(tmp_path: Path) -> Home:
     return Home(tmp_path)
 
 
+def tokens_of(dataset: PackedDataset) -> Any:
+    """The flat ids of all sequences."""
+    return dataset.text.tokens[dataset.first :][: dataset.sequences * dataset.sequence_length]
+
+
 def values(data: RunData) -> Any:
-    return (data.train.fingerprint(), data.notes, data.byte_pair_entropy, data.train.tokens.tolist())
+    return (data.train.fingerprint(), data.notes, data.byte_pair_entropy, tokens_of(data.train).tolist())
 
 
 def test_text_is_tokenised_once_and_mapped_into_memory(home: Home) -> None:
@@ -74,7 +80,7 @@ def test_text_is_tokenised_once_and_mapped_into_memory(home: Home) -> None:
     again, second = home.load()
     assert again == 0
     assert values(first) == values(second)
-    base: Any = second.train.tokens
+    base: Any = tokens_of(second.train)
     while isinstance(base, np.ndarray):
         base = base.base
     assert isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
@@ -180,7 +186,7 @@ def test_rows_of_csv_are_documents(tmp_path: Path, ending: str, separator: str) 
     section = DataSection(train=str(path), sequence_length=4, eval_fraction=0.0)
     train = load_datasets(section).train
     wanted = b'hello, "you"|NA|12|two\nlines|'.replace(b"|", b"\xff")
-    assert bytes(train.tokens.tolist()) == wanted[: len(wanted) // 4 * 4]
+    assert bytes(tokens_of(train).tolist()) == wanted[: len(wanted) // 4 * 4]
     with pytest.raises(DataError, match=r"row 0 has no field 'body', only 'id', 'text'; set data\.text_field"):
         load_datasets(section.model_copy(update={"text_field": "body"}))
 
@@ -190,7 +196,7 @@ def test_csv_of_other_countries_and_csv_without_quotes(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("\ufefftext;label\r\nhello, you;1\r\n".encode())
     (tmp_path / "b.csv").write_text("text,label\nhello,1\nhello, you,1\n")
     section = DataSection(train=str(tmp_path / "a.csv"), sequence_length=4, eval_fraction=0.0)
-    assert bytes(load_datasets(section).train.tokens.tolist()) == b"hello, y"
+    assert bytes(tokens_of(load_datasets(section).train).tolist()) == b"hello, y"
     with pytest.raises(
         DataError, match=r"b\.csv' line 3 has more fields than the first one has names; quote a text .* ','"
     ):
