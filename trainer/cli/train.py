@@ -37,7 +37,7 @@ from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.text_sources import first_columns, picture_endings
+from zeromesh.trainer.data.text_sources import find_text, picture_endings
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -150,7 +150,7 @@ def _take_start(options: argparse.Namespace) -> None:
     if any(each.name.lower().endswith(picture_endings()) for each in beginning):
         kind, head = "pictures", "image_classification"
     else:
-        columns = first_columns(options.data)
+        columns = find_text(options.data, where="--data").columns()
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
         labelled = "label" in columns and head in ("sequence_classification", "masked_lm")

@@ -86,12 +86,17 @@ class Renderer:
     def _named(self, *names: str) -> list[str]:
         return [self.columns.get(name, name) for name in names]
 
+    @property
+    def needed(self) -> list[str]:
+        """The columns that each row has, by their names in the files."""
+        form = self.format
+        return self._named(*form.needed, *((form.label,) if form.label else ()))
+
     def rows(self, source: TextSource, skipped: list[str]) -> Iterator[Row]:
         """Yield the rows of a source, as `TextSource.rows` does; for formats of documents, each text file is a row."""
         form = self.format
-        label = (form.label,) if form.label else ()
         optional = (*form.optional, *(FOR_TEMPLATES if form.answers else ()))
-        return source.rows(self._named(*form.needed, *label), self._named(*optional), skipped, whole=form.joined)
+        return source.rows(self.needed, self._named(*optional), skipped, whole=form.joined)
 
     def _parts(self, row: Row) -> Mapping[str, Any]:
         form = self.format

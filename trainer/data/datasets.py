@@ -26,6 +26,7 @@ import torch
 
 from zeromesh.environment import available_cores
 from zeromesh.errors import DataError, counted, library_errors, some
+from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.training import EVAL, DataSection, paths_of
 from zeromesh.trainer.data.conversations import Renderer, encode_rows, read_template
 from zeromesh.trainer.data.feed import RunData
@@ -130,9 +131,9 @@ class _DatasetLoader:
         if sources:
             found: dict[str, Sequences] = {}
             for where, source in sources.items():
-                text = self._read(section, source, 0.0)
-                name = where.removeprefix(EVAL).removeprefix(".")
-                found[name] = self._pack(section, text, 0, text.kept, f"{where} {source.name!r}")
+                own, name = self._section_of(source, where), where.removeprefix(EVAL).removeprefix(".")
+                text = self._read(own, source, 0.0)
+                found[name] = self._pack(own, text, 0, text.kept, f"{where} {source.name!r}")
             evaluation = found.get("", found)
         if entropy is not None:
             what = f"{entropy:.4f} nats per byte, the loss to beat"
@@ -146,6 +147,17 @@ class _DatasetLoader:
             endings=tuple(self.endings),
             classes=tuple(self.classes),
         )
+
+    def _section_of(self, source: TextSource, where: str) -> DataSection:
+        """Return the section for an evaluation set, whose rows may have the columns of another format than `data.format`."""
+        columns, section = source.columns(), self.section
+        form, needed = format_of(columns), Renderer(self.tokenizer, section, self.template).needed
+        if form in ("text", section.format) or columns.issuperset(needed):
+            return section
+        self.notes.append(f"{where} {source.name!r} has rows of format {form}")
+        # Rows share a sequence only where the model has been tried on documents that do not see each other.
+        packing = section.packing and section.separates
+        return section.model_copy(update={"format": form, "mixture": None, "packing": packing})
 
     def _load_part(
         self, section: DataSection, where: str, fraction: float

@@ -107,7 +107,7 @@ class TextSource:
         """Yield every row, file by file, with the `wanted` columns and available `optional` ones; names of files without rows are
         added to `skipped`. With `whole`, a text file is a row with the first wanted column. Raises `DataError` for a file that
         cannot be read by its suffix or lacks a wanted column, and if no file has rows."""
-        read = False
+        read = found = False
         for file in self.files:
             is_text = whole
             if file.form == "text" and whole:
@@ -128,13 +128,25 @@ class TextSource:
                 where = f"{str(file.path)!r} row {number}"
                 if missing := [name for name in wanted if name not in values]:
                     form, only = format_of(values), ", ".join(map(repr, values))
-                    cure = f"format: {form}" if form != "text" else "text_field" if whole else "columns"
-                    raise DataError(f"{where} has no field {missing[0]!r}, only {only}; set data.{cure}")
+                    cure = f"set data.{'text_field' if whole else 'columns'}"
+                    if form != "text":
+                        part = f"make files of several formats parts of data.mixture: {{train: FILE, format: {form}}}"
+                        cure = part if found else f"set data.format: {form}"
+                    raise DataError(f"{where} has no field {missing[0]!r}, only {only}; {cure}")
+                found = True
                 there = {name: values[name] for name in (*wanted, *optional) if name in values}
                 yield Row(key=f"{file.key}:{number}", where=where, values=there)
         if not read:
             kind = "text file" if whole else "file with rows"
             raise DataError(f"no {kind} in {self.name!r}; give {ROW_FILES} files{' or text' if whole else ''}")
+
+    def columns(self) -> frozenset[str]:
+        """Return the column names of the first row; empty for text, and without a row that can be read."""
+        with suppress(DataError):
+            return frozenset(
+                next(chain.from_iterable(_records(file) for file in self.files if file.form != "text"), {})
+            )
+        return frozenset()
 
     def description(self) -> list[Any]:
         """Return JSON values that identify this source and change when one of its files does."""
@@ -193,14 +205,6 @@ def picture_endings() -> tuple[str, ...]:
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
     return tuple(ImageFolder.EXTENSIONS)
-
-
-def first_columns(paths: Sequence[str]) -> frozenset[str]:
-    """Return the column names of the first row of some files; empty for text, and without a row."""
-    with suppress(DataError):
-        files = (file for file in find_text(paths, where="data.train").files if file.form != "text")
-        return frozenset(next(chain.from_iterable(map(_records, files)), {}))
-    return frozenset()
 
 
 def stdlib_source(root: Path | None = None) -> TextSource:

@@ -566,3 +566,18 @@ def test_the_token_that_ends_answers_is_found(
     assert load(tmp_path, rows, own, chat_template=template, loss_on=loss_on).endings == ending
     pairs = [{"prompt": "a", "completion": "b"}]
     assert load(tmp_path, pairs, own, format="pairs").endings == (1,)
+
+
+def test_an_evaluation_set_may_have_another_format(tmp_path: Path, own: PretrainedTokenizer) -> None:
+    chats = [{"messages": messages(turns)} for turns in CHATS]
+    alone = load(tmp_path, chats, own, packing=True)
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    told = [{"instruction": f"say {word}", "output": word} for word in ("one", "two")]
+    data = load(tmp_path, told, own, format="alpaca", packing=True, eval={"chats": str(tmp_path / "chats.jsonl")})
+    (evaluated,) = data.eval.values()
+    assert [learnt(evaluated[index]) for index in range(len(evaluated))] == [
+        learnt(alone.train[index]) for index in range(len(alone.train))
+    ]
+    assert any("has rows of format chat" in note for note in data.notes)
+    with pytest.raises(DataError, match=r"only 'messages'; make files of several formats parts of data\.mixture"):
+        load(tmp_path, told, own, format="alpaca", train=[str(tmp_path / "rows.jsonl"), str(tmp_path / "chats.jsonl")])
