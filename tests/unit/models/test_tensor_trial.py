@@ -93,6 +93,13 @@ def _llama(kind: type[nn.Module] = tf.LlamaForCausalLM) -> nn.Module:
     return _on_meta(kind, tf.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=67))
 
 
+def _lfm2() -> nn.Module:
+    """The library's plan of this model divides its head alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+    return _on_meta(tf.Lfm2ForCausalLM, tf.Lfm2Config(**sizes, **layers, vocab_size=67))
+
+
 @pytest.mark.parametrize(
     ("model", "divided"),
     [
@@ -100,8 +107,9 @@ def _llama(kind: type[nn.Module] = tf.LlamaForCausalLM) -> nn.Module:
         (lambda: _on_meta(tf.ViTModel, tf.ViTConfig(**_VIT)), (4 + 2) * 2),
         (_trocr, (4 + 2) * 2 + (8 + 2) * 2 + 1),
         (_gpt2, (2 + 2) * 3 + 2),
+        (_lfm2, (4 + 2 + 3) * 2 + 2),
     ],
-    ids=["mbart", "vit", "trocr", "gpt2"],
+    ids=["mbart", "vit", "trocr", "gpt2", "lfm2"],
 )  # fmt: skip
 def test_attention_and_mlps_are_recognised_and_equal(model: Any, divided: int) -> None:
     made = model()

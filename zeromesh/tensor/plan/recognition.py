@@ -34,9 +34,12 @@ OWN: Mapping[str, Rules] = {
 
 
 def goes_by_shape(model: nn.Module) -> bool:
-    """Return True for a transformers model that is divided by its shapes, unless the user gives rules."""
+    """Return True for a transformers model that is divided by its shapes, unless the user gives rules.
+
+    Its plan of transformers is that of its parts together, and names layers of blocks by patterns; some divide the head alone.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    return bool(kind) and (kind in _BY_SHAPE or not getattr(model, "tp_plan", None))
+    return bool(kind) and (kind in _BY_SHAPE or not any("*" in name for name in getattr(model, "tp_plan", None) or ()))
 
 
 def recognised(model: nn.Module) -> dict[str, str]:
