@@ -18,7 +18,7 @@ from torch import nn
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, ranks_text
-from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
+from zeromesh.flat.layout import ParameterSpec, Region, share_of
 from zeromesh.flat.redistribute import join_regions, of_bucket, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
@@ -513,13 +513,10 @@ class FullState:
             slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
             full = whole(bucket) if slots else None
             for slot in slots:
-                yield None if full is None else self._joined(slot, full[slot.where.start : slot.where.end])
-
-    def _joined(self, slot: ParameterSlot, local: torch.Tensor) -> torch.Tensor:
-        regions = self._regions.get(slot.spec.name)
-        if regions is None:
-            return local.view(slot.spec.shape)
-        return join_regions(local, regions, self._mesh.tensor, f"reading of {slot.spec.name}")
+                name, local = slot.spec.name, None if full is None else full[slot.where.start : slot.where.end]
+                if local is not None and name in self._regions:
+                    local = join_regions(local, self._regions[name], self._mesh.tensor, f"reading of {name}")
+                yield None if local is None else local.view(self._specs[name].shape)
 
     def _gradients(self, bucket: Bucket) -> torch.Tensor | None:
         shard = bucket.grad

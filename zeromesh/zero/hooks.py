@@ -83,7 +83,7 @@ class Hooks:
     """All hooks of one engine on its model."""
 
     def __init__(self, units: Sequence[Unit], passes: Any) -> None:
-        self._handles: list[RemovableHandle] = []
+        self._handles = ExitStack()
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []
         """References are held here, because garbage collection does not see what a parameter's gradient hook holds."""
         self._passes = passes
@@ -102,19 +102,18 @@ class Hooks:
             self._around(module, partial(passes.before_part, module), partial(passes.after_part, module))
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._handles.close()
         for bucket in self._buckets:
             bucket.uses.on_use = no_engine
-        self._handles, self._on_gradients = [], []
+        self._on_gradients = []
 
     def _around(self, module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> None:
-        self._handles.append(module.register_forward_pre_hook(_OfModule(before), prepend=True))
-        self._handles.append(module.register_forward_hook(_OfModule(after)))
+        self._handles.callback(module.register_forward_pre_hook(_OfModule(before), prepend=True).remove)
+        self._handles.callback(module.register_forward_hook(_OfModule(after)).remove)
 
     def after(self, module: nn.Module, call: Callable[[Any], None]) -> None:
         """Have `call(output)` run after a module's forward, before all other hooks of the module."""
-        self._handles.append(module.register_forward_hook(_OfModule(call), prepend=True))
+        self._handles.callback(module.register_forward_hook(_OfModule(call), prepend=True).remove)
 
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
         """Register gradient hooks on a bucket's parameters, including those that may be trained only later."""
@@ -124,7 +123,8 @@ class Hooks:
             hook = weakref.proxy(call)
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # Else torch takes no hook.
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.callback(handle.remove)
             parameter.requires_grad_(trained)
 
 
