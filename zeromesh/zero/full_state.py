@@ -23,7 +23,6 @@ from zeromesh.flat.redistribute import join_regions, of_bucket, on_one_rank, red
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh, ProcessSet
 from zeromesh.offload import TieredTensor, tensor_bytes
-from zeromesh.optim.class_optimizer import WholeOptimizer
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets, digest, set_values
@@ -176,7 +175,7 @@ class CheckpointState:
             for piece in (bucket.layout.pieces(written) if written is not None else ())
             if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
         ]
-        alone = isinstance(optimizer, WholeOptimizer)  # One owner in the shard group, perhaps without a piece.
+        alone = optimizer.whole  # One owner in the shard group, perhaps without a piece.
         for number, slot in enumerate(bucket.layout.slots):
             writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
             for kind, dtype, shape, values in optimizer.kept(number) if slot.spec.fqn in bucket.learned else ():

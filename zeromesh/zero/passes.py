@@ -118,6 +118,7 @@ class Passes:
         self._chunks = chunks or [built.units]
         self.mode = PassMode.IDLE
         self._mesh = mesh
+        self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._options = options
         self._updater = updater
@@ -312,8 +313,8 @@ class Passes:
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` is True where the order of gathers is a recorded one."""
         # All data-parallel ranks compare the order: replicas sum over one another in the order of reductions.
-        if self._mesh.data.size > 1:
-            self._mesh.watch.event(Activity.GATHER, unit.index, self._mesh.data.ranks, settled=settled)
+        if self._compared:
+            self._mesh.watch.event(Activity.GATHER, unit.index, self._compared, settled=settled)
         with self._recorder.range("gather", unit.name) if self._recorder.profiling else NOTHING:
             unit.gather()
 
