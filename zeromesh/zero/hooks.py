@@ -194,13 +194,6 @@ class UnitCall(NamedTuple):
     hooked: frozenset[Edge]
 
 
-class BackwardEntry(NamedTuple):
-    """An edge without a hook. `parameter` is set where the tensor read there is a view of a parameter, and not a result."""
-
-    unit: int
-    parameter: torch.Tensor | None
-
-
 class UnitCalls:
     """The calls in a microbatch's forward whose kind was not seen before."""
 
@@ -232,12 +225,12 @@ class UnitCalls:
         self._new.append(UnitCall(unit=unit, first=first, end=end, hooked=edges))
         return True
 
-    def entrances(self, roots: Iterable[Edge]) -> list[BackwardEntry]:
+    def entrances(self, roots: Iterable[Edge]) -> list[tuple[int, torch.Tensor | None]]:
         """List the entries into the new calls, in the graph behind `roots`, where backward begins: the edges without a hook that
-        lead from outside into the nodes of a call."""
+        lead from outside into the nodes of a call. Each is the unit, and the parameter if a view of one is read there."""
         calls, self._new = sorted(self._new, key=lambda call: call.first), []
         firsts = [call.first for call in calls]
-        entries: dict[Edge, BackwardEntry] = {}
+        entries: dict[Edge, tuple[int, torch.Tensor | None]] = {}
         stack: list[tuple[int, Edge]] = [(-1, root) for root in roots] if calls else []
         visited: set[Node] = set()
         while stack:
@@ -246,7 +239,7 @@ class UnitCalls:
             place = bisect_right(firsts, node._sequence_nr()) - 1
             inside = place if place >= 0 and node._sequence_nr() < calls[place].end else -1
             if inside not in (-1, before) and not _hooked(edge, calls[inside]):
-                entries.setdefault(edge, BackwardEntry(unit=calls[inside].unit, parameter=_viewed(node)))
+                entries.setdefault(edge, (calls[inside].unit, _viewed(node)))
             if node not in visited:
                 visited.add(node)
                 stack += [(inside, each) for each in node.next_functions if each[0] is not None]

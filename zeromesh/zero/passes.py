@@ -445,13 +445,13 @@ class Passes:
         self.writes.forwards += 1
         self.writes.refuse_in_pass(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
-        for entrance in self._calls.entrances(roots):
-            unit = self.units[entrance.unit]
+        for index, parameter in self._calls.entrances(roots):
+            unit = self.units[index]
             if unit.index in self._progress.held:
                 continue
-            if entrance.parameter is not None:
+            if parameter is not None:
                 raise PhaseError(
-                    f"a view of {unit.name_of(entrance.parameter)} that unit {unit.name} made in its forward was used after it, "
+                    f"a view of {unit.name_of(parameter)} that unit {unit.name} made in its forward was used after it, "
                     "when the parameters were released; have forward return it, or clone it"
                 )
             self._hold(unit)
