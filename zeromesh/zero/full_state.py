@@ -42,7 +42,6 @@ class CheckpointState:
     ) -> None:
         self._model = model
         self._buckets = all_buckets(units)
-        self._numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         self._updater = updater
         self._mesh = mesh
         self._options = options
@@ -149,7 +148,7 @@ class CheckpointState:
 
     def owner_of(self, bucket: Bucket) -> int:
         """The number of a bucket, by which a saver identifies the owner of a part."""
-        return self._numbers[id(bucket)]
+        return self._buckets.index(bucket)
 
     def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
         master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
