@@ -89,6 +89,8 @@ class FileTier:
         with ExitStack() as opened, _named():
             self._files = [opened.enter_context(_open_swap_file(directory, label)) for directory in directories]
             self._opened = opened.pop_all()
+        self.paths = [file.path for file in self._files]
+        """The paths under which the swap files were created."""
         self._close_files = weakref.finalize(self, self._opened.close)  # Also where nobody calls `close`.
         self._stored: dict[Path, StoredSlot] = {}
         self._reserved = [0] * len(directories)
@@ -97,11 +99,6 @@ class FileTier:
             threads, thread_name_prefix="zeromesh-swap", initializer=partial(accelerator.use, device)
         )
         self._local = threading.local()
-
-    @property
-    def paths(self) -> list[str]:
-        """The paths under which the swap files were created."""
-        return [file.path for file in self._files]
 
     def allocate(self, nbytes: int, label: str) -> FileSlot:
         """Reserve a range, which reads as zeros. Raises `StorageError` when a disk is full."""

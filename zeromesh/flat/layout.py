@@ -109,17 +109,14 @@ class StridedRows:
         whole = first + bool(start)
         spans = [(first, int(bool(start)), start, self.taken), (whole, last - whole, 0, self.taken), (last, 1, 0, end)]
         for row, rows, low, high in spans if first < last else [(first, 1, start, end)]:
-            if parts := list(self._parts(low, high)) if rows else []:
+            parts, at = [], 0
+            for column in self.columns:
+                begin, stop = max(low, at), min(high, at + column.length)
+                if begin < stop:
+                    parts.append((column.start + begin - at, begin, stop - begin))
+                at += column.length
+            if rows and parts:
                 yield row, rows, parts
-
-    def _parts(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the runs of elements [low, high) of a local row: begin in the logical row, begin in the local row, length."""
-        at = 0
-        for column in self.columns:
-            begin, end = max(low, at), min(high, at + column.length)
-            if begin < end:
-                yield column.start + begin - at, begin, end - begin
-            at += column.length
 
     def tiles(self, interval: Interval) -> Iterator[Tile]:
         """Yield the tiles of local elements `interval`: one for each column of each block of rows."""
@@ -205,18 +202,6 @@ class Region:
         interval beyond the local tensor."""
         if interval.end > self.numel:
             raise LayoutError(f"elements [{interval.start}, {interval.end}) of a local tensor of {self.numel}")
-        found: Tile | None = None
-        for run in self._pieces(interval):
-            if found is not None and run.logical == found.logical + found.length:
-                found = replace(found, length=found.length + run.length)
-                continue
-            if found is not None:
-                yield found
-            found = run
-        if found is not None:
-            yield found
-
-    def _pieces(self, interval: Interval) -> Iterator[Tile]:
         if not interval.length:
             return
         split = self._last_split()
@@ -225,14 +210,23 @@ class Region:
             return
         inner = prod(self.shape[split + 1 :])
         row = self.local_shape[split] * inner
+        found: Tile | None = None
         for number in range(interval.start // row, (interval.end - 1) // row + 1):
             at, base = number * row, self._logical_row(number, split)
             for taken in self.dims[split]:
                 here = Interval(start=at, end=at + taken.length * inner).intersect(interval)
-                if here.length:
-                    logical = base + taken.start * inner + here.start - at
-                    yield Tile(local=here.start, logical=logical, length=here.length)
+                logical = base + taken.start * inner + here.start - at
                 at += taken.length * inner
+                if not here.length:
+                    continue
+                if found is not None and logical == found.logical + found.length:
+                    found = replace(found, length=found.length + here.length)
+                    continue
+                if found is not None:
+                    yield found
+                found = Tile(local=here.start, logical=logical, length=here.length)
+        if found is not None:
+            yield found
 
     def _last_split(self) -> int:
         split = [dim for dim, size in enumerate(self.shape) if self.dims[dim] != _all(size)]

@@ -16,7 +16,6 @@ ranks have exchanged which of them had one.
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -228,8 +227,8 @@ class OptimizerStep:
         self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
         self._make_optimizers()
         gradients.shards.require_room(self._buckets)
-        gradients.on_summed = self._summed
-        self._ready: deque[Bucket] = deque()
+        gradients.on_summed = self._update_ready
+        self._ready: list[Bucket] = []
         """Summed buckets that wait for an update inside this backward."""
         self._retired: set[int] = set()
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
@@ -372,9 +371,19 @@ class OptimizerStep:
                 self._update(bucket, factor, due[number + 1 :])
         self._stream.settle()  # Includes updates inside backward, so that states can be read between steps.
         self.drop_gradients()
-        if not skip:
-            self._end_averages()
-            self.updates += 1
+        if skip:
+            return
+        if (averages := self._averaging) is not None:
+            for bucket in self._all:  # The update has blended the averages of buckets that are trained now.
+                if bucket.average is not None and not any(bucket.training):
+                    self.before_change(bucket)
+                    modes = ((bucket.master, Access.READ), (bucket.average, Access.UPDATE))
+                    uses = [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in modes]
+                    rows = list(self._stream.rows(id(bucket), bucket.length, uses))
+                    self._stream.run(rows, lambda _row, tensors: averages.blend(tensors[1], tensors[0]))
+            self._stream.settle()
+            averages.count += 1
+        self.updates += 1
 
     def drop_gradients(self) -> None:
         """Release the memory of gradients, unless it is kept from step to step."""
@@ -384,22 +393,6 @@ class OptimizerStep:
     @property
     def _averaging(self) -> WeightAverage | None:
         return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
-
-    def _end_averages(self) -> None:
-        """Blend the averages of buckets that are not trained now; the update has blended those of the others."""
-        averages = self._averaging
-        if averages is None:
-            return
-        for bucket in self._all:
-            average = bucket.average
-            if average is not None and not any(bucket.training):
-                self.before_change(bucket)
-                modes = ((bucket.master, Access.READ), (average, Access.UPDATE))
-                uses = [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in modes]
-                rows = list(self._stream.rows(id(bucket), bucket.length, uses))
-                self._stream.run(rows, lambda _row, tensors: averages.blend(tensors[1], tensors[0]))
-        self._stream.settle()
-        averages.count += 1
 
     def _cause(self, norm: float, loss_finite: bool) -> str:
         """Name the units whose gradients, and the ranks whose losses, are not finite. All ranks call it and get the same text."""
@@ -434,13 +427,10 @@ class OptimizerStep:
                 for bucket in unit.trainable:
                     bucket.buffer.retire()
 
-    def _summed(self, bucket: Bucket) -> None:
-        self._ready.append(bucket)
-        self._update_ready()
-
-    def _update_ready(self) -> None:
-        """Update the buckets that can be updated inside backward; see [Note: Updates inside backward]."""
-        ready, self._ready = self._ready, deque()
+    def _update_ready(self, *summed: Bucket) -> None:
+        """Update the buckets that can be updated inside backward, now that these are summed too; see [Note: Updates inside
+        backward]."""
+        ready, self._ready = [*self._ready, *summed], []
         for bucket in ready:
             unit = self._units[bucket.unit]
             if unit.index not in self._retired:

@@ -86,8 +86,7 @@ def plan_model(
     names = names_by_parameter(model)
     if not names:
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
-    main = _main_dtype(parameter for parameter, _ in names)
-    keep = _kept_in_fp32(model)
+    dtypes = _dtypes(model, names, compute_dtype)
     ends = _fqn_of(model, "get_input_embeddings") + _fqn_of(model, "get_output_embeddings")
     modules = _outermost(model, _block_names(model) + ends)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
@@ -101,7 +100,7 @@ def plan_model(
                 fqn=fqns[0],
                 aliases=tuple(fqns[1:]),
                 shape=tuple(parameter.shape),
-                dtype=_dtype_of(parameter, fqns[0], main, compute_dtype, keep),
+                dtype=dtypes[fqns[0]],
                 requires_grad=parameter.requires_grad,
                 group=group_of(name),
                 part=cuts.parts.get(name),
@@ -141,35 +140,34 @@ def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]
     return list(names.values())
 
 
-def _main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+def _dtypes(
+    model: nn.Module, names: Iterable[tuple[nn.Parameter, list[str]]], compute: torch.dtype
+) -> dict[str, torch.dtype]:
+    """Return the dtype in which each parameter is gathered, by its first name; see `plan_model`."""
     counts: Counter[torch.dtype] = Counter()
-    for parameter in parameters:
+    for parameter, _ in names:
         if parameter.is_floating_point():
             counts[parameter.dtype] += parameter.numel()
-    return counts.most_common(1)[0][0] if counts else torch.float32
-
-
-def _kept_in_fp32(model: nn.Module) -> frozenset[str]:
-    """Return the names of parameters that stay in fp32: those that a transformers model names, and those of batch norms, whose
-    running statistics are fp32 buffers (PyTorch takes 16-bit inputs with fp32 weights, not the reverse)."""
-    parts: set[str] = set()
-    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
-        parts.update(getattr(model, attribute, None) or ())
-    named = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False) if any(part in fqn for part in parts)}
+    main = counts.most_common(1)[0][0] if counts else torch.float32
+    # Parameters that a transformers model names stay in fp32, and those of batch norms, whose running statistics are fp32 buffers:
+    # PyTorch takes 16-bit inputs with fp32 weights, not the reverse.
+    parts = {
+        part
+        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for part in getattr(model, attribute, None) or ()
+    }
     norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    return frozenset(named.union(f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters()))
-
-
-def _dtype_of(
-    parameter: nn.Parameter, fqn: str, main: torch.dtype, compute: torch.dtype, keep: frozenset[str]
-) -> torch.dtype:
-    if not parameter.is_floating_point():
-        return parameter.dtype
-    if compute.itemsize < 4 and fqn in keep:
-        return torch.float32
-    if parameter.dtype != main and parameter.dtype.itemsize > main.itemsize:
-        return parameter.dtype if parameter.dtype.itemsize > compute.itemsize else compute
-    return compute
+    kept = {f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters()}
+    found: dict[str, torch.dtype] = {}
+    for parameter, (fqn, *_) in names:
+        own = parameter.dtype
+        if not parameter.is_floating_point():
+            found[fqn] = own
+        elif compute.itemsize < 4 and (fqn in kept or any(part in fqn for part in parts)):
+            found[fqn] = torch.float32
+        else:
+            found[fqn] = own if own.itemsize > max(main.itemsize, compute.itemsize) else compute
+    return found
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:

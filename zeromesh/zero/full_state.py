@@ -18,13 +18,12 @@ from torch import nn
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, spec_of
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, ranks_text
-from zeromesh.flat.layout import ParameterSlot, ParameterSpec, Region, share_of
+from zeromesh.flat.layout import ParameterSpec, Region, share_of
 from zeromesh.flat.redistribute import join_regions, of_bucket, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, tensor_bytes
-from zeromesh.optim.class_optimizer import WholeOptimizer
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets, digest, set_values
@@ -44,7 +43,6 @@ class CheckpointState:
     ) -> None:
         self._model = model
         self._buckets = all_buckets(units)
-        self._numbers = {id(bucket): number for number, bucket in enumerate(self._buckets)}
         self._updater = updater
         self._mesh = mesh
         self._options = options
@@ -151,7 +149,7 @@ class CheckpointState:
 
     def owner_of(self, bucket: Bucket) -> int:
         """The number of a bucket, by which a saver identifies the owner of a part."""
-        return self._numbers[id(bucket)]
+        return self._buckets.index(bucket)
 
     def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
         master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
@@ -177,7 +175,7 @@ class CheckpointState:
             for piece in (bucket.layout.pieces(written) if written is not None else ())
             if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
         ]
-        alone = isinstance(optimizer, WholeOptimizer)  # One owner in the shard group, perhaps without a piece.
+        alone = optimizer.whole  # One owner in the shard group, perhaps without a piece.
         for number, slot in enumerate(bucket.layout.slots):
             writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
             for kind, dtype, shape, values in optimizer.kept(number) if slot.spec.fqn in bucket.learned else ():
@@ -511,13 +509,10 @@ class FullState:
             slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
             full = whole(bucket) if slots else None
             for slot in slots:
-                yield None if full is None else self._joined(slot, full[slot.where.start : slot.where.end])
-
-    def _joined(self, slot: ParameterSlot, local: torch.Tensor) -> torch.Tensor:
-        regions = self._regions.get(slot.spec.name)
-        if regions is None:
-            return local.view(slot.spec.shape)
-        return join_regions(local, regions, self._mesh.tensor, f"reading of {slot.spec.name}")
+                name, local = slot.spec.name, None if full is None else full[slot.where.start : slot.where.end]
+                if local is not None and name in self._regions:
+                    local = join_regions(local, self._regions[name], self._mesh.tensor, f"reading of {name}")
+                yield None if local is None else local.view(self._specs[name].shape)
 
     def _gradients(self, bucket: Bucket) -> torch.Tensor | None:
         shard = bucket.grad

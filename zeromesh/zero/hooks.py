@@ -83,7 +83,7 @@ class Hooks:
     """All hooks of one engine on its model."""
 
     def __init__(self, units: Sequence[Unit], passes: Any) -> None:
-        self._handles: list[RemovableHandle] = []
+        self._handles = ExitStack()
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []
         """References are held here, because garbage collection does not see what a parameter's gradient hook holds."""
         self._passes = passes
@@ -102,19 +102,18 @@ class Hooks:
             self._around(module, partial(passes.before_part, module), partial(passes.after_part, module))
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self._handles.close()
         for bucket in self._buckets:
             bucket.uses.on_use = no_engine
-        self._handles, self._on_gradients = [], []
+        self._on_gradients = []
 
     def _around(self, module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> None:
-        self._handles.append(module.register_forward_pre_hook(_OfModule(before), prepend=True))
-        self._handles.append(module.register_forward_hook(_OfModule(after)))
+        self._handles.callback(module.register_forward_pre_hook(_OfModule(before), prepend=True).remove)
+        self._handles.callback(module.register_forward_hook(_OfModule(after)).remove)
 
     def after(self, module: nn.Module, call: Callable[[Any], None]) -> None:
         """Have `call(output)` run after a module's forward, before all other hooks of the module."""
-        self._handles.append(module.register_forward_hook(_OfModule(call), prepend=True))
+        self._handles.callback(module.register_forward_hook(_OfModule(call), prepend=True).remove)
 
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
         """Register gradient hooks on a bucket's parameters, including those that may be trained only later."""
@@ -124,7 +123,8 @@ class Hooks:
             hook = weakref.proxy(call)
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # Else torch takes no hook.
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._handles.callback(handle.remove)
             parameter.requires_grad_(trained)
 
 
@@ -194,13 +194,6 @@ class UnitCall(NamedTuple):
     hooked: frozenset[Edge]
 
 
-class BackwardEntry(NamedTuple):
-    """An edge without a hook. `parameter` is set where the tensor read there is a view of a parameter, and not a result."""
-
-    unit: int
-    parameter: torch.Tensor | None
-
-
 class UnitCalls:
     """The calls in a microbatch's forward whose kind was not seen before."""
 
@@ -232,12 +225,12 @@ class UnitCalls:
         self._new.append(UnitCall(unit=unit, first=first, end=end, hooked=edges))
         return True
 
-    def entrances(self, roots: Iterable[Edge]) -> list[BackwardEntry]:
+    def entrances(self, roots: Iterable[Edge]) -> list[tuple[int, torch.Tensor | None]]:
         """List the entries into the new calls, in the graph behind `roots`, where backward begins: the edges without a hook that
-        lead from outside into the nodes of a call."""
+        lead from outside into the nodes of a call. Each is the unit, and the parameter if a view of one is read there."""
         calls, self._new = sorted(self._new, key=lambda call: call.first), []
         firsts = [call.first for call in calls]
-        entries: dict[Edge, BackwardEntry] = {}
+        entries: dict[Edge, tuple[int, torch.Tensor | None]] = {}
         stack: list[tuple[int, Edge]] = [(-1, root) for root in roots] if calls else []
         visited: set[Node] = set()
         while stack:
@@ -246,7 +239,7 @@ class UnitCalls:
             place = bisect_right(firsts, node._sequence_nr()) - 1
             inside = place if place >= 0 and node._sequence_nr() < calls[place].end else -1
             if inside not in (-1, before) and not _hooked(edge, calls[inside]):
-                entries.setdefault(edge, BackwardEntry(unit=calls[inside].unit, parameter=_viewed(node)))
+                entries.setdefault(edge, (calls[inside].unit, _viewed(node)))
             if node not in visited:
                 visited.add(node)
                 stack += [(inside, each) for each in node.next_functions if each[0] is not None]

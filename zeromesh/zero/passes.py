@@ -118,6 +118,7 @@ class Passes:
         self._chunks = chunks or [built.units]
         self.mode = PassMode.IDLE
         self._mesh = mesh
+        self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._options = options
         self._updater = updater
@@ -312,8 +313,8 @@ class Passes:
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` is True where the order of gathers is a recorded one."""
         # All data-parallel ranks compare the order: replicas sum over one another in the order of reductions.
-        if self._mesh.data.size > 1:
-            self._mesh.watch.event(Activity.GATHER, unit.index, self._mesh.data.ranks, settled=settled)
+        if self._compared:
+            self._mesh.watch.event(Activity.GATHER, unit.index, self._compared, settled=settled)
         with self._recorder.range("gather", unit.name) if self._recorder.profiling else NOTHING:
             unit.gather()
 
@@ -444,13 +445,13 @@ class Passes:
         self.writes.forwards += 1
         self.writes.refuse_in_pass(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
-        for entrance in self._calls.entrances(roots):
-            unit = self.units[entrance.unit]
+        for index, parameter in self._calls.entrances(roots):
+            unit = self.units[index]
             if unit.index in self._progress.held:
                 continue
-            if entrance.parameter is not None:
+            if parameter is not None:
                 raise PhaseError(
-                    f"a view of {unit.name_of(entrance.parameter)} that unit {unit.name} made in its forward was used after it, "
+                    f"a view of {unit.name_of(parameter)} that unit {unit.name} made in its forward was used after it, "
                     "when the parameters were released; have forward return it, or clone it"
                 )
             self._hold(unit)

@@ -19,7 +19,7 @@ def entered(aside: Callable[[Tensor, Tensor], Tensor]) -> list[int]:
     calls.end(3, [product])
     loss = kept.sum()
     edge: Edge = (loss.grad_fn, loss.output_nr)  # type: ignore[assignment]
-    return [each.unit for each in calls.entrances([edge])]
+    return [unit for unit, _ in calls.entrances([edge])]
 
 
 @pytest.mark.parametrize(
