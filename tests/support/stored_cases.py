@@ -22,8 +22,7 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, Te
 from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.row_exchange import columns_to_rows
-from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan, columns_to_rows
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.layout import Region

@@ -14,8 +14,7 @@ from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import SOURCE, Manifest, is_path
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard, record_of
-from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.tensor_files import manifest_of_files
+from zeromesh.checkpoint.io.reader import CheckpointReader, manifest_of_files
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.errors import CheckpointError, ConfigError, some
 from zeromesh.offload import TieredTensor, tensor_bytes

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.tensor_files import TensorFiles
+from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, LayoutError, counted, library_errors, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval

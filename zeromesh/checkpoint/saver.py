@@ -27,8 +27,7 @@ import torch
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.row_exchange import columns_to_rows
-from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan, in_thread
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan, columns_to_rows, in_thread
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, open_regular, refusals, write_whole
@@ -115,7 +114,7 @@ class Saver:
     its content."""
 
     def __init__(self, store: CheckpointStore, mesh: Mesh, ledger: Ledger | None = None) -> None:
-        """`ledger` counts the copies in host memory that a save of tensor ranks holds (`row_exchange`) until it ends."""
+        """`ledger` counts the copies in host memory that a save of tensor ranks holds (`columns_to_rows`) until it ends."""
         self.store = store
         self._mesh = mesh
         self._ledger = ledger or Ledger()
