@@ -169,10 +169,11 @@ class Saver:
         self.in_flight, self._writer, self._remaining = step, writer, stages
 
     def _rows_of(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
-        copied: list[int] = []
-        found = columns_to_rows(shards, self._mesh.tensor, self._mesh.device, copied.append)
-        self._ledger.add(Tier.HOST, Purpose.STAGING, sum(copied))
-        self._copied = sum(copied)
+        found = columns_to_rows(shards, self._mesh.tensor, self._mesh.device)
+        own = {id(shard.values) for shard in shards}
+        copied = sum(each.values.nbytes for each in found if each.owner is None and id(each.values) not in own)
+        self._ledger.add(Tier.HOST, Purpose.STAGING, copied)
+        self._copied = copied
         return found
 
     def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> None:

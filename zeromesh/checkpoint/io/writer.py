@@ -68,14 +68,8 @@ LONGEST_ROW = 512 << 10
 """The longest row, in bytes, that is exchanged. Runs of longer rows are few enough to be separate pieces."""
 
 
-def columns_to_rows(
-    shards: Iterable[TensorShard],
-    axis: ProcessSet,
-    device: torch.device,
-    on_copy: Callable[[int], None] = lambda nbytes: None,
-) -> list[TensorShard]:
-    """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it. `on_copy`
-    receives the bytes of each copy in host memory.
+def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
+    """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it.
 
     Rows that are not on all ranks, such as the first and the last one of a shard, stay where they are. Raises `StorageError` after
     the exchange, where this rank could not read its own values.
@@ -115,7 +109,6 @@ def columns_to_rows(
             except StorageError as error:  # The other ranks go on, so this rank must too.
                 failures.append(error)
         whole = TieredTensor.of(_exchange(values, rows, cuts, [part["columns"] for part in parts], axis))
-        on_copy(whole.nbytes)
         interval = Interval(start=cuts[axis.index] * rows.width, end=cuts[axis.index + 1] * rows.width)
         found[number] = TensorShard(
             spec=shard.spec, region=Region.whole(shard.spec.shape), interval=interval, values=whole
