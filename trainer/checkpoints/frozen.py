@@ -41,10 +41,8 @@ def source_directory(model: torch.nn.Module) -> Path | None:
 
 
 class FrozenWeights:
-    """The frozen weights of an engine that are unchanged from its model's source; all ranks build one and call it alike.
-
-    Raises `ConfigError` if references are requested for a model that came from no directory.
-    """
+    """The frozen weights of an engine that are unchanged from its model's source; all ranks build one and call it alike. Raises
+    `ConfigError` if references are requested for a model that came from no directory."""
 
     def __init__(
         self, engine: ZeroEngine, how: Literal["auto", "reference", "whole"], note: Callable[[str], None]

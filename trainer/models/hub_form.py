@@ -179,11 +179,8 @@ class HubForm:
 
     def of(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:
         """Yield the Hub form of `weights`, `(name, tensor)` of each parameter and persistent buffer; floating-point tensors in
-        `dtype`.
-
-        A few tensors are kept meanwhile, those of one conversion or of one layer with adapters. Raises `failure` for adapters
-        that cannot be merged and weights that transformers cannot convert.
-        """
+        `dtype`. A few tensors are kept meanwhile, those of one conversion or of one layer with adapters. Raises `failure` for
+        adapters that cannot be merged and weights that transformers cannot convert."""
         try:
             if self._why_not:
                 raise ConfigError(self._why_not)

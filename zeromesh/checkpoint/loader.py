@@ -231,11 +231,9 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
 
 
 class PartsReader(CheckpointReader):
-    """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
-
-    `reader` reads the part that this rank sees in `directory`, and is None if it sees none; `parts` are the manifests of all
-    parts, in order, and `holders` the ranks that see each part. Raises `CheckpointError` when the parts do not make a whole.
-    """
+    """Reads a checkpoint from its parts; all ranks make one and call its methods alike. `reader` reads the part that this rank
+    sees in `directory`, and is None if it sees none; `parts` are the manifests of all parts, in order, and `holders` the ranks
+    that see each part. Raises `CheckpointError` when the parts do not make a whole."""
 
     def __init__(
         self,

@@ -38,13 +38,10 @@ from zeromesh.telemetry.event_ring import Activity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveContent:
-    """The content of a checkpoint.
-
-    `tensors` is the same on all ranks. `shards` is the part that this rank writes; the shards of all ranks cover every tensor
-    exactly once. `order` has each owner's position in the next update. `documents` writes the small files into a directory.
-    `keep` is called on rank 0 after the commit, and returns the steps of the checkpoints to keep; if others cannot be removed,
-    the save has succeeded all the same.
-    """
+    """The content of a checkpoint. `tensors` is the same on all ranks. `shards` is the part that this rank writes; the shards of
+    all ranks cover every tensor exactly once. `order` has each owner's position in the next update. `documents` writes the small
+    files into a directory. `keep` is called on rank 0 after the commit, and returns the steps of the checkpoints to keep; if
+    others cannot be removed, the save has succeeded all the same."""
 
     tensors: Sequence[TensorSpec]
     shards: Sequence[TensorShard]
@@ -79,24 +76,21 @@ class SharedStorage:
 
 
 def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
-    """Find how the ranks of a mesh share a directory, which is created if absent; all ranks call it.
-
-    Every rank creates a file in the directory, which proves write access, and looks for the files of lower ranks: the lowest rank
-    whose file it sees leads its place. Raises `StorageError` on all ranks, where some rank cannot write there.
-    """
+    """Find how the ranks of a mesh share a directory, which is created if absent; all ranks call it. Every rank creates a file in
+    the directory, which proves write access, and looks for the files of lower ranks: the lowest rank whose file it sees leads its
+    place. Raises `StorageError` on all ranks, where some rank cannot write there."""
     world, rank, what = mesh.world, mesh.rank, "look at the directory"
     token = world.gather_json(secrets.token_hex(8), what)[0]
     marks = [directory / f".seen-{token}-{each}" for each in range(mesh.world_size)]
 
     def put() -> None:
-        if rank == 0 or not mesh.one_host:
-            with refusals(directory, "written"):
-                directory.mkdir(parents=True, exist_ok=True)
-                os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
+        with refusals(directory, "written"):
+            directory.mkdir(parents=True, exist_ok=True)
+            os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
 
     try:
         world.all_or_raise(what, put, StorageError)
-        leader = 0 if mesh.one_host else next(other for other, mark in enumerate(marks) if os.path.exists(mark))
+        leader = next(other for other, mark in enumerate(marks) if os.path.exists(mark))
         leaders = [row[0] for row in world.gather_integers([leader])]
     finally:
         with contextlib.suppress(OSError):
@@ -287,10 +281,15 @@ class Saver:
 
     def _advance(self) -> Saved | None:
         """Go to the next stage together with all ranks; returns the save's result if that was the last one."""
-        saved = _next(self._remaining) if self._remaining is not None else None
-        if saved is not None:
+        if self._remaining is None:
+            return None
+        try:
+            next(self._remaining)
+        except StopIteration as end:
             self._end()
-        return saved
+            saved: Saved = end.value
+            return saved
+        return None
 
     def _end(self) -> None:
         self.in_flight = self._writer = self._remaining = None
@@ -309,16 +308,15 @@ class Saver:
             self.store.trash.wait()
 
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
-        """Add a small file to a committed checkpoint, then remove the checkpoints that `keep`, as in `SaveContent`, omits."""
+        """Add a small file to a committed checkpoint while no save is in flight, then remove the checkpoints that `keep`, as in
+        `SaveContent`, omits."""
         path, here, saved = self.store.path(step), self._mesh.rank == 0, Saved(step=step, nbytes=0)
         try:
             self._together(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
         except CheckpointError as error:
             return replace(saved, failure=str(error))
-        stages = self._retire(saved, keep)
-        while (found := _next(stages)) is None:
-            continue
-        return found
+        self._remaining = self._retire(saved, keep)
+        return self.finish() or saved
 
     def remove_old(self, seconds: float) -> str:
         """Wait at most `seconds` for the removal of old checkpoints; returns the failures of all ranks as a text, alike on
@@ -336,12 +334,3 @@ class Saver:
     def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
         """Run `work` on all ranks and gather its results; raises `CheckpointError` on all ranks if it fails on one."""
         return self._mesh.world.all_or_raise(what, work, CheckpointError)
-
-
-def _next(stages: _Stages) -> Saved | None:
-    try:
-        next(stages)
-    except StopIteration as end:
-        saved: Saved = end.value
-        return saved
-    return None

@@ -39,12 +39,10 @@ _Chosen = dict[str, tuple[TensorSpec, torch.dtype]]
 def export_checkpoint(
     directory: Path, out: Path, dtype: str, console: Console, *, merge: bool = False, ema: bool = False
 ) -> None:
-    """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype.
-
-    Other dtypes are converted from the master weights, where there are any. For a model with adapters only these are written, or
-    with `merge` the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where `out` exists, or the
-    dtype cannot hold a weight; `CheckpointError` or `StorageError` when the checkpoint is damaged, or `out` cannot be written.
-    """
+    """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype. Other dtypes
+    are converted from the master weights, where there are any. For a model with adapters only these are written, or with `merge`
+    the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where `out` exists, or the dtype cannot
+    hold a weight; `CheckpointError` or `StorageError` when the checkpoint is damaged, or `out` cannot be written."""
     reader = CheckpointReader(directory)
     chosen = _chosen(reader, dtype, ema=ema)
     adapted = ADAPTER_CONFIG in reader.manifest.files

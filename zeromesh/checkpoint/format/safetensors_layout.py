@@ -54,9 +54,7 @@ _MOST_FOR_WRITERS = 64
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
     """A whole tensor of a model directory, which begins at byte `begin` of the file `path`; without a path it is in no file yet.
-
-    `kind` is `model`, `master` or the name of a moment.
-    """
+    `kind` is `model`, `master` or the name of a moment."""
 
     kind: str
     name: str

@@ -312,10 +312,8 @@ class TensorFiles(CheckpointReader):
         return self._files[path]
 
     def elements(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """Read elements [start, end) of the flattened tensor `name`: 1-D, on CPU, in the file's dtype.
-
-        Raises `StorageError` if the file gives fewer bytes than its header promises.
-        """
+        """Read elements [start, end) of the flattened tensor `name`: 1-D, on CPU, in the file's dtype. Raises `StorageError` if
+        the file gives fewer bytes than its header promises."""
         entry = self.entries[name]
         interval = Interval(start=start, end=entry.numel if end is None else end)
         data = torch.empty(interval.length * entry.dtype.itemsize, dtype=torch.uint8, device="cpu")
@@ -328,10 +326,8 @@ class TensorFiles(CheckpointReader):
         return self.elements(name).reshape(self.entries[name].shape)
 
     def fill(self, name: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows`, converted to its dtype.
-
-        Raises as `elements` does.
-        """
+        """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows`, converted to its dtype. Raises as
+        `elements` does."""
         entry = self.entries[name]
         if out.device.type == "cpu" and out.dtype == entry.dtype:
             self._read_rows(entry, rows, interval, out.view(torch.uint8))

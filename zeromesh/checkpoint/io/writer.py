@@ -69,11 +69,9 @@ LONGEST_ROW = 512 << 10
 
 
 def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
-    """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it.
-
-    Rows that are not on all ranks, such as the first and the last one of a shard, stay where they are. Raises `StorageError` after
-    the exchange, where this rank could not read its own values.
-    """
+    """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it. Rows that
+    are not on all ranks, such as the first and the last one of a shard, stay where they are. Raises `StorageError` after the
+    exchange, where this rank could not read its own values."""
     found, columns, own = list(shards), dict[str, tuple[int, StridedRows]](), dict[str, Any]()
     failures: list[StorageError] = []
     for number, shard in enumerate(found if axis.size > 1 else ()):
