@@ -370,7 +370,7 @@ def load_engine(loader: Loader, reader: CheckpointReader, engine: ZeroEngine, st
             updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
         )
     )
-    _fill(loader, reader, engine, state.averages, state.callbacks, weights_only=False)
+    _fill(loader, reader, engine, state.averages, state.callbacks, whole=True)
 
 
 def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
@@ -379,7 +379,7 @@ def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
     loader = Loader(mesh, source_directory(engine.model))
     reader = loader.open(path)
     state = loader.document(reader, name_in(reader.manifest.files))
-    _fill(loader, reader, engine, state.get("averages", 0), state.get("callbacks", {}), weights_only=True)
+    _fill(loader, reader, engine, state.get("averages", 0), state.get("callbacks", {}), whole=False)
     return reader.manifest.step
 
 
@@ -390,7 +390,7 @@ def _fill(
     count: int,
     callbacks: Mapping[str, Any],
     *,
-    weights_only: bool,
+    whole: bool,
 ) -> None:
     """Load tensors. `count` is the number of updates in the weight average, which restarts if the checkpoint has none. Weights
     that a custom loop left out of the checkpoint keep their values."""
@@ -398,7 +398,7 @@ def _fill(
     absent = callbacks.get(LOOP, {}).get("without", ())
 
     def loads(spec: TensorSpec) -> bool:
-        kept = spec.name not in absent if spec.kind in WEIGHTS else not weights_only
+        kept = spec.name not in absent if spec.kind in WEIGHTS else whole
         return kept and (averaged or spec.kind != AVERAGE)
 
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
