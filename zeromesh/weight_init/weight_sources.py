@@ -66,6 +66,8 @@ class Skeleton:
     def __init__(self, model: nn.Module) -> None:
         self._clones: dict[int, nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
+        self._pretrained: set[int] = set()
+        """The ids of clones that are Hugging Face models."""
         self.root = self._clone(model)
 
     def _clone(self, module: nn.Module) -> nn.Module:
@@ -74,6 +76,7 @@ class Skeleton:
         clone: nn.Module = object.__new__(type(module))
         clone.__dict__.update(module.__dict__)
         self._clones[id(module)] = clone
+        self._pretrained.update([id(clone)] if is_pretrained_model(module) else ())
         tables: dict[str, Callable[[Any], Any]] = {
             "_parameters": self._on_meta,
             "_buffers": self._on_meta,
@@ -106,16 +109,16 @@ class Skeleton:
         path = self.path(fqn)
         found: list[Callable[[], object] | None] = [_reset(path[-1]) if reset_first else None]
         for depth in range(len(path), 0, -1):
-            pretrained: Any = next((each for each in reversed(path[:depth]) if is_pretrained_model(each)), None)
+            around: list[Any] = [each for each in path[:depth] if id(each) in self._pretrained]
             module = path[depth - 1]
-            found.append(_reset(module) if pretrained is None else partial(pretrained._init_weights, module))
+            found.append(partial(around[-1]._init_weights, module) if around else _reset(module))
         with seeded_cpu(seed, fqn):
             for initialiser in filter(None, found):
                 initialiser()
 
     def managed_by_pretrained(self, fqn: str) -> bool:
         """Return True if module `fqn` lies in a Hugging Face model, whose `_init_weights` then initialises it."""
-        return any(is_pretrained_model(module) for module in self.path(fqn))
+        return not self._pretrained.isdisjoint(map(id, self.path(fqn)))
 
     def recompute(
         self, fqn: str, table: Table, names: Sequence[str], seed: int
