@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,12 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedStorage:
-    """`places` lists the ranks that see one directory, each place in rank order; `place` is the number of this rank's place, and of
-    its part of a checkpoint. The first rank of a place `leads` it: it creates and commits the content of the directory."""
+    """Ranks that see one directory are a place, of which there are `places`. This rank's place has the number `place`, as its part
+    of a checkpoint, and `ranks`, in order; the first of them `leads` it: it creates and commits the content of the directory."""
 
-    places: tuple[tuple[int, ...], ...]
+    places: int
     place: int
+    ranks: tuple[int, ...]
     leads: bool
 
 
@@ -96,8 +98,8 @@ def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
         with contextlib.suppress(OSError):
             marks[rank].unlink(missing_ok=True)
     firsts = sorted(set(leaders))
-    places = (tuple(each for each, found in enumerate(leaders) if found == first) for first in firsts)
-    return SharedStorage(places=tuple(places), place=firsts.index(leader), leads=leader == rank)
+    ranks = tuple(each for each, found in enumerate(leaders) if found == leader)
+    return SharedStorage(places=len(firsts), place=firsts.index(leader), ranks=ranks, leads=leader == rank)
 
 
 _Stages = Generator[None, None, Saved]
@@ -128,9 +130,7 @@ class Saver:
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk. Of several disks, each
         gets bytes in proportion to its ranks."""
-        nbytes = (
-            sum(spec.nbytes for spec in tensors) * len(self.sharing.places[self.sharing.place]) // self._mesh.world_size
-        )
+        nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
         require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
         self._mesh.world.all_or_raise("look for room", require, StorageError)
 
@@ -145,16 +145,16 @@ class Saver:
             plan = WritePlan.of(files, shards, mesh.rank)
             pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
             part_nbytes = None
-            if len(self.sharing.places) > 1:
+            if self.sharing.places > 1:
                 written = mesh.world.gather_integers([sum(piece.where.length for piece in pieces)])
-                part_nbytes = sum(written[rank][0] for rank in self.sharing.places[self.sharing.place])
+                part_nbytes = sum(written[rank][0] for rank in self.sharing.ranks)
             self._together(lambda: self._create(step, content, files, part_nbytes) if self.sharing.leads else None)
         except CheckpointError as error:
             self._end()
             if self.sharing.leads:
                 self.store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
-        if len(self.sharing.places) > 1:  # So that parts of two saves do not match.
+        if self.sharing.places > 1:  # So that parts of two saves do not match.
             save = mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]
             content = replace(content, layout={**content.layout, "save": save})
         writer = ShardWriter(self.store.temporary(step), pieces, mesh.rank, mesh.device)
@@ -205,14 +205,10 @@ class Saver:
             rows = self._together(written, "checksums of the checkpoint")
             committing = True
             pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
-            for row in (row for rank in sharing.places[sharing.place] for row in rows[rank]):
+            for row in sorted(chain(*(rows[rank] for rank in sharing.ranks)), key=lambda row: row["begin"]):
                 pieces[row["path"]].append(ChecksumPiece(**row))
-            records = {
-                file.path: FileRecord(
-                    nbytes=file.nbytes, pieces=tuple(sorted(pieces[file.path], key=lambda piece: piece.begin))
-                )
-                for file in files
-            }
+            sizes = {file.path: file.nbytes for file in files}
+            records = {path: FileRecord(nbytes=sizes[path], pieces=tuple(found)) for path, found in pieces.items()}
             away = content.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
             others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
@@ -221,7 +217,7 @@ class Saver:
                 tensors=(*(tensor for file in files for tensor in file.tensors), *away.tensors),
                 aliases=content.aliases,
                 layout=content.layout,
-                part=(sharing.place, len(sharing.places)),
+                part=(sharing.place, sharing.places),
                 source=away.source,
             )
             commit = self._start("committing", directory, lambda: store.commit(step, manifest), here=sharing.leads)
@@ -230,7 +226,7 @@ class Saver:
         except CheckpointError as error:
             if sharing.leads:
                 store.abandon(step)
-                if committing and len(sharing.places) > 1:
+                if committing and sharing.places > 1:
                     store.remove(step)  # A part is of no use without the others.
             return replace(saved, failure=str(error))
         return (yield from self._retire(saved, content.keep))
