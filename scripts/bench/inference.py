@@ -26,7 +26,7 @@ import transformers as tf
 from bench.probe import memory_now
 from bench.worker import RESULT
 from zeromesh import Generator
-from zeromesh.checkpoint.io.tensor_files import TensorFiles
+from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.offload import allocate_lasting, peak_bytes, resident_bytes
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import pages

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.row_exchange import columns_to_rows
+from zeromesh.checkpoint.io.writer import columns_to_rows
 from zeromesh.checkpoint.loader import Loader
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore

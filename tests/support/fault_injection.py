@@ -22,7 +22,7 @@ from typing import Any
 
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import ShardWriter
-from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.checkpoint.store import CheckpointStore, Remover
 from zeromesh.optim.gradients import GradientReducer
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.zero.passes import Passes, PassMode
@@ -97,7 +97,8 @@ class _Sites:
         self._visit = fault.visit
         self._committing = False
         for owner, name in (
-            *((CheckpointStore, name) for name in ("create", "commit", "_put_manifest", "_set_aside", "_discard")),
+            *((CheckpointStore, name) for name in ("create", "commit", "_put_manifest", "_discard")),
+            (Remover, "remove"),
             *((ShardWriter, "_store"), (Passes, "before_forward"), (GradientReducer, "_announce")),
             (OptimizerStep, "_update"),
         ):
@@ -133,15 +134,14 @@ class _Sites:
             self._visit("before-manifest")
         original(*args)
 
-    def set_aside(self, original: Callable[..., Any], *args: Any) -> Any:
+    def discard(self, original: Callable[..., Any], *args: Any) -> None:
         if self._committing:
             self._visit("before-rename")
-        return original(*args)
+        original(*args)
 
-    def discard(self, original: Callable[..., Any], store: CheckpointStore, trash: Path | None) -> None:
-        if trash is not None:
-            self._visit("during-retention")
-        original(store, trash)
+    def remove(self, original: Callable[..., Any], *args: Any) -> None:
+        self._visit("during-retention")
+        original(*args)
 
     def store(
         self,
@@ -149,11 +149,10 @@ class _Sites:
         writer: ShardWriter,
         file: Any,
         piece: Any,
-        data: Any,
         buffer: Any,
         pool: Any,
     ) -> None:
-        original(writer, file, piece, data, buffer, _PoolAfterWrite(self._visit, file, piece, pool))
+        original(writer, file, piece, buffer, _PoolAfterWrite(self._visit, file, piece, pool))
 
     def before_forward(self, original: Callable[..., Any], passes: Passes, unit: Any) -> None:
         if passes.mode is not PassMode.BACKWARD:

@@ -22,8 +22,7 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, Te
 from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.row_exchange import columns_to_rows
-from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan, columns_to_rows
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.layout import Region
@@ -158,22 +157,14 @@ class Axis:
         return SimpleNamespace(wait=lambda: None)
 
 
-def exchanged(
-    dealt: Sequence[Sequence[TensorShard]], size: int, copied: list[int] | None = None
-) -> list[list[TensorShard]]:
-    """What ranks hold after the exchange over tensor axes of so many neighbours; `copied` gets the bytes that each has copied."""
+def exchanged(dealt: Sequence[Sequence[TensorShard]], size: int) -> list[list[TensorShard]]:
+    """What ranks hold after the exchange over tensor axes of so many neighbours."""
     found: list[list[TensorShard]] = []
     for first in range(0, len(dealt), size):
         given, met = dict[int, Any](), Barrier(size)
         axes: list[Any] = [Axis(index, size, given, met) for index in range(size)]
         with ThreadPoolExecutor(size) as threads:
-            counts: list[list[int]] = [[] for _ in axes]
-            notes = [each.append for each in counts]
-            found += threads.map(
-                columns_to_rows, dealt[first : first + size], axes, [torch.device("cpu")] * size, notes
-            )
-        if copied is not None:
-            copied += map(sum, counts)
+            found += threads.map(columns_to_rows, dealt[first : first + size], axes, [torch.device("cpu")] * size)
     return found
 
 

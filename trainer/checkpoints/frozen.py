@@ -14,8 +14,7 @@ from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import SOURCE, Manifest, is_path
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard, record_of
-from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.tensor_files import manifest_of_files
+from zeromesh.checkpoint.io.reader import CheckpointReader, manifest_of_files
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.errors import CheckpointError, ConfigError, some
 from zeromesh.offload import TieredTensor, tensor_bytes
@@ -42,10 +41,8 @@ def source_directory(model: torch.nn.Module) -> Path | None:
 
 
 class FrozenWeights:
-    """The frozen weights of an engine that are unchanged from its model's source; all ranks build one and call it alike.
-
-    Raises `ConfigError` if references are requested for a model that came from no directory.
-    """
+    """The frozen weights of an engine that are unchanged from its model's source; all ranks build one and call it alike. Raises
+    `ConfigError` if references are requested for a model that came from no directory."""
 
     def __init__(
         self, engine: ZeroEngine, how: Literal["auto", "reference", "whole"], note: Callable[[str], None]

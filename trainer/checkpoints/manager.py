@@ -187,9 +187,7 @@ class RunCheckpoints:
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
         """Start saving the state after a step; `wait` blocks, else `poll` completes it. Returns True if the save was started.
-
-        Raises `StorageError` after `checkpoint.max_failures` failed saves in a row, and if the last save fails.
-        """
+        Raises `StorageError` after `checkpoint.max_failures` failed saves in a row, and if the last save fails."""
         self.finish()
         self._remember(state)
         content = content_of(self._engine, self._processing_class, state, self._kept, self._frozen.referenced())
@@ -300,11 +298,8 @@ def content_of(
     keep: Callable[[], set[int]],
     frozen: Manifest = NOTHING,
 ) -> SaveContent:
-    """Return the content of an engine's checkpoint: its states, `state`, and the files that `from_pretrained` reads. All ranks call
-    it.
-
-    `keep` returns the steps of checkpoints to keep, and `frozen` lists the weights that are referenced, not stored.
-    """
+    """Return the content of an engine's checkpoint: its states, `state`, and the files that `from_pretrained` reads. All ranks
+    call it. `keep` returns the steps of checkpoints to keep, and `frozen` lists the weights that are referenced, not stored."""
     holdings, options, model, mesh = engine.checkpoint_state, engine.options, engine.model, engine.mesh
     compute, master = options.precision.compute, options.precision.master
     adapter = gathered_adapter(model, engine.state, mesh) if is_adapted(model) else None
@@ -334,11 +329,9 @@ def content_of(
 
 
 def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
-    """Compare the settings of a run's newest checkpoint with the configuration, model and data aside.
-
-    Rank 0 reads, as only its host may see the directory. Raises `ConfigError` on all ranks if settings differ;
-    `RunCheckpoints.resume` compares model and data later.
-    """
+    """Compare the settings of a run's newest checkpoint with the configuration, model and data aside. Rank 0 reads, as only its
+    host may see the directory. Raises `ConfigError` on all ranks if settings differ; `RunCheckpoints.resume` compares model and
+    data later."""
     problem, steps = "", CheckpointStore(directory / FOLDER).steps() if mesh.rank == 0 else []
     if steps and config.checkpoint.resume != "never":
         path = CheckpointStore(directory / FOLDER).path(steps[0])
@@ -375,18 +368,16 @@ def load_engine(loader: Loader, reader: CheckpointReader, engine: ZeroEngine, st
     engine.load_progress(
         updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
     )
-    _fill(loader, reader, engine, state.averages, state.callbacks, weights_only=False)
+    _fill(loader, reader, engine, state.averages, state.callbacks, whole=True)
 
 
 def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
-    """Load the weights of a checkpoint into the engine; returns its step. All ranks call it.
-
-    Raises `CheckpointError` for a missing or damaged checkpoint, and `LayoutError` for another model's.
-    """
+    """Load the weights of a checkpoint into the engine; returns its step. All ranks call it. Raises `CheckpointError` for a
+    missing or damaged checkpoint, and `LayoutError` for another model's."""
     loader = Loader(mesh, source_directory(engine.model))
     reader = loader.open(path)
     state = loader.document(reader, name_in(reader.manifest.files))
-    _fill(loader, reader, engine, state.get("averages", 0), state.get("callbacks", {}), weights_only=True)
+    _fill(loader, reader, engine, state.get("averages", 0), state.get("callbacks", {}), whole=False)
     return reader.manifest.step
 
 
@@ -397,7 +388,7 @@ def _fill(
     count: int,
     callbacks: Mapping[str, Any],
     *,
-    weights_only: bool,
+    whole: bool,
 ) -> None:
     """Load tensors. `count` is the number of updates in the weight average, which restarts if the checkpoint has none. Weights
     that a custom loop left out of the checkpoint keep their values."""
@@ -405,7 +396,7 @@ def _fill(
     absent = callbacks.get(LOOP, {}).get("without", ())
 
     def loads(spec: TensorSpec) -> bool:
-        kept = spec.name not in absent if spec.kind in WEIGHTS else not weights_only
+        kept = spec.name not in absent if spec.kind in WEIGHTS else whole
         return kept and (averaged or spec.kind != AVERAGE)
 
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))

@@ -44,11 +44,9 @@ _NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerState:
-    """The state of a run after `step` steps.
-
-    `samples` and `tokens` count from the start of training, `updates` are steps that were not skipped. Losses are the latest ones.
-    `metric` is compared by `checkpoint.keep_best`. `settings` are those that a resumed run must match.
-    """
+    """The state of a run after `step` steps. `samples` and `tokens` count from the start of training, `updates` are steps that
+    were not skipped. Losses are the latest ones. `metric` is compared by `checkpoint.keep_best`. `settings` are those that a
+    resumed run must match."""
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
@@ -169,10 +167,8 @@ def description_of(model: nn.Module) -> dict[str, Any]:
 
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that determine a step's weights, by configuration key.
-
-    `model` and `data` are descriptions without paths, so moved files make no difference.
-    """
+    """Return the settings that determine a step's weights, by configuration key. `model` and `data` are descriptions without
+    paths, so moved files make no difference."""
     optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward"})
     schedule = config.schedule.model_dump(mode="json")
     ema = config.ema.model_dump(mode="json", exclude={"evaluate"})
@@ -192,10 +188,8 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> list[str]:
-    """Return a line for each setting that differs, except the run's length and default warm-ups, which follow from it.
-
-    Values that the model has `written` into its own settings do not count as differences.
-    """
+    """Return a line for each setting that differs, except the run's length and default warm-ups, which follow from it. Values that
+    the model has `written` into its own settings do not count as differences."""
     steps = [(each.get(LENGTH), each.get(_WARMUP)) for each in (then, now)]
     default = all(isinstance(length, int) and warmup == default_warmup(length) for length, warmup in steps)
 

@@ -25,7 +25,7 @@ from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
-from zeromesh.checkpoint.io.tensor_files import TensorFiles
+from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes

@@ -159,7 +159,10 @@ class HubForm:
         self._left_out = frozenset(getattr(inside, "_keys_to_ignore_on_save", None) or ())
         """Tensors that the model recomputes when loaded, such as positions."""
         if is_adapted(model):
-            self._layers = {name: each for name, each in model.named_modules() if _is_adapter(each)}
+            for name, each in model.named_modules():  # A PEFT layer around a model's layer, or PEFT's copy of a module.
+                around = isinstance(getattr(each, "base_layer", None), nn.Module) and hasattr(each, "merge")
+                if around or isinstance(getattr(each, "modules_to_save", None), nn.ModuleDict):
+                    self._layers[name] = each
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
         self._outside = {
             first: name
@@ -179,28 +182,21 @@ class HubForm:
 
     def of(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:
         """Yield the Hub form of `weights`, `(name, tensor)` of each parameter and persistent buffer; floating-point tensors in
-        `dtype`.
-
-        A few tensors are kept meanwhile, those of one conversion or of one layer with adapters. Raises `failure` for adapters
-        that cannot be merged and weights that transformers cannot convert.
-        """
+        `dtype`. A few tensors are kept meanwhile, those of one conversion or of one layer with adapters. Raises `failure` for
+        adapters that cannot be merged and weights that transformers cannot convert."""
         try:
             if self._why_not:
                 raise ConfigError(self._why_not)
             merged = self._in_files(self._merged(weights))
             typed = ((name, each.to(dtype) if each.is_floating_point() else each) for name, each in merged)
-            yield from self._names.convert(typed)
+            yield from self.names.convert(typed)
         except (CheckpointError, ConfigError) as error:
             raise failure(str(error)) from error
 
     @cached_property
-    def _names(self) -> HubNames:
+    def names(self) -> HubNames:
+        """The form on the Hub of the tensors of the model without adapters, in the model's dtypes."""
         return HubNames(self._library_model, self._tensors)
-
-    @property
-    def outputs(self) -> dict[str, torch.Tensor]:
-        """The tensors that `of` yields by name, on the meta device in the model's dtypes."""
-        return self._names.outputs
 
     def _in_files(self, weights: Named) -> Named:
         """Yield the base model's weights that are stored in files, by their names there."""
@@ -230,12 +226,6 @@ class HubForm:
                             "one cannot be merged into both; leave the layer out of the adapters' targets"
                         )
                     yield f"{layer}.{leaf}", merged
-
-
-def _is_adapter(module: Any) -> bool:
-    """Return True for a PEFT layer around a model's layer, and for PEFT's copy of a module."""
-    around = isinstance(getattr(module, "base_layer", None), nn.Module) and callable(getattr(module, "merge", None))
-    return around or isinstance(getattr(module, "modules_to_save", None), nn.ModuleDict)
 
 
 def _base_of(layer: Any) -> nn.Module:

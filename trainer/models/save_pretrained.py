@@ -39,12 +39,10 @@ _SYNCED_BYTES = 256 << 20
 def save_model(
     model: nn.Module, state: FullState | None, path: Path, mesh: Mesh, *, processing_class: Any = None
 ) -> str:
-    """Write `path` so that `from_pretrained(path)` loads the model, or the adapter alone of an adapted model.
-
-    All ranks call it, rank 0 writes. `state` is that of a partitioned model, None for a whole one. Files are written under another
-    name first, so a failure keeps the old ones; other files of an existing directory stay. Returns the reason of a failure on all
-    ranks, or an empty string.
-    """
+    """Write `path` so that `from_pretrained(path)` loads the model, or the adapter alone of an adapted model. All ranks call it,
+    rank 0 writes. `state` is that of a partitioned model, None for a whole one. Files are written under another name first, so a
+    failure keeps the old ones; other files of an existing directory stay. Returns the reason of a failure on all ranks, or an
+    empty string."""
     path = Path(os.path.abspath(path))
     adapter = gathered_adapter(model, state, mesh) if is_adapted(model) else None
     specs: list[TensorSpec] = []
@@ -112,10 +110,8 @@ def write_weights(
     folder: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], on_progress: Callable[[], None]
 ) -> int:
     """Write the safetensors files of a model, with an index if there are several, synced to disk; returns the number of files.
-
     `tensors` yields the tensors of `specs` by name, in any order; one is held at a time. `on_progress` is called while data is
-    written. Raises `StorageError` on failed writes, and for a tensor that differs from its spec.
-    """
+    written. Raises `StorageError` on failed writes, and for a tensor that differs from its spec."""
     layouts = plan_files(specs, 1)
     if len(layouts) == 1:
         layouts = (replace(layouts[0], path=SINGLE),)
@@ -147,10 +143,8 @@ def write_weights(
 
 
 def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> dict[str, Tensor]:
-    """Return the whole tensors of `adapter_names` on rank 0's CPU, an empty dict elsewhere; all ranks call it.
-
-    `state` is that of a partitioned model, None for a whole one.
-    """
+    """Return the whole tensors of `adapter_names` on rank 0's CPU, an empty dict elsewhere; all ranks call it. `state` is that of
+    a partitioned model, None for a whole one."""
     names = adapter_names(model)
     tensors = iter(_stored_tensors(model).items()) if state is None else chain(state.parameters(names), state.buffers())
     gathered = {}
@@ -212,10 +206,8 @@ def save_configuration(
     adapter: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the files that `from_pretrained` reads beside the weights; the configuration has their dtype and the model's class.
-
-    For an adapted model, the adapters of `adapter` are written there for PEFT, and the configuration of the base model
-    goes into a separate folder, since transformers would not find the weights' names.
-    """
+    For an adapted model, the adapters of `adapter` are written there for PEFT, and the configuration of the base model goes into a
+    separate folder, since transformers would not find the weights' names."""
     inside = pretrained_of(model) if adapter is not None else model
     config: Any = copy.deepcopy(getattr(inside, "config", None))
     if hasattr(config, "save_pretrained"):

@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.tensor_files import TensorFiles
+from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, LayoutError, counted, library_errors, some
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
@@ -52,10 +52,8 @@ _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """A group of file tensors that are converted into tensors of the model.
-
-    `sources` holds (pattern, name in the file) in the order in which the library combines them.
-    """
+    """A group of file tensors that are converted into tensors of the model. `sources` holds (pattern, name in the file) in the
+    order in which the library combines them."""
 
     target: str
     converter: Any
@@ -87,12 +85,10 @@ class Matched:
 
 
 def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
-    """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta.
-
-    Parameters outside of the base model and poolers may be absent (a new head) or unused (another head). A classifier's parameters
-    for another number of classes count as those of another head. Anything else that is missing, unexpected or of another shape is
-    listed in one `ConfigError`.
-    """
+    """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta. Parameters outside of
+    the base model and poolers may be absent (a new head) or unused (another head). A classifier's parameters for another number of
+    classes count as those of another head. Anything else that is missing, unexpected or of another shape is listed in one
+    `ConfigError`."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     direct, groups, unexpected = _rename(model, entries, state)
     converted: dict[str, Conversion] = {}

@@ -5,9 +5,7 @@ loader           loading by all ranks, also from the parts of hosts without a sh
 store            a directory of checkpoints: atomic creation, and removal of old ones
 io/              transfers between a rank's memory and files
     file_slices      a rank's parts of tensors, and the file places of their elements
-    row_exchange     exchange of columns for rows between tensor ranks
     writer           assignment of bytes to ranks, and transfer with a checksum for each piece
-    reader           verified reading of pieces, and all damage on disk
-    tensor_files     model directories without checksums, whose tensors are read by ranges of elements
+    reader           verified reading of pieces, reading of plain model directories, and all damage on disk
 format/          the safetensors files and `manifest.json`
 """

@@ -29,6 +29,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import CheckpointStore, fresh_directory
 from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError
 from zeromesh.files import write_whole
+from zeromesh.flat.layout import StridedRows
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.event_ring import Activity
@@ -135,7 +136,8 @@ def places_of(reader: CheckpointReader, shards: Sequence[TensorShard]) -> Iterat
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:
             raise LayoutError(f"{reader.directory} has no {shard.spec.kind} of {shard.spec.name}")
-        rows = shard.region.rows()
+        region = shard.region
+        rows = StridedRows.whole(stored.numel) if region.is_whole else region.rows()
         if rows is not None:
             yield PlacedValues(tensor=stored, rows=rows, values=shard.values, first=shard.interval.start)
         else:
@@ -231,11 +233,9 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
 
 
 class PartsReader(CheckpointReader):
-    """Reads a checkpoint from its parts; all ranks make one and call its methods alike.
-
-    `reader` reads the part that this rank sees in `directory`, and is None if it sees none; `parts` are the manifests of all
-    parts, in order, and `holders` the ranks that see each part. Raises `CheckpointError` when the parts do not make a whole.
-    """
+    """Reads a checkpoint from its parts; all ranks make one and call its methods alike. `reader` reads the part that this rank
+    sees in `directory`, and is None if it sees none; `parts` are the manifests of all parts, in order, and `holders` the ranks
+    that see each part. Raises `CheckpointError` when the parts do not make a whole."""
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,7 @@ import torch
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.row_exchange import columns_to_rows
-from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan, in_thread
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan, columns_to_rows, in_thread
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, open_regular, refusals, write_whole
@@ -39,13 +39,10 @@ from zeromesh.telemetry.event_ring import Activity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveContent:
-    """The content of a checkpoint.
-
-    `tensors` is the same on all ranks. `shards` is the part that this rank writes; the shards of all ranks cover every tensor
-    exactly once. `order` has each owner's position in the next update. `documents` writes the small files into a directory.
-    `keep` is called on rank 0 after the commit, and returns the steps of the checkpoints to keep; if others cannot be removed,
-    the save has succeeded all the same.
-    """
+    """The content of a checkpoint. `tensors` is the same on all ranks. `shards` is the part that this rank writes; the shards of
+    all ranks cover every tensor exactly once. `order` has each owner's position in the next update. `documents` writes the small
+    files into a directory. `keep` is called on rank 0 after the commit, and returns the steps of the checkpoints to keep; if
+    others cannot be removed, the save has succeeded all the same."""
 
     tensors: Sequence[TensorSpec]
     shards: Sequence[TensorShard]
@@ -71,40 +68,38 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedStorage:
-    """`places` lists the ranks that see one directory, each place in rank order; `place` is the number of this rank's place, and of
-    its part of a checkpoint. The first rank of a place `leads` it: it creates and commits the content of the directory."""
+    """Ranks that see one directory are a place, of which there are `places`. This rank's place has the number `place`, as its part
+    of a checkpoint, and `ranks`, in order; the first of them `leads` it: it creates and commits the content of the directory."""
 
-    places: tuple[tuple[int, ...], ...]
+    places: int
     place: int
+    ranks: tuple[int, ...]
     leads: bool
 
 
 def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
-    """Find how the ranks of a mesh share a directory, which is created if absent; all ranks call it.
-
-    Every rank creates a file in the directory, which proves write access, and looks for the files of lower ranks: the lowest rank
-    whose file it sees leads its place. Raises `StorageError` on all ranks, where some rank cannot write there.
-    """
+    """Find how the ranks of a mesh share a directory, which is created if absent; all ranks call it. Every rank creates a file in
+    the directory, which proves write access, and looks for the files of lower ranks: the lowest rank whose file it sees leads its
+    place. Raises `StorageError` on all ranks, where some rank cannot write there."""
     world, rank, what = mesh.world, mesh.rank, "look at the directory"
     token = world.gather_json(secrets.token_hex(8), what)[0]
     marks = [directory / f".seen-{token}-{each}" for each in range(mesh.world_size)]
 
     def put() -> None:
-        if rank == 0 or not mesh.one_host:
-            with refusals(directory, "written"):
-                directory.mkdir(parents=True, exist_ok=True)
-                os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
+        with refusals(directory, "written"):
+            directory.mkdir(parents=True, exist_ok=True)
+            os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
 
     try:
         world.all_or_raise(what, put, StorageError)
-        leader = 0 if mesh.one_host else next(other for other, mark in enumerate(marks) if os.path.exists(mark))
+        leader = next(other for other, mark in enumerate(marks) if os.path.exists(mark))
         leaders = [row[0] for row in world.gather_integers([leader])]
     finally:
         with contextlib.suppress(OSError):
             marks[rank].unlink(missing_ok=True)
     firsts = sorted(set(leaders))
-    places = (tuple(each for each, found in enumerate(leaders) if found == first) for first in firsts)
-    return SharedStorage(places=tuple(places), place=firsts.index(leader), leads=leader == rank)
+    ranks = tuple(each for each, found in enumerate(leaders) if found == leader)
+    return SharedStorage(places=len(firsts), place=firsts.index(leader), ranks=ranks, leads=leader == rank)
 
 
 _Stages = Generator[None, None, Saved]
@@ -115,7 +110,7 @@ class Saver:
     its content."""
 
     def __init__(self, store: CheckpointStore, mesh: Mesh, ledger: Ledger | None = None) -> None:
-        """`ledger` counts the copies in host memory that a save of tensor ranks holds (`row_exchange`) until it ends."""
+        """`ledger` counts the copies in host memory that a save of tensor ranks holds (`columns_to_rows`) until it ends."""
         self.store = store
         self._mesh = mesh
         self._ledger = ledger or Ledger()
@@ -135,9 +130,7 @@ class Saver:
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk. Of several disks, each
         gets bytes in proportion to its ranks."""
-        nbytes = (
-            sum(spec.nbytes for spec in tensors) * len(self.sharing.places[self.sharing.place]) // self._mesh.world_size
-        )
+        nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
         require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
         self._mesh.world.all_or_raise("look for room", require, StorageError)
 
@@ -152,16 +145,16 @@ class Saver:
             plan = WritePlan.of(files, shards, mesh.rank)
             pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
             part_nbytes = None
-            if len(self.sharing.places) > 1:
+            if self.sharing.places > 1:
                 written = mesh.world.gather_integers([sum(piece.where.length for piece in pieces)])
-                part_nbytes = sum(written[rank][0] for rank in self.sharing.places[self.sharing.place])
+                part_nbytes = sum(written[rank][0] for rank in self.sharing.ranks)
             self._together(lambda: self._create(step, content, files, part_nbytes) if self.sharing.leads else None)
         except CheckpointError as error:
             self._end()
             if self.sharing.leads:
                 self.store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
-        if len(self.sharing.places) > 1:  # So that parts of two saves do not match.
+        if self.sharing.places > 1:  # So that parts of two saves do not match.
             save = mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]
             content = replace(content, layout={**content.layout, "save": save})
         writer = ShardWriter(self.store.temporary(step), pieces, mesh.rank, mesh.device)
@@ -170,10 +163,11 @@ class Saver:
         self.in_flight, self._writer, self._remaining = step, writer, stages
 
     def _rows_of(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
-        copied: list[int] = []
-        found = columns_to_rows(shards, self._mesh.tensor, self._mesh.device, copied.append)
-        self._ledger.add(Tier.HOST, Purpose.STAGING, sum(copied))
-        self._copied = sum(copied)
+        found = columns_to_rows(shards, self._mesh.tensor, self._mesh.device)
+        own = {id(shard.values) for shard in shards}
+        copied = sum(each.values.nbytes for each in found if each.owner is None and id(each.values) not in own)
+        self._ledger.add(Tier.HOST, Purpose.STAGING, copied)
+        self._copied = copied
         return found
 
     def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> None:
@@ -211,14 +205,10 @@ class Saver:
             rows = self._together(written, "checksums of the checkpoint")
             committing = True
             pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
-            for row in (row for rank in sharing.places[sharing.place] for row in rows[rank]):
+            for row in sorted(chain(*(rows[rank] for rank in sharing.ranks)), key=lambda row: row["begin"]):
                 pieces[row["path"]].append(ChecksumPiece(**row))
-            records = {
-                file.path: FileRecord(
-                    nbytes=file.nbytes, pieces=tuple(sorted(pieces[file.path], key=lambda piece: piece.begin))
-                )
-                for file in files
-            }
+            sizes = {file.path: file.nbytes for file in files}
+            records = {path: FileRecord(nbytes=sizes[path], pieces=tuple(found)) for path, found in pieces.items()}
             away = content.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
             others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
@@ -227,7 +217,7 @@ class Saver:
                 tensors=(*(tensor for file in files for tensor in file.tensors), *away.tensors),
                 aliases=content.aliases,
                 layout=content.layout,
-                part=(sharing.place, len(sharing.places)),
+                part=(sharing.place, sharing.places),
                 source=away.source,
             )
             commit = self._start("committing", directory, lambda: store.commit(step, manifest), here=sharing.leads)
@@ -236,7 +226,7 @@ class Saver:
         except CheckpointError as error:
             if sharing.leads:
                 store.abandon(step)
-                if committing and len(sharing.places) > 1:
+                if committing and sharing.places > 1:
                     store.remove(step)  # A part is of no use without the others.
             return replace(saved, failure=str(error))
         return (yield from self._retire(saved, content.keep))
@@ -287,10 +277,15 @@ class Saver:
 
     def _advance(self) -> Saved | None:
         """Go to the next stage together with all ranks; returns the save's result if that was the last one."""
-        saved = _next(self._remaining) if self._remaining is not None else None
-        if saved is not None:
+        if self._remaining is None:
+            return None
+        try:
+            next(self._remaining)
+        except StopIteration as end:
             self._end()
-        return saved
+            saved: Saved = end.value
+            return saved
+        return None
 
     def _end(self) -> None:
         self.in_flight = self._writer = self._remaining = None
@@ -309,16 +304,15 @@ class Saver:
             self.store.trash.wait()
 
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
-        """Add a small file to a committed checkpoint, then remove the checkpoints that `keep`, as in `SaveContent`, omits."""
+        """Add a small file to a committed checkpoint while no save is in flight, then remove the checkpoints that `keep`, as in
+        `SaveContent`, omits."""
         path, here, saved = self.store.path(step), self._mesh.rank == 0, Saved(step=step, nbytes=0)
         try:
             self._together(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
         except CheckpointError as error:
             return replace(saved, failure=str(error))
-        stages = self._retire(saved, keep)
-        while (found := _next(stages)) is None:
-            continue
-        return found
+        self._remaining = self._retire(saved, keep)
+        return self.finish() or saved
 
     def remove_old(self, seconds: float) -> str:
         """Wait at most `seconds` for the removal of old checkpoints; returns the failures of all ranks as a text, alike on
@@ -336,12 +330,3 @@ class Saver:
     def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
         """Run `work` on all ranks and gather its results; raises `CheckpointError` on all ranks if it fails on one."""
         return self._mesh.world.all_or_raise(what, work, CheckpointError)
-
-
-def _next(stages: _Stages) -> Saved | None:
-    try:
-        next(stages)
-    except StopIteration as end:
-        saved: Saved = end.value
-        return saved
-    return None

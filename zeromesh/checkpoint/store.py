@@ -88,11 +88,9 @@ class CheckpointStore:
         return left
 
     def create(self, step: int, files: Sequence[FileLayout], part_nbytes: int | None = None) -> Path:
-        """Create the temporary directory of a checkpoint, with its files at their full sizes.
-
-        `part_nbytes` is the number of bytes that will be written here if the checkpoint is a part, whose files are sparse. None
-        means all bytes. Raises `StorageError` without enough space, or if the directory cannot be written.
-        """
+        """Create the temporary directory of a checkpoint, with its files at their full sizes. `part_nbytes` is the number of bytes
+        that will be written here if the checkpoint is a part, whose files are sparse. None means all bytes. Raises `StorageError`
+        without enough space, or if the directory cannot be written."""
         directory = self.temporary(step)
         needed = sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes
         with refusals(directory, "written"):
@@ -113,11 +111,9 @@ class CheckpointStore:
             _require_free(self.root, nbytes, f"{str(self.root)!r}: a checkpoint", cure)
 
     def commit(self, step: int, manifest: Manifest) -> None:
-        """Turn the temporary directory into the checkpoint: write the manifest last, sync everything, then rename.
-
-        `manifest` has the records of the tensor files; those of all other files in the directory are added. Raises `StorageError`
-        or `CheckpointError` before the name appears.
-        """
+        """Turn the temporary directory into the checkpoint: write the manifest last, sync everything, then rename. `manifest` has
+        the records of the tensor files; those of all other files in the directory are added. Raises `StorageError` or
+        `CheckpointError` before the name appears."""
         directory, final = self.temporary(step), self.path(step)
         with refusals(directory, "written"):
             files = dict(manifest.files)
@@ -137,11 +133,9 @@ class CheckpointStore:
             sync_directory(self.root)
 
     def amend(self, step: int, name: str, data: bytes) -> None:
-        """Add the small file `name` to a committed checkpoint: first the file, then, atomically, a manifest that lists it.
-
-        A kill leaves the checkpoint as it was, or at worst without `name`. Raises `StorageError` or `CheckpointError` where the
-        checkpoint cannot be read or written.
-        """
+        """Add the small file `name` to a committed checkpoint: first the file, then, atomically, a manifest that lists it. A kill
+        leaves the checkpoint as it was, or at worst without `name`. Raises `StorageError` or `CheckpointError` where the
+        checkpoint cannot be read or written."""
         directory = self.path(step)
         _, manifest = manifest_of(directory)
         others = {path: record for path, record in manifest.files.items() if path != name}
@@ -196,10 +190,8 @@ def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
 @contextmanager
 def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
     """Inside the block, fill a new directory with about `nbytes` bytes; it becomes `out` when the block ends without an error.
-
     After an error it is removed. Files written through `PositionalFile` have to be synced inside the block. Raises `ConfigError`
-    where there is something at `out` already; `StorageError` where there is no room, or it cannot be written.
-    """
+    where there is something at `out` already; `StorageError` where there is no room, or it cannot be written."""
     out = Path(os.path.realpath(out))
     # Short, since `out` may have the longest allowed name, and random, since another process may write the same directory.
     temporary = out.with_name(f".zeromesh-{secrets.token_hex(8)}.tmp")

@@ -42,10 +42,8 @@ INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyEr
 
 @contextmanager
 def seeded_cpu(seed: int, name: str) -> Iterator[None]:
-    """Inside the block, create tensors on CPU and draw from torch's CPU generator, seeded by (`seed`, `name`).
-
-    The generator is restored afterwards. `torch.manual_seed` would reseed every accelerator as well.
-    """
+    """Inside the block, create tensors on CPU and draw from torch's CPU generator, seeded by (`seed`, `name`). The generator is
+    restored afterwards. `torch.manual_seed` would reseed every accelerator as well."""
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(number_of(f"{seed}\0{name}"))
     try:
@@ -62,14 +60,14 @@ def is_pretrained_model(module: nn.Module) -> bool:
 
 
 class Skeleton:
-    """A second module tree with the same attributes, whose parameters and buffers are all on meta.
-
-    Initialisers run on it, so the model's own tensors, which may be in use, are never written.
-    """
+    """A second module tree with the same attributes, whose parameters and buffers are all on meta. Initialisers run on it, so the
+    model's own tensors, which may be in use, are never written."""
 
     def __init__(self, model: nn.Module) -> None:
         self._clones: dict[int, nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
+        self._pretrained: set[int] = set()
+        """The ids of clones that are Hugging Face models."""
         self.root = self._clone(model)
 
     def _clone(self, module: nn.Module) -> nn.Module:
@@ -78,6 +76,7 @@ class Skeleton:
         clone: nn.Module = object.__new__(type(module))
         clone.__dict__.update(module.__dict__)
         self._clones[id(module)] = clone
+        self._pretrained.update([id(clone)] if is_pretrained_model(module) else ())
         tables: dict[str, Callable[[Any], Any]] = {
             "_parameters": self._on_meta,
             "_buffers": self._on_meta,
@@ -110,25 +109,23 @@ class Skeleton:
         path = self.path(fqn)
         found: list[Callable[[], object] | None] = [_reset(path[-1]) if reset_first else None]
         for depth in range(len(path), 0, -1):
-            pretrained: Any = next((each for each in reversed(path[:depth]) if is_pretrained_model(each)), None)
+            around: list[Any] = [each for each in path[:depth] if id(each) in self._pretrained]
             module = path[depth - 1]
-            found.append(_reset(module) if pretrained is None else partial(pretrained._init_weights, module))
+            found.append(partial(around[-1]._init_weights, module) if around else _reset(module))
         with seeded_cpu(seed, fqn):
             for initialiser in filter(None, found):
                 initialiser()
 
     def managed_by_pretrained(self, fqn: str) -> bool:
         """Return True if module `fqn` lies in a Hugging Face model, whose `_init_weights` then initialises it."""
-        return any(is_pretrained_model(module) for module in self.path(fqn))
+        return not self._pretrained.isdisjoint(map(id, self.path(fqn)))
 
     def recompute(
         self, fqn: str, table: Table, names: Sequence[str], seed: int
     ) -> tuple[Mapping[str, torch.Tensor], tuple[str, ...], str]:
         """Compute the initial values of the parameters or buffers `names` that module `fqn` owns, on CPU, in their own dtypes.
-
         They depend on `seed` and `fqn` alone. The global random state does not change. Returns the values by name, the names that
-        no code set, and why.
-        """
+        no code set, and why."""
         owner: dict[str, torch.Tensor] = self.path(fqn)[-1].__dict__[table]
         before = {name: owner[name] for name in names}
         values: Mapping[str, torch.Tensor] = {}
@@ -387,12 +384,10 @@ def _joined(fqn: str, leaf: str) -> str:
 def materialize_buffers(
     model: nn.Module, device: torch.device | str, seed: int, *, source: ParameterSource | None = None
 ) -> tuple[str, ...]:
-    """Give every buffer of `model` memory on `device`, in its own dtype, and its value.
-
-    A buffer on meta gets its value stored in `source`, else that of its initialiser (rotary frequencies, position ids, running
-    statistics). Returns the names of buffers, and of unregistered tensor attributes on meta, with unknown values: such buffers hold
-    NaN or arbitrary integers, and the model must be built on CPU instead.
-    """
+    """Give every buffer of `model` memory on `device`, in its own dtype, and its value. A buffer on meta gets its value stored in
+    `source`, else that of its initialiser (rotary frequencies, position ids, running statistics). Returns the names of buffers,
+    and of unregistered tensor attributes on meta, with unknown values: such buffers hold NaN or arbitrary integers, and the model
+    must be built on CPU instead."""
     target = torch.device(device)
     skeleton = Skeleton(model) if any(buffer.is_meta for buffer in model.buffers()) else None
     moved: dict[int, torch.Tensor] = {}  # one buffer may be registered twice
@@ -439,13 +434,11 @@ def build_deferred(
     *,
     stored: Callable[[nn.Module], frozenset[str]] | None = None,
 ) -> BuiltModel:
-    """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws later.
-
-    If that would lose or change values, `build` is called on CPU, with torch's generator seeded by `seed`: every rank then holds
-    the whole model for a while, and a note says so. That is so if it raises on meta, registers hooks on gradients of parameters,
-    sets parameters or buffers to values that no initialiser sets, or initialises a plain module's parameters otherwise than their
-    `reset_parameters` does (found by comparing the operations).
-    """
+    """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws later. If that would
+    lose or change values, `build` is called on CPU, with torch's generator seeded by `seed`: every rank then holds the whole model
+    for a while, and a note says so. That is so if it raises on meta, registers hooks on gradients of parameters, sets parameters
+    or buffers to values that no initialiser sets, or initialises a plain module's parameters otherwise than their
+    `reset_parameters` does (found by comparing the operations)."""
     log = WriteLog()
     try:
         with log, torch.device("meta"):
@@ -484,12 +477,10 @@ def build_deferred(
 
 
 def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
-    """Wrap a model that the user has passed: built, or on the meta device (partly or wholly).
-
-    The construction of weights on meta cannot be observed any more: a note names the modules redrawn by `reset_parameters`, except
-    those of Hugging Face models, which `_init_weights` draws. Raises `LostValuesError` if no initialiser would compute some of the
-    parameters on meta; `LayoutError` if such parameters have hooks on their gradients, which may refer to tensors without values.
-    """
+    """Wrap a model that the user has passed: built, or on the meta device (partly or wholly). The construction of weights on meta
+    cannot be observed any more: a note names the modules redrawn by `reset_parameters`, except those of Hugging Face models, which
+    `_init_weights` draws. Raises `LostValuesError` if no initialiser would compute some of the parameters on meta; `LayoutError`
+    if such parameters have hooks on their gradients, which may refer to tensors without values."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
     if not owners:
         return BuiltModel(model=model, source=BuiltSource(model))
@@ -532,11 +523,9 @@ def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> Bui
 
 
 def _initialised_otherwise(model: nn.Module, skeleton: Skeleton, construction: WriteLog, seed: int) -> tuple[str, ...]:
-    """Return parameters outside of Hugging Face models that construction wrote with other operations than initialisers do.
-
-    It finds subclasses that redraw their layers in `__init__` (`self.apply(self._init_weights)`); Hugging Face models do so by
-    `_init_weights`, which a build on meta skips and `SeededSource` calls.
-    """
+    """Return parameters outside of Hugging Face models that construction wrote with other operations than initialisers do. It
+    finds subclasses that redraw their layers in `__init__` (`self.apply(self._init_weights)`); Hugging Face models do so by
+    `_init_weights`, which a build on meta skips and `SeededSource` calls."""
     replays: dict[str, WriteLog] = {}
 
     def differs(name: str, parameter: nn.Parameter) -> bool:

@@ -10,8 +10,7 @@ import pytest
 
 from tests.distributed.checkpoint.test_resume import step, unequal
 from tests.support.workers import CaseError, Pool, PoolOptions, Workers
-from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.tensor_files import TensorFiles
+from zeromesh.checkpoint.io.reader import CheckpointReader, TensorFiles
 from zeromesh.checkpoint.loader import merge, open_parts
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.checkpoints.manager import _metric_of

@@ -17,8 +17,8 @@ import transformers as tf
 from tests.distributed.parallel.parallel_cases import MIXTRAL
 from tests.support.trainer_cases import LLAMA, VOCABULARY, gpt2, llama, seeded, sentences, settings
 from zeromesh import Generator, Trainer
-from zeromesh.checkpoint.io import tensor_files
-from zeromesh.checkpoint.io.tensor_files import TensorFiles
+from zeromesh.checkpoint.io import reader as readers
+from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CollectiveError, NonFiniteError, PhaseError, WeightsDifferError, ZeromeshError
 from zeromesh.flat.layout import StridedRows
@@ -190,7 +190,7 @@ def agrees(
 ) -> dict[str, Any]:
     """What differs from one process, how far log-probabilities are apart, and what memory is for."""
     reference, directory = sharp(model), Path(folder, model)
-    build._PASSING = tensor_files._WINDOW = 500  # A parameter comes in many parts.
+    build._PASSING = readers._WINDOW = 500  # A parameter comes in many parts.
     if mesh.rank == 0:
         reference.save_pretrained(directory)
     mesh.world.barrier("the model's directory")

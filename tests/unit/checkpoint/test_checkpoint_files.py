@@ -32,11 +32,14 @@ from zeromesh.checkpoint.format import manifest, safetensors_layout
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, plan_files, read_header
 from zeromesh.checkpoint.io import file_slices
+from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.io.writer import ShardWriter, WritePiece, WritePlan
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
+from zeromesh.flat.layout import StridedRows
+from zeromesh.intervals import Interval
 from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
 
@@ -99,6 +102,25 @@ def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
     assert tensor is not None
     reader.read([PlacedValues.stored(tensor, 400_000, TieredTensor.of(memory))], tell)
     assert torch.equal(memory, values[spec("a", (1700, 1000))].reshape(-1)[400_000:1_600_000])
+
+
+def test_bytes_become_elements_in_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What reads a checkpoint and what reads a plain directory take a tensor from one function, where a codec decodes."""
+    narrow = spec("w", (5, 9), BF16)
+    value = torch.randn(5, 9).to(BF16)
+    reader = write(tmp_path, 1, split({narrow: value}, 2, random.Random(0)))
+    decode = file_slices.elements_of
+    for module in (file_slices, readers):
+        monkeypatch.setattr(module, "elements_of", lambda data, tensor: 2 * decode(data, tensor))
+    tensor = reader.tensor("model", "w")
+    assert tensor is not None
+    memory, filled = torch.zeros(45), torch.zeros(45)
+    reader.read([PlacedValues.stored(tensor, 0, TieredTensor.of(memory))], tell)
+    files = readers.TensorFiles(reader.directory)
+    files.fill("w", StridedRows.whole(45), Interval(start=0, end=45), filled)
+    for found in (memory, filled, files.elements("w")):
+        assert torch.equal(found.float(), 2 * value.float().reshape(-1))
+    files.close()
 
 
 def test_memory_of_another_dtype_is_converted_on_both_ways(tmp_path: Path) -> None:

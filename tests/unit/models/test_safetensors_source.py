@@ -14,8 +14,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from tests.support.architectures import ARCHITECTURES
-from zeromesh.checkpoint.io import tensor_files
-from zeromesh.checkpoint.io.tensor_files import TensorFiles
+from zeromesh.checkpoint.io import reader as readers
+from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, LayoutError, StorageError
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
@@ -61,9 +61,9 @@ def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
     saved("llama", tmp_path, "20KB")
     source: Any = load(tmp_path).source
     files, ahead, most = source._files, [], 0
-    monkeypatch.setattr(tensor_files, "_READ_AHEAD", 4000)
-    monkeypatch.setattr(tensor_files, "_CHUNK", 300)
-    kind = tensor_files.PositionalFile
+    monkeypatch.setattr(readers, "_READ_AHEAD", 4000)
+    monkeypatch.setattr(readers, "_CHUNK", 300)
+    kind = readers.PositionalFile
     cached = next(iter(files.entries.values())).path
     monkeypatch.setattr(kind, "in_memory", lambda file, offset: file.path == str(tmp_path / cached))
     monkeypatch.setattr(kind, "read_ahead", lambda file, *extent: ahead.append((file.path, *extent)))
@@ -178,7 +178,7 @@ def test_only_the_wanted_elements_are_read(tmp_path: Path, monkeypatch: pytest.M
         counts.append(preadv(descriptor, [buffers[0][:7]], offset))  # short reads are continued
         return counts[-1]
 
-    monkeypatch.setattr(tensor_files.os, "preadv", counted)
+    monkeypatch.setattr(readers.os, "preadv", counted)
     value = built.source.read("model.layers.1.mlp.up_proj.weight", 5, 15)
     assert value.shape == (10,)
     assert sum(counts) == 40

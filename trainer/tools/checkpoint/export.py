@@ -39,12 +39,10 @@ _Chosen = dict[str, tuple[TensorSpec, torch.dtype]]
 def export_checkpoint(
     directory: Path, out: Path, dtype: str, console: Console, *, merge: bool = False, ema: bool = False
 ) -> None:
-    """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype.
-
-    Other dtypes are converted from the master weights, where there are any. For a model with adapters only these are written, or
-    with `merge` the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where `out` exists, or the
-    dtype cannot hold a weight; `CheckpointError` or `StorageError` when the checkpoint is damaged, or `out` cannot be written.
-    """
+    """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype. Other dtypes
+    are converted from the master weights, where there are any. For a model with adapters only these are written, or with `merge`
+    the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where `out` exists, or the dtype cannot
+    hold a weight; `CheckpointError` or `StorageError` when the checkpoint is damaged, or `out` cannot be written."""
     reader = CheckpointReader(directory)
     chosen = _chosen(reader, dtype, ema=ema)
     adapted = ADAPTER_CONFIG in reader.manifest.files
@@ -183,7 +181,7 @@ def _merged(
     (folder / BASE_MODEL).rmdir()
     wanted = _DTYPES.get(dtype) or next(source.dtype for source, _ in chosen.values() if source.kind == "model")
     form = HubForm(model)
-    tensors = {name: each.to(wanted) if each.is_floating_point() else each for name, each in form.outputs.items()}
+    tensors = {name: each.to(wanted) if each.is_floating_point() else each for name, each in form.names.outputs.items()}
     place: dict[str, int] = {}
     for name in names.values():
         place.setdefault(form.layer_of.get(name, name), len(place))

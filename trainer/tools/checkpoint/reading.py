@@ -72,10 +72,8 @@ def part_text(reader: CheckpointReader) -> str:
 def read_tensors(
     reader: CheckpointReader, tensors: Iterable[TensorSpec], moved: Callable[[int], object]
 ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yield verified tensors of a checkpoint with their values, and read as many at once as fit into a window, or one.
-
-    `moved` gets the bytes of each window. Raises `CheckpointError` where the checkpoint is damaged.
-    """
+    """Yield verified tensors of a checkpoint with their values, and read as many at once as fit into a window, or one. `moved`
+    gets the bytes of each window. Raises `CheckpointError` where the checkpoint is damaged."""
     window: list[tuple[TensorSpec, torch.Tensor]] = []
     nbytes = 0
     for tensor in (*tensors, None):

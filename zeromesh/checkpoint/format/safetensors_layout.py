@@ -54,9 +54,7 @@ _MOST_FOR_WRITERS = 64
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
     """A whole tensor of a model directory, which begins at byte `begin` of the file `path`; without a path it is in no file yet.
-
-    `kind` is `model`, `master` or the name of a moment.
-    """
+    `kind` is `model`, `master` or the name of a moment."""
 
     kind: str
     name: str
@@ -178,7 +176,7 @@ def _entry(path: Path, name: str, fields: Any, origin: int) -> TensorSpec:
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if len(numbers) > MAX_DIMS + 2:
         raise CheckpointError(f"{path} gives {name} {len(shape):,} dims; at most {MAX_DIMS} are allowed")
-    if not all(is_size(number) for number in numbers):
+    if not are_sizes(*numbers):
         raise CheckpointError(f"{path} has a shape or offsets for {name} that are not whole numbers below 2**62")
     if end - begin != math.prod(shape) * DTYPES[code].itemsize:
         raise CheckpointError(f"{path} gives {name} {end - begin} bytes, {code}{shape} has another size")
@@ -186,9 +184,10 @@ def _entry(path: Path, name: str, fields: Any, origin: int) -> TensorSpec:
     return TensorSpec(kind="model", name=name, dtype=DTYPES[code], shape=tuple(shape), path=path.name, begin=begin)
 
 
-def is_size(value: Any) -> bool:
-    """Return True if a value from an untrusted file is a valid number of bytes or elements."""
-    return type(value) is int and 0 <= value < 1 << 62
+def are_sizes(*values: Any) -> bool:
+    """Return True if values from an untrusted file are valid numbers of bytes or elements."""
+    wrong = [value for value in values if type(value) is not int or not 0 <= value < 1 << 62]
+    return not wrong
 
 
 def check_names(path: Path, names: Iterable[str]) -> None:

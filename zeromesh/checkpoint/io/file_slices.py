@@ -94,21 +94,17 @@ class TensorShard:
 
 
 def elements_of(data: torch.Tensor, tensor: TensorSpec) -> torch.Tensor:
-    """Return the elements of a stored tensor whose bytes in its file are `data`, 1-D uint8.
-
-    Bytes that are read become elements here and nowhere else; what takes the elements converts them to its own dtype.
-    """
+    """Return the elements of a stored tensor whose bytes in its file are `data`, 1-D uint8. All bytes that are not read right into
+    memory of the file's dtype become elements here; what takes the elements converts them to its own dtype."""
     return data.view(tensor.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedValues:
-    """Elements of a stored tensor in this process's memory, for reading or writing.
-
-    `rows` selects columns of the tensor's rows, and `values` are the elements of the selection from `first` on, in the file's
-    order; bytes of other elements may lie between them. Values of another dtype than the file's are converted. `owner` is the
-    bucket whose update changes them; None if they stay unchanged during a save.
-    """
+    """Elements of a stored tensor in this process's memory, for reading or writing. `rows` selects columns of the tensor's rows,
+    and `values` are the elements of the selection from `first` on, in the file's order; bytes of other elements may lie between
+    them. Values of another dtype than the file's are converted. `owner` is the bucket whose update changes them; None if they stay
+    unchanged during a save."""
 
     tensor: TensorSpec
     rows: StridedRows
