@@ -188,9 +188,7 @@ class Generator(ModelOnMesh):
             for request in requests:
                 inbox.submit(request.tokens, lambda progress: None, fields=request.fields, seed=request.seed)
             inbox.stop()
-        loop = RequestLoop(self.placed, fields, rows=batch, on_progress=results.add)
-        loop.run(inbox)
-        self.computed = loop.computed
+        self.computed = RequestLoop(self.placed, fields, rows=batch, on_progress=results.add).run(inbox)
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
         """Generate for the requests in rank 0's inbox until it is stopped; all ranks call it, the others with None.
@@ -206,7 +204,8 @@ class Generator(ModelOnMesh):
         """
         self.require_serving(fields)
         with self.placed.guarded("generator.serve()"):
-            RequestLoop(self.placed, fields, rows=batch).run(inbox)
+            deliver = inbox.deliver if inbox is not None else lambda progress: None
+            RequestLoop(self.placed, fields, rows=batch, on_progress=deliver).run(inbox)
 
     def check_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""

@@ -99,6 +99,8 @@ class ModelSettings:
             raise DataError(
                 f"the prompt has {prompt_tokens} tokens, and the model's encoder has {known} positions; shorten it"
             )
+        if settings.max_new_tokens is None and not self._module.config.is_encoder_decoder:
+            settings.max_new_tokens, settings.max_length = max(1, settings.max_length - prompt_tokens), None
         check_arguments(self._module, {"generation_config": settings}, self._mesh)
         return settings
 
@@ -121,7 +123,7 @@ class ModelSettings:
         module, trial, prompt = self._module, copy.deepcopy(settings), [0]
         if type(module)._get_logits_processor is not GenerationMixin._get_logits_processor:
             return
-        sampler = RowSampler.of(module, trial, prompt, 0, torch.device("cpu"))
+        sampler = RowSampler(module, trial, prompt, 0, torch.device("cpu"))
         if not self.why_unbatched(settings):
             sampler.choose(torch.zeros(module.config.get_text_config().vocab_size), prompt)
 
@@ -187,9 +189,3 @@ def _wrong_values(
         if not all(type(each) is int and least <= each < most for each in ids):
             yield name, f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
 
-
-def most_new_tokens(settings: GenerationConfig, prompt_tokens: int) -> int:
-    """Return the number of new tokens that these settings allow after a prompt."""
-    if settings.max_new_tokens is not None:
-        return int(settings.max_new_tokens)
-    return max(1, int(settings.max_length) - prompt_tokens)

@@ -354,13 +354,6 @@ class Unit:
         for bucket in self.buckets:
             bucket.note_values()
 
-    def written(self) -> str | None:
-        """Return the name of a parameter changed in place; see `Bucket.written`."""
-        name: str | None = None
-        for bucket in self.buckets:  # All buckets, since each records its finding.
-            name = bucket.written() or name
-        return name
-
     def enter(self, phase: Phase) -> None:
         """Enter the next phase. Raises `PhaseError` for a phase that may not follow."""
         if phase is not _NEXT[self.phase]:

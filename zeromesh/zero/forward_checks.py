@@ -190,4 +190,6 @@ class InplaceWrites:
 
 
 def _written(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
-    return [(unit, name) for unit in units if unit.phase is Phase.LIVE and (name := unit.written()) is not None]
+    # All buckets are asked, since each records its finding.
+    names = [(unit, bucket.written()) for unit in units if unit.phase is Phase.LIVE for bucket in unit.buckets]
+    return [(unit, name) for unit, name in names if name is not None]
