@@ -188,4 +188,3 @@ def _wrong_values(
         least = 0 if name in _IDS else -sys.maxsize
         if not all(type(each) is int and least <= each < most for each in ids):
             yield name, f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
-
