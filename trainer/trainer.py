@@ -40,6 +40,7 @@ from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
 from zeromesh.trainer.models.adapters import is_adapted
+from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
@@ -366,12 +367,13 @@ class Trainer(ModelOnMesh):
         named = {"input_ids": input_ids, "attention_mask": attention_mask, **arguments}
         named = {name: value for name, value in named.items() if value is not None}
         model = self.run.model
-        model.check_arguments(named)
+        check_arguments(model.module, named, model.mesh if model.engine is not None else None)
         model.generations += 1
         own = number_of(f"{self.config.run.seed}/{self.run.progress.step}/{model.generations}/generate")
         set_seed = partial(seed_all, own) if seed is None else partial(torch.manual_seed, seed)
         with model.guarded("trainer.generate()" if model.engine is not None else ""):
-            return model.continue_prompts(named, set_seed)
+            pipeline = model.divided.pipeline
+            return generate(model.module, model.mesh, named, seed=set_seed, engine=model.engine, pipeline=pipeline)
 
     def gradient(self, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Self
@@ -157,19 +156,18 @@ class Generator(ModelOnMesh):
             self.request_of(prompt, fields, number=index, seed=number_of(f"{number}/{index}"), where=f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
-        requests, settings = map(list, zip(*checked, strict=True))
-        why = self._agreed_way(requests, settings, batch)
-        results = _Results(requests, placed, on_results)
-        with placed.guarded("generator.generate()"), results.naming_missing():
-            if why:
-                generate_in_rounds(placed, requests, settings, batch, results.add, why)
-            else:
-                self._join(requests, fields, batch, results)
-        return results.in_order()
+        return self._generate(*map(list, zip(*checked, strict=True)), fields, batch, on_results)
 
-    def _agreed_way(self, requests: list[Request], settings: list[GenerationConfig], batch: int) -> str:
-        """Return the reason why requests cannot join a running batch, the same on all ranks; empty if they can."""
-        why = next(filter(None, map(self.placed.settings.why_unbatched, settings)), "")
+    def _generate(
+        self,
+        requests: list[Request],
+        settings: list[GenerationConfig],
+        fields: Mapping[str, Any],
+        batch: int,
+        on_results: Callable[[Mapping[int, Generated]], object],
+    ) -> list[Generated]:
+        placed = self.placed
+        why = next(filter(None, map(placed.settings.why_unbatched, settings)), "")
         given = {
             "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
             "generation": settings[0].to_json_string(),
@@ -180,15 +178,24 @@ class Generator(ModelOnMesh):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
             raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
-        return why
-
-    def _join(self, requests: Sequence[Request], fields: Mapping[str, Any], batch: int, results: _Results) -> None:
-        inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
-        if inbox is not None:
-            for request in requests:
-                inbox.submit(request.tokens, lambda progress: None, fields=request.fields, seed=request.seed)
-            inbox.stop()
-        self.computed = RequestLoop(self.placed, fields, rows=batch, on_progress=results.add).run(inbox)
+        results = _Results(requests, placed, on_results)
+        try:
+            with placed.guarded("generator.generate()"):
+                if why:
+                    generate_in_rounds(placed, requests, settings, batch, results.add, why)
+                else:
+                    loop = RequestLoop(placed, fields, rows=batch, on_progress=results.add)
+                    self.computed = loop.run(Inbox.of(requests) if self.mesh.rank == 0 else None)
+        except CollectiveError as error:
+            found = f"{len(results.found)} of {counted(len(requests), 'prompt')} have a result"
+            raise CollectiveError(f"{error}\n{found}; without one are {some(results.missing, 100)}") from error
+        if missing := results.missing:
+            raise NonFiniteError(
+                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
+                f"{len(results.found)} have a result, which on_results was given. Look at the weights, or compute in another "
+                "dtype (precision.compute: float32)"
+            )
+        return [results.found[request.number] for request in requests]
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
         """Generate for the requests in rank 0's inbox until it is stopped; all ranks call it, the others with None.
@@ -211,12 +218,15 @@ class Generator(ModelOnMesh):
         """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""
         self.placed.settings.checked(fields, 1)
 
+    def can_serve(self, fields: Mapping[str, Any]) -> bool:
+        """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
+        return not self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1))
+
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
-        why = self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1))
+        why = self.placed.settings.why_unbatched(self.placed.settings.checked(fields, 1))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
-        self.check_fields(fields)
         if isinstance(self.tokenizer, PretrainedTokenizer):
             self.tokenizer.try_template()
 
@@ -227,23 +237,10 @@ class Generator(ModelOnMesh):
             ConfigError: for fields that do not exist, that the layout does not allow, or that select another decoding method.
             DataError: for unknown tokens, for none, and for too many.
         """
-        self._require_known(tokens, "the prompt")
+        self.encode(tokens)
         why = self.placed.settings.why_unbatched(self.placed.settings.checked(fields, len(tokens)))
         if why:
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
-
-    def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
-        """Return the tokens of a prompt, which errors call `where`. Raises `DataError` for an invalid one and for unknown
-        tokens."""
-        ids = tokens_of(prompt, self.placed.tokenizer, where)
-        self._require_known(ids, where)
-        return ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
-        if self.placed.tokenizer is None:
-            raise DataError("the model's directory has no tokenizer; set data.tokenizer")
-        return self.placed.tokenizer.decode(tokens)
 
     def request_of(
         self, prompt: Prompt, fields: Mapping[str, Any], *, number: int = 0, seed: int = 0, where: str = ""
@@ -262,9 +259,22 @@ class Generator(ModelOnMesh):
         except DataError as error:
             raise DataError(f"{where}: {error}" if where else str(error)) from error
 
-    def can_serve(self, fields: Mapping[str, Any]) -> bool:
-        """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
-        return not self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1))
+    def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
+        """Return the tokens of a prompt, which errors call `where`. Raises `DataError` for an invalid one and for unknown
+        tokens."""
+        ids = tokens_of(prompt, self.tokenizer, where)
+        size = self.placed.module.config.get_text_config().vocab_size
+        if not ids or max(ids) >= size:
+            raise DataError(
+                f"{where} has {f'token {max(ids)}, and the model knows {size}' if ids else 'no token'}; give others"
+            )
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise DataError("the model's directory has no tokenizer; set data.tokenizer")
+        return self.tokenizer.decode(tokens)
 
     @property
     def model_type(self) -> str:
@@ -280,14 +290,6 @@ class Generator(ModelOnMesh):
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None if it has none."""
         return self.placed.tokenizer
-
-    def _require_known(self, ids: Sequence[int], where: str) -> None:
-        """Raise `DataError` for unknown tokens, and for none."""
-        size = self.placed.module.config.get_text_config().vocab_size
-        if not ids or max(ids) >= size or min(ids) < 0:
-            raise DataError(
-                f"{where} has {f'token {max(ids)}, and the model knows {size}' if ids else 'no token'}; give others"
-            )
 
     def close(self) -> None:
         """Leave the process groups, and release memory and files. The generator cannot be used afterwards; closing twice is
@@ -308,43 +310,25 @@ class Generator(ModelOnMesh):
 
 
 class _Results:
+    """The results of one `generate`: those that are complete, and what has come so far of the others."""
+
     def __init__(
         self, requests: Sequence[Request], placed: ServedModel, on_results: Callable[[Mapping[int, Generated]], object]
     ) -> None:
         self._requests, self._placed, self._on_results = requests, placed, on_results
-        self._made: dict[int, tuple[list[int], list[float]]] = {}
+        self._partial: dict[int, tuple[list[int], list[float]]] = {}
         self.found: dict[int, Generated] = {}
         """The results by request number, without those whose logits are not finite."""
         self._began, self._tokens = time.monotonic(), 0
 
-    def _missing(self) -> list[int]:
+    @property
+    def missing(self) -> list[int]:
         return [request.number for request in self._requests if request.number not in self.found]
-
-    def in_order(self) -> list[Generated]:
-        """Raise `NonFiniteError` for prompts whose logits are NaN or infinite, else return all results."""
-        if missing := self._missing():
-            raise NonFiniteError(
-                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
-                f"{len(self.found)} have a result, which on_results was given. Look at the weights, or compute in another dtype "
-                "(precision.compute: float32)"
-            )
-        return [self.found[request.number] for request in self._requests]
-
-    @contextmanager
-    def naming_missing(self) -> Iterator[None]:
-        """Add the prompts without a result to errors that other ranks cause inside the block."""
-        try:
-            yield
-        except CollectiveError as error:
-            raise CollectiveError(
-                f"{error}\n{len(self.found)} of {counted(len(self._requests), 'prompt')} have a result; without one are "
-                f"{some(self._missing(), 100)}"
-            ) from error
 
     def add(self, progress: Sequence[Progress]) -> None:
         results, console, tokenizer = {}, self._placed.console, self._placed.tokenizer
         for each in progress:
-            tokens, logprobs = self._made.setdefault(each.number, ([], []))
+            tokens, logprobs = self._partial.setdefault(each.number, ([], []))
             tokens += each.tokens
             logprobs += each.logprobs or ()
             self._tokens += len(each.tokens)

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -19,7 +19,7 @@ from zeromesh.rng import seed_all
 from zeromesh.trainer.inference.requests import Finish, Progress, Request
 from zeromesh.trainer.inference.sampling import RowDraws, logprobs_of, widened
 from zeromesh.trainer.inference.source import ServedModel
-from zeromesh.trainer.models.generation import encoder_config, ends_of, rope_kinds
+from zeromesh.trainer.models.generation import encoder_config, ends_of, generate, rope_kinds
 
 
 def generate_in_rounds(
@@ -32,85 +32,75 @@ def generate_in_rounds(
 ) -> None:
     """Generate for requests with equal fields, those of similar length together; all ranks call it. `why` is the reason why they
     cannot join a running batch."""
-    ranks, has_encoder = placed.mesh.data.size, placed.module.config.is_encoder_decoder
-    one_length = not has_encoder or _counts_padding(placed.module, settings[0])
+    mesh, has_encoder, first = placed.mesh, placed.module.config.is_encoder_decoder, settings[0]
+    # Padding would change an encoder's result: penalties count it, and a position of padding outside a sliding window attends to
+    # nothing, which gives NaN.
+    one_length = not has_encoder or bool(
+        getattr(encoder_config(placed.module), "sliding_window", None)
+        or first.encoder_repetition_penalty not in (None, 1)
+        or first.encoder_no_repeat_ngram_size
+    )
     known = "one length" if one_length else "about one length"
     placed.console.note(f"prompts are generated in batches of {known}: {why}")
     # A rank without prompts in the last round still gathers parameters with the others.
-    idle = copy.deepcopy(settings[0])
+    idle = copy.deepcopy(first)
     idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
     for numbers in partition_prompts(
         [len(request.tokens) for request in requests],
-        ranks=ranks,
+        ranks=mesh.data.size,
         batch=batch,
         one_length=one_length,
         # An encoder's prompts are padded to the longest of all ranks.
         whole_rounds=one_length and has_encoder,
     ):
-        own = [requests[number] for number in numbers[placed.mesh.data_index]]
+        own = [requests[number] for number in numbers[mesh.data_index]]
         asked = settings[own[0].number] if own else idle
         new = _generate(placed, own or [Request(number=0, tokens=[0])], asked)
-        rows = placed.mesh.data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
+        rows = mesh.data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
         on_progress([Progress(**each) for row in rows for each in row])
-
-
-def _counts_padding(module: Any, settings: GenerationConfig) -> bool:
-    """Return True if padding would change an encoder's result: penalties count padding, and a padding position outside a sliding
-    window attends to nothing, which gives NaN."""
-    penalised = settings.encoder_repetition_penalty not in (None, 1) or settings.encoder_no_repeat_ngram_size
-    return bool(getattr(encoder_config(module), "sliding_window", None) or penalised)
 
 
 def _generate(placed: ServedModel, requests: Sequence[Request], settings: GenerationConfig) -> list[Progress]:
     """Generate to the end on ranks that differ along data axes; prompts are of equal length, except for an encoder."""
     _forget_lengths(placed.module)
-    arguments: dict[str, Any] = dict(
-        _padded(placed, [each.tokens for each in requests], int(settings.pad_token_id or 0))
-    )
-    # Classifier-free guidance calls the model twice for a token.
-    watched = settings.guidance_scale in (None, 1) and settings.get_generation_mode() in (
-        GenerationMode.GREEDY_SEARCH,
-        GenerationMode.SAMPLE,
-    )
-    chosen, seeds = _ChosenTokens(), [each.seed for each in requests]
-    if watched:
-        arguments["stopping_criteria"] = [chosen]
-    with RowDraws(seeds, placed.mesh.device) if settings.do_sample else nullcontext():
-        tokens = placed.continue_prompts(
-            {**arguments, "generation_config": settings}, partial(seed_all, seeds[0]), chosen.see
-        )
-    begin = 1 if placed.module.config.is_encoder_decoder else arguments["input_ids"].shape[1]
-    logprobs = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
-    rows = zip(requests, tokens[:, begin:].tolist(), logprobs, strict=True)
-    return [_until_end(each.number, row, values, settings) for each, row, values in rows]
-
-
-class _ChosenTokens:
-    """A stopping criterion that never stops, but records log-probabilities, with the logits of a single position in memory."""
-
-    def __init__(self) -> None:
-        self.logprobs: list[torch.Tensor] = []
-        """The log-probabilities of the new tokens, one tensor `[rows]` per position."""
-        self._logits = torch.empty(0)
-
-    def see(self, logits: torch.Tensor) -> None:
-        self._logits = widened(logits)
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        self.logprobs.append(logprobs_of(self._logits, input_ids[:, -1].to(self._logits.device)))
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _padded(placed: ServedModel, prompts: Sequence[Sequence[int]], padding: int) -> Mapping[str, torch.Tensor]:
-    """Return prompts padded on the right [rows, longest], and their attention mask."""
-    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True, padding_value=padding)
-    mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], batch_first=True)
-    if placed.module.config.is_encoder_decoder and placed.mesh.data.size > 1:
+    mesh, has_encoder = placed.mesh, placed.module.config.is_encoder_decoder
+    prompts, padding = [torch.tensor(each.tokens) for each in requests], int(settings.pad_token_id or 0)
+    ids = pad_sequence(prompts, batch_first=True, padding_value=padding)
+    mask = pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True)
+    if has_encoder and mesh.data.size > 1:
         # Some encoders run further lookups for some lengths, and all ranks that gather parameters must agree on them.
-        longest = placed.mesh.data.all_reduce_max(torch.tensor([ids.shape[1]]), "the longest prompt of a round")
+        longest = mesh.data.all_reduce_max(torch.tensor([ids.shape[1]]), "the longest prompt of a round")
         more = (0, int(longest[0]) - ids.shape[1])
         ids, mask = pad(ids, more, value=padding), pad(mask, more)
-    return {"input_ids": ids, "attention_mask": mask}
+    arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "generation_config": settings}
+    last, logprobs, seeds = torch.empty(0), list[torch.Tensor](), [each.seed for each in requests]
+
+    def see(logits: torch.Tensor) -> None:
+        nonlocal last
+        last = widened(logits)
+
+    def record(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Record log-probabilities as a stopping criterion that never stops; the logits of one position are in memory."""
+        logprobs.append(logprobs_of(last, input_ids[:, -1].to(last.device)))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    plain = settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    if plain and settings.guidance_scale in (None, 1):  # Classifier-free guidance calls the model twice for a token.
+        arguments["stopping_criteria"] = [record]
+    with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
+        tokens = generate(
+            placed.module,
+            mesh,
+            arguments,
+            seed=partial(seed_all, seeds[0]),
+            engine=placed.engine,
+            pipeline=placed.divided.pipeline,
+            see=see,
+        )
+    begin = 1 if has_encoder else ids.shape[1]
+    found = torch.stack(logprobs, dim=1).tolist() if logprobs else [None] * len(requests)
+    rows = zip(requests, tokens[:, begin:].tolist(), found, strict=True)
+    return [_until_end(each.number, row, values, settings) for each, row, values in rows]
 
 
 def _until_end(number: int, row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> Progress:
@@ -147,19 +137,17 @@ def partition_prompts(
     `one_length` equal ones.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
-    groups, at_once = [[[number] for number in order]], ranks * batch
-    if one_length:
-        # Each rank gets a whole batch at a time.
-        groups, at_once = [], ranks
-        for _, each in groupby(order, key=lambda number: lengths[number]):
-            alike = list(each)
-            size = min(batch, -(-len(alike) // ranks))
-            groups.append([alike[begin : begin + size] for begin in range(0, len(alike), size)])
-        groups = groups if whole_rounds else [list(chain.from_iterable(groups))]
-    rounds = []
-    for group in groups:
-        parts = sorted(group, key=lambda part: -len(part) * lengths[part[0]])
-        for begin in range(0, len(parts), at_once):
-            given = parts[begin : begin + at_once]
-            rounds.append([list(chain.from_iterable(given[rank::ranks])) for rank in range(ranks)])
-    return rounds
+    if not one_length:
+        size = ranks * batch
+        rounds = [order[begin : begin + size] for begin in range(0, len(order), size)]
+        return [[each[rank::ranks] for rank in range(ranks)] for each in rounds]
+    # Each rank gets a whole batch at a time.
+    groups = []
+    for _, each in groupby(order, key=lambda number: lengths[number]):
+        alike = list(each)
+        size = min(batch, -(-len(alike) // ranks))
+        groups.append([alike[begin : begin + size] for begin in range(0, len(alike), size)])
+    if not whole_rounds:
+        groups = [sorted(chain.from_iterable(groups), key=lambda part: -len(part) * lengths[part[0]])]
+    dealt = [parts[begin : begin + ranks] for parts in groups for begin in range(0, len(parts), ranks)]
+    return [[*parts, *[[]] * (ranks - len(parts))] for parts in dealt]

@@ -17,7 +17,13 @@ from zeromesh.errors import ConfigError, DataError, some
 from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.model_on_mesh import PlacedModel
-from zeromesh.trainer.models.generation import decoder_positions, ends_of, settings_with
+from zeromesh.trainer.models.generation import (
+    check_arguments,
+    decoder_positions,
+    ends_of,
+    generate,
+    settings_with,
+)
 
 _NEW_TOKENS = 64
 """The default of `max_new_tokens` where neither the caller, the configuration nor `generation_config.json` gives one."""
@@ -70,7 +76,12 @@ class BatchGeneration:
 
     def check(self) -> None:
         """Raise `ConfigError` for settings that do not go with the layout."""
-        self.placed.check_arguments(self._fixed)
+        check_arguments(self.placed.module, self._fixed, self.placed.mesh if self.placed.engine is not None else None)
+
+    @property
+    def _fixed(self) -> dict[str, Any]:
+        tokenizer = {"tokenizer": self.placed.processing_class} if self.settings.stop_strings else {}
+        return {"generation_config": self.settings, **tokenizer}
 
     @property
     def padding(self) -> int:
@@ -86,29 +97,29 @@ class BatchGeneration:
         Raises:
             DataError: for a sample without a prompt, with one that is too long, or that shares its row with others.
         """
-        whole = bool(self.placed.module.config.is_encoder_decoder)
+        placed, whole = self.placed, bool(self.placed.module.config.is_encoder_decoder)
         inputs = self.inputs(batch, samples)
         arguments: dict[str, Any] = {
             name: value.to(compute) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
         }
         seed = number_of(f"{self.seed}/{samples[0]}/predict_with_generate")
-        tokens: Tensor = self.placed.continue_prompts({**arguments, **self._fixed}, partial(seed_all, seed))
+        tokens: Tensor = generate(
+            placed.module,
+            placed.mesh,
+            {**arguments, **self._fixed},
+            seed=partial(seed_all, seed),
+            engine=placed.engine,
+            pipeline=placed.divided.pipeline,
+        )
         begun = inputs.get("decoder_input_ids")
         given = inputs["input_ids"].shape[1] if not whole else begun.shape[1] if isinstance(begun, Tensor) else 1
-        self._pad_after_end(tokens[:, given:])
-        return tokens if whole else tokens[:, given:]
-
-    def _pad_after_end(self, new: Tensor) -> None:
-        """Overwrite tokens after the end with the padding token; transformers' beam search uses another one if it is 0."""
+        new = tokens[:, given:]
         if self.settings.eos_token_id is not None:
+            # transformers' beam search pads with another token if the padding token is 0.
             ends = torch.isin(new, torch.tensor(self.settings.eos_token_id, device=new.device)).int()
             new.masked_fill_(ends.cumsum(1) - ends > 0, self.padding)
-
-    @property
-    def _fixed(self) -> dict[str, Any]:
-        beside = {"tokenizer": self.placed.processing_class} if self.settings.stop_strings else {}
-        return {"generation_config": self.settings, **beside}
+        return tokens if whole else new
 
     def inputs(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
         """Return the prompts of a batch, as passed to `tokens`. Raises `DataError` as `tokens` does."""

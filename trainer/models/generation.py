@@ -205,25 +205,21 @@ class _Calls:
 
     def __init__(self, model: Any, mesh: Mesh, engine: ZeroEngine | None, pipeline: Pipeline | None, rows: int) -> None:
         sharded = engine is not None and engine.options.placements.parameters is Placement.SHARDED
-        self._model, self._mesh, self._engine, self._waits = model, mesh, engine, sharded and mesh.data.size > 1
-        self._plain, self._pipeline, self._microbatches = partial(type(model).__call__, model), None, 1
-        if pipeline is not None and engine is not None:
-            # The number of microbatches is limited by the stages and by the rows of each data-parallel rank.
-            fewest = -int(mesh.data.all_reduce_max(torch.tensor([-rows]), "prompts to generate")[0])
-            self._pipeline, self._microbatches = pipeline, min(mesh.pipeline.size, fewest)
-        self.compute = self._forward()
-
-    def _forward(self) -> Callable[[dict[str, Any]], Any]:
-        plain, engine, pipeline = self._plain, self._engine, self._pipeline
+        self._model, self._mesh, self._waits = model, mesh, sharded and mesh.data.size > 1
+        self._microbatches, call = 1, partial(type(model).__call__, model)
         if pipeline is None or engine is None:
-            return lambda inputs: plain(**inputs)
-        staged = pipeline.generation(microbatches=self._microbatches, call=plain)
+            self.compute: Callable[[dict[str, Any]], Any] = lambda inputs: call(**inputs)
+            return
+        # The number of microbatches is limited by the stages and by the rows of each data-parallel rank.
+        fewest = -int(mesh.data.all_reduce_max(torch.tensor([-rows]), "prompts to generate")[0])
+        self._microbatches = min(mesh.pipeline.size, fewest)
+        staged = pipeline.generation(microbatches=self._microbatches, call=call)
 
-        def computed(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+        def compute(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
             with engine.evaluation():
                 return CausalLMOutputWithPast(logits=staged(inputs), past_key_values=inputs.get(CACHE))
 
-        return computed
+        self.compute = compute
 
     def some_rank_goes_on(self, *, here: bool) -> bool:
         """Agree with the other ranks on whether any of them makes another call."""
@@ -242,7 +238,7 @@ class _Calls:
                 inputs = {
                     "encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": ids
                 }  # fmt: skip
-            self._forward()({**inputs, "use_cache": False, "return_dict": True})
+            self.compute({**inputs, "use_cache": False, "return_dict": True})
 
 
 def decoder_positions(module: Any) -> int | None:
