@@ -30,17 +30,18 @@ from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config, suggestion
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
+from zeromesh.trainer.generation.library_loop import generate
+from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.hub.upload import open_repository, push
-from zeromesh.trainer.inference.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
+from zeromesh.trainer.loop.prompt_samples import PromptSamples
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
 from zeromesh.trainer.models.adapters import is_adapted
-from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.plan_check import PlanCheck

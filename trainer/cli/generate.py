@@ -23,9 +23,9 @@ from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import TextStream
+from zeromesh.trainer.generation.prompts import PromptLine, parse_prompts, read_prompts
+from zeromesh.trainer.generation.requests import Inbox, Progress, Request
 from zeromesh.trainer.inference.journal import ResultJournal
-from zeromesh.trainer.inference.prompts import PromptLine, parse_prompts, read_prompts
-from zeromesh.trainer.inference.requests import Inbox, Progress, Request
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generated, Generator

@@ -12,7 +12,7 @@ from zeromesh.environment import read_environment, setting
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.generate import split_fields
-from zeromesh.trainer.inference.requests import Inbox
+from zeromesh.trainer.generation.requests import Inbox
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.server.app import HttpServer

@@ -12,7 +12,7 @@ from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.formatting import human_bytes, human_count
-from zeromesh.trainer.loop.batch_generation import BatchGeneration, settings_of
+from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration, settings_of
 from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
 

@@ -16,7 +16,7 @@ from transformers import EvalPrediction
 
 from zeromesh.errors import DataError, some
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.loop.batch_generation import BatchGeneration
+from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration
 
 Tree = Any
 """An array, or a tuple, list or mapping of trees."""

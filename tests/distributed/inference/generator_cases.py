@@ -24,7 +24,7 @@ from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import FileSlot, peak_bytes, resident_bytes
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.trainer.weights import safetensors_source
 from zeromesh.trainer.weights.safetensors_source import TensorFiles
 from zeromesh.units import build

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers as tf
 
-from zeromesh.trainer.inference.requests import Request
-from zeromesh.trainer.inference.running_batch import ForwardKind, RunningBatch
-from zeromesh.trainer.inference.settings import ModelSettings
+from zeromesh.trainer.generation.requests import Request
+from zeromesh.trainer.generation.running_batch import ForwardKind, RunningBatch
+from zeromesh.trainer.generation.settings import ModelSettings
 
 SMALL: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.trainer_cases import llama
 from zeromesh.errors import DataError
-from zeromesh.trainer.loop.batch_generation import BatchGeneration, prompts_of, settings_of, without_targets
+from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration, prompts_of, settings_of, without_targets
 
 IDS = torch.tensor([[11, 12, 13, 14], [21, 22, 0, 0], [0, 31, 32, 33]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1]])

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.data.tokenizer import TextStream
-from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, Piece, RequestError, Usage
 
 if TYPE_CHECKING:

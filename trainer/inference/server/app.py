@@ -29,7 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.network_interfaces import is_loopback
-from zeromesh.trainer.inference.requests import Inbox
+from zeromesh.trainer.generation.requests import Inbox
 from zeromesh.trainer.inference.server.answers import Answer, chat_tokens, response_parser
 from zeromesh.trainer.inference.server.schema import (
     Body,

@@ -18,10 +18,10 @@ import torch
 from transformers import GenerationConfig
 
 from zeromesh.options import Placement
-from zeromesh.trainer.inference.requests import Inbox, News, Progress, Request
-from zeromesh.trainer.inference.row_cache import token_bytes
-from zeromesh.trainer.inference.running_batch import ForwardKind, RunningBatch
-from zeromesh.trainer.inference.source import ServedModel
+from zeromesh.trainer.generation.requests import Inbox, News, Progress, Request
+from zeromesh.trainer.generation.row_cache import token_bytes
+from zeromesh.trainer.generation.running_batch import ForwardKind, RunningBatch
+from zeromesh.trainer.generation.settings import ServedModel
 from zeromesh.trainer.model_on_mesh import least_free_bytes
 
 _PREFILL_TOKENS = 2048

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from zeromesh.trainer.inference.requests import Finish, Progress, Request
-from zeromesh.trainer.inference.row_cache import RowCache, layers_of
-from zeromesh.trainer.inference.sampling import RowSampler, logprobs_of, widened
-from zeromesh.trainer.models.generation import ends_of
+from zeromesh.trainer.generation.requests import Finish, Progress, Request
+from zeromesh.trainer.generation.row_cache import RowCache, layers_of
+from zeromesh.trainer.generation.sampling import RowSampler, logprobs_of, widened
+from zeromesh.trainer.generation.settings import ends_of
 
 
 class ForwardKind(Enum):

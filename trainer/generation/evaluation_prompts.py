@@ -16,14 +16,9 @@ from transformers import GenerationConfig
 from zeromesh.errors import ConfigError, DataError, some
 from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.data.collate import IGNORED_LABEL
+from zeromesh.trainer.generation.library_loop import generate
+from zeromesh.trainer.generation.settings import check_arguments, decoder_positions, ends_of, settings_with
 from zeromesh.trainer.model_on_mesh import PlacedModel
-from zeromesh.trainer.models.generation import (
-    check_arguments,
-    decoder_positions,
-    ends_of,
-    generate,
-    settings_with,
-)
 
 _NEW_TOKENS = 64
 """The default of `max_new_tokens` where neither the caller, the configuration nor `generation_config.json` gives one."""

@@ -1,8 +1,13 @@
-"""Static batching for prompts that cannot join a running batch, by transformers' own `generate`."""
+"""Transformers' own `generate` on all ranks of a mesh, in any layout, and in static batches for prompts that join no running one.
+
+The library's loop runs on every rank. In a pipeline, each call of the model runs all stages, which gives
+all ranks the same logits. Where parameters are gathered, ranks with different prompts need each other to the end: before a
+call they agree whether some rank continues, and finished ranks take part with a dummy input.
+"""
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -10,16 +15,128 @@ from itertools import chain, groupby
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
-from transformers.generation import GenerationMode
+from transformers import GenerationConfig, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
-from zeromesh.rng import seed_all
-from zeromesh.trainer.inference.requests import Finish, Progress, Request
-from zeromesh.trainer.inference.sampling import RowDraws, logprobs_of, widened
-from zeromesh.trainer.inference.source import ServedModel
-from zeromesh.trainer.models.generation import encoder_config, ends_of, generate, rope_kinds
+from zeromesh.errors import LayoutError, some
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.options import Placement
+from zeromesh.overrides import tensors_put_aside
+from zeromesh.pipeline.generation import CACHE
+from zeromesh.pipeline.pipeline import Pipeline
+from zeromesh.rng import own_randomness, seed_all
+from zeromesh.trainer.data.feed import require_same_batches
+from zeromesh.trainer.generation.requests import Finish, Progress, Request
+from zeromesh.trainer.generation.sampling import RowDraws, logprobs_of, widened
+from zeromesh.trainer.generation.settings import PLAIN_MODES, ServedModel, encoder_config, ends_of, rope_kinds
+from zeromesh.trainer.models.prepare import in_evaluation_mode
+from zeromesh.zero.engine import ZeroEngine
+
+
+def generate(
+    model: Any,
+    mesh: Mesh,
+    arguments: Mapping[str, Any],
+    *,
+    seed: Callable[[], object] | None,
+    engine: ZeroEngine | None = None,
+    pipeline: Pipeline | None = None,
+    see: Callable[[torch.Tensor], object] = lambda logits: None,
+) -> Any:
+    """Return `model.generate(**arguments)` in evaluation mode; all ranks call it.
+
+    Data ranks may have different prompts. `seed` seeds the sampling, and the generator is restored afterwards. If None, the mode
+    and the generator are the caller's, as in the library. `engine` and `pipeline` are those of a partitioned model.
+    `see` is given the logits [rows, vocabulary] of the last position, as the model computes them, after each of its calls.
+
+    Raises:
+        DataError: if ranks that share a model have different prompts or arguments.
+        LayoutError: for a pipeline whose modules keep tensors between tokens.
+    """
+    arguments = {
+        name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+    }
+    if engine is not None:
+        require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
+    # The library's loop calls the base model inside an adapter's wrapper.
+    looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+    looped_class = type(looped)
+    calls = _Calls(looped, mesh, engine, pipeline, len(arguments["input_ids"]) if pipeline is not None else 0)
+
+    def called(_model: nn.Module, *ids: Any, **inputs: Any) -> Any:
+        calls.some_rank_goes_on(here=True)
+        # Classifier-free guidance passes the ids as a positional argument.
+        outputs = calls.compute({**inputs, **dict(zip(["input_ids"], ids, strict=False))})
+        # Rotary frequencies, which some models compute lazily, do not depend on the text.
+        if pipeline is not None and (kept := [name for name in put_aside() if not name.endswith("inv_freq")]):
+            raise LayoutError(
+                f"{type(model).__name__} keeps {some(kept, 3)} in its modules between tokens, which microbatches of a pipeline "
+                "would share; generate without parallel.pipeline"
+            )
+        see(outputs.logits[:, -1])
+        return outputs
+
+    mode = in_evaluation_mode(model) if seed is not None else nullcontext()
+    # Tensors that modules keep between tokens belong to this text alone.
+    with mode, torch.no_grad(), tensors_put_aside(model) as put_aside:
+        with own_randomness() if seed is not None else nullcontext():
+            if seed is not None:
+                seed()
+            # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
+            looped.__class__ = type(
+                looped_class.__name__, (looped_class,), {"__call__": called, "__module__": looped_class.__module__}
+            )
+            try:
+                tokens = type(model).generate(model, **arguments)
+            finally:
+                looped.__class__ = looped_class
+        calls.wait_for_others()
+    return tokens
+
+
+class _Calls:
+    """The model calls of one generation, which all ranks that share parameters make together, in all stages of a pipeline. `rows`
+    is the number of this rank's prompts."""
+
+    def __init__(self, model: Any, mesh: Mesh, engine: ZeroEngine | None, pipeline: Pipeline | None, rows: int) -> None:
+        sharded = engine is not None and engine.options.placements.parameters is Placement.SHARDED
+        self._model, self._mesh, self._waits = model, mesh, sharded and mesh.data.size > 1
+        self._microbatches, call = 1, partial(type(model).__call__, model)
+        if pipeline is None or engine is None:
+            self.compute: Callable[[dict[str, Any]], Any] = lambda inputs: call(**inputs)
+            return
+        # The number of microbatches is limited by the stages and by the rows of each data-parallel rank.
+        fewest = -int(mesh.data.all_reduce_max(torch.tensor([-rows]), "prompts to generate")[0])
+        self._microbatches = min(mesh.pipeline.size, fewest)
+        staged = pipeline.generation(microbatches=self._microbatches, call=call)
+
+        def compute(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+            with engine.evaluation():
+                return CausalLMOutputWithPast(logits=staged(inputs), past_key_values=inputs.get(CACHE))
+
+        self.compute = compute
+
+    def some_rank_goes_on(self, *, here: bool) -> bool:
+        """Agree with the other ranks on whether any of them makes another call."""
+        if not self._waits:
+            return here
+        return int(self._mesh.data.all_reduce(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
+
+    def wait_for_others(self) -> None:
+        """Take part in the remaining calls of other ranks with dummy inputs."""
+        while self._waits and self.some_rank_goes_on(here=False):
+            ids = torch.zeros(self._microbatches, 1, dtype=torch.long, device=self._mesh.device)
+            inputs: dict[str, Any] = {"input_ids": ids}
+            if self._model.config.is_encoder_decoder:
+                width, dtype = encoder_config(self._model).hidden_size, self._model.dtype
+                encoded = torch.zeros(1, 1, width, dtype=dtype, device=self._mesh.device)
+                inputs = {
+                    "encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": ids
+                }  # fmt: skip
+            self.compute({**inputs, "use_cache": False, "return_dict": True})
 
 
 def generate_in_rounds(
@@ -84,8 +201,10 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         logprobs.append(logprobs_of(last, input_ids[:, -1].to(last.device)))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-    plain = settings.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-    if plain and settings.guidance_scale in (None, 1):  # Classifier-free guidance calls the model twice for a token.
+    if settings.get_generation_mode() in PLAIN_MODES and settings.guidance_scale in (
+        None,
+        1,
+    ):  # Classifier-free guidance calls the model twice for a token.
         arguments["stopping_criteria"] = [record]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
         tokens = generate(

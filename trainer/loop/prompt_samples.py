@@ -17,7 +17,7 @@ from zeromesh.errors import ConfigError, counted, library_errors
 from zeromesh.files import read_whole
 from zeromesh.trainer.data.collate import check_batch
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
-from zeromesh.trainer.inference.prompts import parse_prompts, split_prompt, tokens_of
+from zeromesh.trainer.generation.prompts import parse_prompts, split_prompt, tokens_of
 from zeromesh.trainer.loop.context import RunContext
 from zeromesh.trainer.loop.evaluation import generation_by
 
