@@ -1,4 +1,4 @@
-"""`zeromesh generate`: starts the ranks of a generation, or runs as one of them."""
+"""`zeromesh generate` and `zeromesh serve`: start the ranks of a generation or of a server, or run as one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from zeromesh.environment import kept_environment, setting
+from zeromesh.environment import kept_environment, read_environment, setting
 from zeromesh.errors import ConfigError, DataError, NonFiniteError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
@@ -29,10 +29,15 @@ from zeromesh.trainer.inference.journal import ResultJournal
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generated, Generator
+    from zeromesh.trainer.inference.server.app import HttpServer
 
 _FIELDS = "generation."
 _PROMPTS = "ZEROMESH_PROMPTS"
 """The workers' environment variable with the path of a copy of standard input."""
+TOKEN = "ZEROMESH_SERVE_TOKEN"
+"""The environment variable with the API key that clients have to send."""
+_FAREWELL_SECONDS = 1.0
+"""The seconds in which clients can read the error of a failed generator."""
 
 
 def run_generate(options: argparse.Namespace) -> int:
@@ -269,3 +274,81 @@ class _Chat:
         self._number = None
         _say(f"\n{_NOT_FINITE}\n" if finish == "not_finite" else "\n")
         self._messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    """Serve in this process or in ranks that it starts, until a signal; returns the exit code."""
+    processes, starts = train.ranks_of(options)
+    fields, keys = split_fields(options.overrides, None)
+    if not starts:
+        return _serve(options, fields, keys)
+    from zeromesh.launch.rank_processes import STOP_SIGNALS
+
+    # Ranks get a second signal too, and then end open requests with an answer. A stop by a signal is a success.
+    ended = train.launch_same(options, processes, passes=2)
+    return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
+
+
+def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:
+    from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
+    from zeromesh.trainer.inference.generator import Generator
+
+    inbox = Inbox(limit=options.queue) if read_environment().rank == 0 else None
+    # The address is bound before the model is loaded, which may take minutes.
+    server = _make_server(options, fields, inbox) if inbox is not None else None
+    # Any rank may get a signal, but rank 0 decides when all end.
+    requested, hurried = threading.Event(), threading.Event()
+
+    def stop(*_: object) -> None:
+        if requested.is_set():
+            hurried.set()
+        requested.set()
+
+    with (
+        handled_signals(STOP_SIGNALS, stop),
+        Generator(options.config, options.config_file, overrides=keys) as generator,
+    ):
+        generator.require_serving(fields)
+        if generator.tokenizer is None:
+            raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
+        if server is not None:
+            train.say(f"serving {server.name} at {server.start(generator)} (Ctrl-C ends it)")
+            arguments = (requested, hurried, server, inbox, options.grace)
+            threading.Thread(target=_stop_when, args=arguments, daemon=True).start()
+        try:
+            generator.serve(inbox, batch=options.batch, **fields)
+        except BaseException as error:
+            if server is not None:
+                server.fail(error)
+                threading.Event().wait(_FAREWELL_SECONDS)
+            raise
+        finally:
+            if server is not None:
+                server.close()
+    return 0
+
+
+def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: Inbox) -> HttpServer:
+    try:
+        from zeromesh.trainer.inference.server.app import NEW_TOKENS, HttpServer, ServerOptions
+    except ImportError as error:
+        raise ConfigError(f"serve needs more packages: pip install 'zeromesh[serve]' ({error})") from error
+    listening = ServerOptions(
+        host=options.host,
+        port=options.port,
+        token=(setting(TOKEN) or "").strip() or None,  # Header values have no surrounding spaces.
+        new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
+        grace_seconds=options.grace,
+    )
+    return HttpServer(inbox, options.name or Path(options.config).resolve().name, listening)
+
+
+def _stop_when(
+    requested: threading.Event, hurried: threading.Event, server: HttpServer, inbox: Inbox, grace: float
+) -> None:
+    """Stop after a signal: refuse new requests first, and end open ones after a grace period, or at a second signal."""
+    requested.wait()
+    train.say(f"stopping; {len(inbox)} open requests have {grace:g} seconds")
+    server.begin_stop()
+    hurried.wait(grace)
+    inbox.stop(abandon=True)

@@ -49,11 +49,11 @@ def token_bytes(config: PreTrainedConfig, *, tensor_ranks: int, stages: int, ite
 
 
 @dataclass(slots=True)
-class _Columns:
+class Columns:
     """The columns of the buffers that rows use, which all layers share."""
 
     lengths: list[int] = field(default_factory=list)
-    """The number of columns of each row, up to the common end."""
+    """The number of tokens of each row, and in prefill of its columns, padding included."""
     width: int = 0
     """The number of columns of the longest row."""
     end: int = 0
@@ -65,7 +65,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, columns: _Columns) -> None:
+    def __init__(self, columns: Columns) -> None:
         super().__init__()
         self._columns = columns
         self.buffers: list[torch.Tensor] = []
@@ -97,8 +97,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._columns.width + query_length, 0
 
     def get_max_length(self) -> int:
-        """There is no limit."""
-        return -1
+        return -1  # There is no limit.
 
     get_max_cache_shape = get_max_length
 
@@ -112,22 +111,12 @@ class RowCache(Cache):  # type: ignore[misc]
     length_without_layers = True
 
     def __init__(self, layers: int) -> None:
-        self._columns = _Columns()
-        super().__init__(layers=[RowLayer(self._columns) for _ in range(layers)])
-
-    @property
-    def width(self) -> int:
-        """The number of columns of the longest row."""
-        return self._columns.width
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each row, and in prefill of its columns, padding included."""
-        return self._columns.lengths
+        self.columns = Columns()
+        super().__init__(layers=[RowLayer(self.columns) for _ in range(layers)])
 
     def make_room(self, new: int) -> None:
         """Make room for `new` more columns, before a forward over them."""
-        columns = self._columns
+        columns = self.columns
         if columns.end + new <= columns.capacity:
             return
         needed = columns.width + new
@@ -137,7 +126,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
     def added(self, rows: int, new: int) -> None:
         """Record that a forward over `rows` rows has added `new` columns to all layers of this rank."""
-        columns = self._columns
+        columns = self.columns
         columns.lengths = [length + new for length in columns.lengths or [0] * rows]
         columns.width += new
         columns.end += new
@@ -145,7 +134,7 @@ class RowCache(Cache):  # type: ignore[misc]
     def merge(self, other: RowCache, lengths: Sequence[int], *, most_rows: int) -> None:
         """Add one row for each of `lengths`: the first tokens of that row of `other`, from its first column on. `most_rows` is the
         limit of rows."""
-        columns = self._columns
+        columns = self.columns
         before, width = len(columns.lengths), max(columns.width, *lengths)
         rows, wider = before + len(lengths), width > columns.width
         held = min((len(layer.buffers[0]) for layer in self.layers if layer.buffers), default=0)
@@ -167,7 +156,7 @@ class RowCache(Cache):  # type: ignore[misc]
 
     def remove(self, row: int) -> None:
         """Remove a row, and move the last row to its place."""
-        columns = self._columns
+        columns = self.columns
         last, start = len(columns.lengths) - 1, columns.end - columns.width
         for layer in self.layers if row != last else ():
             for buffer in layer.buffers:
@@ -181,7 +170,7 @@ class RowCache(Cache):  # type: ignore[misc]
     def _move(self, like: RowCache, *, rows: int | None, capacity: int, end: int) -> None:
         """Reallocate buffers with `rows` rows (None: as many as now) and `capacity` columns, and move the contents to end at column
         `end`; new buffers get the shapes of `like`."""
-        columns = self._columns
+        columns = self.columns
         kept, used = slice(columns.end - columns.width, columns.end), len(columns.lengths)
         for layer, model in zip(self.layers, like.layers, strict=True):
             moved = []

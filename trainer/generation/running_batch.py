@@ -161,7 +161,7 @@ class RunningBatch:
         free = self._most_rows - len(self._running)
         if free < 1 or (self._running and not eager and free < min(len(self._waiting), -(-self._most_rows // 8))):
             return
-        widths = [length + row.left for row, length in zip(self._running, self._cache.lengths, strict=True)]
+        widths = [length + row.left for row, length in zip(self._running, self._cache.columns.lengths, strict=True)]
         longest = len(self._waiting[0].tokens)
         for row in list(self._waiting)[: 2 * free]:
             length = len(row.tokens)
@@ -181,7 +181,7 @@ class RunningBatch:
 
     def _columns(self) -> int:
         """Return the columns of the next prefill chunk; 0 after the last one."""
-        left = max(len(row.request.tokens) for row in self._joining) - 1 - self._joining_cache.width
+        left = max(len(row.request.tokens) for row in self._joining) - 1 - self._joining_cache.columns.width
         return min(left, max(1, self._prefill_tokens // len(self._joining)))
 
     def inputs(self) -> dict[str, Any]:
@@ -190,18 +190,18 @@ class RunningBatch:
         mask, cache, new = torch.ones(1, 1, dtype=torch.long), None, 1
         if self._kind is ForwardKind.PREFILL:
             cache, new = self._joining_cache, self._columns()
-            begin, end = cache.width, cache.width + new
+            begin, end = cache.columns.width, cache.columns.width + new
             chunks = [row.request.tokens[begin : min(end, len(row.request.tokens) - 1)] for row in self._joining]
             ids = torch.tensor([[*chunk, *[0] * (new - len(chunk))] for chunk in chunks])
             positions = torch.arange(begin, end).expand(len(chunks), -1)
             mask = torch.ones(len(chunks), end, dtype=torch.long)
         elif self._kind is ForwardKind.DECODE:
-            cache = self._cache
+            cache, width = self._cache, self._cache.columns.width
             ids = torch.tensor([row.tokens[-1:] for row in self._running])
             # A finished row stays at its last position, as the model may have none beyond; its result is dropped.
             positions = torch.tensor([[len(row.tokens) - 1] for row in self._running])
-            missing = cache.width - torch.tensor(cache.lengths)
-            mask = (torch.arange(cache.width + 1) >= missing[:, None]).long()
+            missing = width - torch.tensor(cache.columns.lengths)
+            mask = (torch.arange(width + 1) >= missing[:, None]).long()
         tensors = {"input_ids": ids, "attention_mask": mask}
         if self._takes_positions:
             tensors["position_ids"] = positions
@@ -230,7 +230,7 @@ class RunningBatch:
             return
         self._after_prefill = self._kind is ForwardKind.PREFILL
         if self._after_prefill:
-            begin, new = self._joining_cache.width, self._columns()
+            begin, new = self._joining_cache.columns.width, self._columns()
             self.computed += sum(max(0, min(len(row.request.tokens) - 1, begin + new) - begin) for row in self._joining)
             self._joining_cache.added(len(self._joining), new)
         else:

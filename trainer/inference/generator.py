@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
 from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, PhaseError, counted, some
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.options import Precision, ZeroOptions
+from zeromesh.options import Precision
 from zeromesh.rng import number_of
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import ConfigSource, load_config
@@ -415,8 +415,18 @@ def layout_of(
     merged["model"] = {**model, "source": directory, "config": fields}
     # Generation reads no data, only the tokenizer.
     merged["data"] = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
-    if not merged["data"]:
-        merged["data"] = _tokenizer_of_run(Path(directory))
+    run = Path(directory).parent.parent / _RESOLVED
+    if (
+        not merged["data"]
+        and not has_tokenizer(Path(directory))
+        and Path(directory, MANIFEST).is_file()
+        and run.is_file()
+    ):
+        # The checkpoint has no tokenizer itself.
+        values = parse_yaml(run.read_text(encoding="utf-8"), where=str(run))
+        data = values.get("data") if isinstance(values, dict) else None
+        if isinstance(data, dict) and data.get("tokenizer"):
+            merged["data"] = {"tokenizer": data["tokenizer"]}
     by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
     consent = Consent.COMMAND_LINE if by_file else Consent.GIVEN
     found = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
@@ -428,16 +438,6 @@ def layout_of(
     if problems:
         raise ConfigError(problems)
     return found
-
-
-def _tokenizer_of_run(directory: Path) -> dict[str, Any]:
-    """Return the tokenizer setting of a checkpoint's run, where the checkpoint has no tokenizer itself."""
-    resolved = directory.parent.parent / _RESOLVED
-    if has_tokenizer(directory) or not (directory / MANIFEST).is_file() or not resolved.is_file():
-        return {}
-    values = parse_yaml(resolved.read_text(encoding="utf-8"), where=str(resolved))
-    data = values.get("data") if isinstance(values, dict) else None
-    return {"tokenizer": data["tokenizer"]} if isinstance(data, dict) and data.get("tokenizer") else {}
 
 
 def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedModel:
@@ -458,7 +458,13 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     built = build_model(config.model, config.run.seed)
     model = built.model.requires_grad_(False)
     check_arguments(model, {}, None)
-    options = _without_training(config)
+    require_directories(config.offload)
+    options = engine_options(config, 1)
+    # Nothing but parameters is kept. On the file tier they are read from the model's files, without a directory or checksums.
+    in_place = config.offload.directory is None and not config.offload.checksums
+    roles = Precision(**dict.fromkeys(("compute", "master", "reduce"), options.precision.compute))
+    offload = replace(options.offload, in_place=in_place)
+    options = replace(options, precision=roles, offload=offload, average=None)
     if config.model.attention is not None:
         use_attention(model, config.model.attention, options.precision.compute, mesh.device)
     require_layout_fits(model, mesh.shape, trains=False)
@@ -499,16 +505,3 @@ def _with_model_defaults(config: TrainerConfig, directory: Path) -> TrainerConfi
         known = stored in ("bfloat16", "float16", "float32", "float64")
         precision = precision.model_copy(update={"compute": stored if known else "float32"})
     return config.model_copy(update={"model": section, "precision": precision})
-
-
-def _without_training(config: TrainerConfig) -> ZeroOptions:
-    """Return engine options that keep only parameters, in the compute dtype.
-
-    Parameters on the file tier are read from the model's files, unless a directory or checksums are configured.
-    """
-    require_directories(config.offload)
-    options = engine_options(config, 1)
-    dtype, section = options.precision.compute, config.offload
-    offload = replace(options.offload, in_place=section.directory is None and not section.checksums)
-    precision = Precision(compute=dtype, master=dtype, reduce=dtype)
-    return replace(options, precision=precision, offload=offload, average=None)
