@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.generation.requests import Inbox, Progress
-from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, Piece, RequestError, Usage
+from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, Piece, RequestError
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
@@ -47,16 +47,9 @@ class Answer:
         most: int,
         parser: Any,
     ) -> None:
-        self._prompt_tokens, self._new_tokens = len(tokens), 0
-        self._inbox, self._stops, self._parser = inbox, asked.stops, parser
+        self._inbox, self._served, self._stops, self._parser = inbox, served, asked.stops, parser
         self._pieces: asyncio.Queue[Progress | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        raw = served.tokenizer.decode_all if parser is not None and served.tokenizer is not None else served.decode
-        self._stream = TextStream(raw)
-        self._held = ""
-        """Text held back because it may be the beginning of a stop sequence."""
-        self._tool_calls = 0
-        self._over = False
         positions, seed = served.positions, asked.seed
         fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
         served.check_request(tokens, fields)
@@ -72,69 +65,57 @@ class Answer:
         """Cancel the request, which frees its row of the batch."""
         self._inbox.cancel(self._number)
 
-    @property
-    def usage(self) -> Usage:
-        """The number of tokens so far."""
-        prompt, new = self._prompt_tokens, self._new_tokens
-        return Usage(prompt_tokens=prompt, completion_tokens=new, total_tokens=prompt + new)
-
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield pieces as they are generated, up to the one with `finish`. Raises `RequestError` when the generator has failed."""
-        if self._parser is not None:
-            yield self._parsed(self._parser.initial_events, Piece())
-        while not self._over:
+        parser, tokenizer = self._parser, self._served.tokenizer
+        stream = TextStream(self._served.decode if parser is None or tokenizer is None else tokenizer.decode_all)
+        held, calls, over = "", 0, False
+        if parser is not None:
+            yield _parsed(parser.initial_events, Piece(), calls)
+        while not over:
             progress = await self._pieces.get()
             if isinstance(progress, BaseException):
-                self._over = True
                 raise RequestError(500, f"the generator has failed: {progress}", code="generator_failed") from progress
-            last = progress.finish is not None
-            self._new_tokens += len(progress.tokens)
-            text, stopped = self._until_stop(self._stream.add(progress.tokens, last=last), last=last)
-            self._over = stopped or last
-            piece = Piece(text=text, tokens=progress.tokens, logprobs=progress.logprobs or [])
-            if self._parser is not None:
-                events = list(self._parser.feed(text)) if text else []
-                with suppress(ValueError, RuntimeError):  # An answer that ends within a tool call has no whole one.
-                    events += self._parser.finalize()[1] if self._over else ()
-                piece = self._parsed(events, piece)
-            if stopped:
-                self._inbox.cancel(self._number)
-            elif progress.finish == "not_finite":
+            finish = progress.finish
+            text = held + stream.add(progress.tokens, last=finish is not None)
+            stopped = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+            if not stopped and finish == "not_finite":
                 raise RequestError(500, "the model's logits for this prompt are NaN or infinite", code="not_finite")
-            elif progress.finish == "cancelled":
+            if not stopped and finish == "cancelled":
                 raise RequestError(503, "the server stops, and the answer was not over", code="stopping")
-            if self._over:
-                length = not stopped and progress.finish == "length"
-                piece.finish = "tool_calls" if self._tool_calls else "length" if length else "stop"
+            over = bool(stopped or finish)
+            # An end of the text that may be the beginning of a stop sequence is held back.
+            ends = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+            shown = min(stopped) if stopped else len(text) - (0 if over else max(ends, default=0))
+            text, held = text[:shown], text[shown:]
+            piece = Piece(text=text, tokens=progress.tokens, logprobs=progress.logprobs or [])
+            if parser is not None:
+                events = list(parser.feed(text)) if text else []
+                with suppress(ValueError, RuntimeError):  # An answer that ends within a tool call has no whole one.
+                    events += parser.finalize()[1] if over else ()
+                piece = _parsed(events, piece, calls)
+                calls += len(piece.tool_calls)
+            if over:
+                length = not stopped and finish == "length"
+                piece.finish = "tool_calls" if calls else "length" if length else "stop"
             yield piece
 
-    def _until_stop(self, text: str, *, last: bool) -> tuple[str, bool]:
-        """Return the text that can be shown, and True if a stop sequence followed it."""
-        text = self._held + text
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
-            return text[: min(places)], True
-        # The longest end of the text that may be the beginning of a stop sequence is held back.
-        sizes = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        shown = len(text) - (0 if last else max(sizes, default=0))
-        self._held = text[shown:]
-        return text[:shown], False
 
-    def _parsed(self, events: list[Any], piece: Piece) -> Piece:
-        from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
+def _parsed(events: list[Any], piece: Piece, calls: int) -> Piece:
+    """Return a piece with the text, the reasoning and the tool calls of a parser's events; `calls` came before."""
+    from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
-        piece.text = ""
-        for chunk in response_events_to_chunks(events):
-            if isinstance(chunk, ToolCall):
-                function = {"name": chunk.name, "arguments": chunk.arguments}
-                call = {"index": self._tool_calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-                piece.tool_calls.append({**call, "function": function})
-                self._tool_calls += 1
-            elif isinstance(chunk, ReasoningText):
-                piece.reasoning += chunk
-            else:
-                piece.text += chunk
-        return piece
+    piece.text = ""
+    for chunk in response_events_to_chunks(events):
+        if isinstance(chunk, ToolCall):
+            function = {"name": chunk.name, "arguments": chunk.arguments}
+            call = {"index": calls + len(piece.tool_calls), "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            piece.tool_calls.append({**call, "function": function})
+        elif isinstance(chunk, ReasoningText):
+            piece.reasoning += chunk
+        else:
+            piece.text += chunk
+    return piece
 
 
 def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any:

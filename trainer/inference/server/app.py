@@ -260,20 +260,25 @@ class HttpServer:
             "id": f"{asked.kind}-{uuid.uuid4().hex}", "object": asked.object, "created": int(time.time()), "model": self.name,
         }  # fmt: skip
 
-        def body(piece: Piece | None, *, first: bool = False, usage: Usage | None = None) -> dict[str, Any]:
-            choices = [asked.choice(piece, first=first, decode=self._served.decode)] if piece is not None else []
-            found = Completion(**head, choices=choices, **({} if usage is None else {"usage": usage}))
-            return found.model_dump(exclude_unset=True)
+        def body(*pieces: Piece, first: bool = False, usage: int | None = None) -> dict[str, Any]:
+            """Return the body with a choice of each piece, and the usage after `usage` new tokens."""
+            found = dict[str, Any](head)
+            found["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
+            if usage is not None:
+                prompt = len(tokens)
+                found["usage"] = Usage(prompt_tokens=prompt, completion_tokens=usage, total_tokens=prompt + usage)
+            return Completion(**found).model_dump(exclude_unset=True)
 
         async def parts() -> AsyncIterator[str]:
-            first = True
+            first, new = True, 0
             try:
                 async for piece in answer.pieces():
+                    new += len(piece.tokens)
                     if first or piece.shown or asked.logprobs:
                         yield _event(body(piece, first=first))
                     first = False
                 if (asked.stream_options or {}).get("include_usage"):
-                    yield _event(body(None, usage=answer.usage))
+                    yield _event(body(usage=new))
                 yield "data: [DONE]\n\n"
             except RequestError as error:
                 yield _event(error.body())
@@ -288,14 +293,10 @@ class HttpServer:
             whole = Piece()
             async for piece in answer.pieces():
                 whole.add(piece)
-            await JSONResponse(body(whole, first=True, usage=answer.usage))(scope, receive, send)
-
-        async def until_gone(receive: Receive) -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            await JSONResponse(body(whole, first=True, usage=len(whole.tokens)))(scope, receive, send)
 
         async def reply(scope: Scope, receive: Receive, send: Send) -> None:
-            works = [asyncio.ensure_future(respond(scope, receive, send)), asyncio.ensure_future(until_gone(receive))]
+            works = [asyncio.ensure_future(respond(scope, receive, send)), asyncio.ensure_future(_until_gone(receive))]
             try:
                 done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
                 if works[0] in done:
@@ -346,6 +347,11 @@ class _Connection(H11Protocol):
     def _abandon(self, answered: Any) -> None:
         if self.cycle is answered:
             self.transport.close()
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _event(body: Mapping[str, Any]) -> str:
