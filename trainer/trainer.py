@@ -37,7 +37,7 @@ from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Val
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
-from zeromesh.trainer.loop.prompt_samples import PromptSamples
+from zeromesh.trainer.loop.prompt_samples import prompt_samples
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
@@ -200,8 +200,7 @@ class Trainer(ModelOnMesh):
                     self._open_repository()
             self.start_times.end("directory")
             run = self.run
-            samples = PromptSamples.of(run)
-            report = fit(run, directory, None if samples is None else samples.generate)
+            report = fit(run, directory, prompt_samples(run))
         if self.config.hub.push:
             try:
                 self.push_to_hub()

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.trainer_cases import llama
 from zeromesh.errors import DataError
-from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration, prompts_of, settings_of, without_targets
+from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration, prompts_of, without_targets
 
 IDS = torch.tensor([[11, 12, 13, 14], [21, 22, 0, 0], [0, 31, 32, 33]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1]])
@@ -54,9 +54,8 @@ def test_inputs_of_a_decoder_that_are_made_of_labels_are_left_out() -> None:
 
 def test_a_prompt_that_leaves_no_room_is_named() -> None:
     model: Any = llama()
-    placed: Any = SimpleNamespace(module=model)
-    settings = settings_of(model, {"max_new_tokens": 30}, None)
-    generation = BatchGeneration(placed=placed, settings=settings, seed="0")
+    placed: Any = SimpleNamespace(module=model, processing_class=None, mesh=None, engine=None)
+    generation = BatchGeneration(placed, {"max_new_tokens": 30}, seed="0")
     with pytest.raises(
         DataError, match="the prompt of sample 4 has 3 tokens, which with 30 new ones are more than the model's 32"
     ):
