@@ -141,23 +141,21 @@ def _write_results(
         journal = ResultJournal(options.out, digest, len(prompts))
     missing = list(range(len(prompts))) if journal is None else journal.missing()
     missing = generator.mesh.world.gather_json(missing, "prompts without a result")[0]
+    # Results wait until those of all earlier prompts are on standard output.
     shown: dict[int, dict[str, Any]] = {}
-
-    following = iter(missing)
-    expected = next(following, None)
+    following = 0
 
     def on_results(found: Mapping[int, Generated]) -> None:
-        nonlocal expected
+        nonlocal following
         for index, each in found.items() if generator.mesh.rank == 0 else ():
-            number = missing[index]
-            row = {"number": number, "id": prompts[number].id, **asdict(each)}
+            row = {"number": missing[index], "id": prompts[missing[index]].id, **asdict(each)}
             if journal is not None:
                 journal.add(row)
                 continue
-            shown[number] = row
-            while expected in shown:
-                _say(json.dumps(shown.pop(expected), ensure_ascii=False) + "\n")
-                expected = next(following, None)
+            shown[index] = row
+            while following in shown:
+                _say(json.dumps(shown.pop(following), ensure_ascii=False) + "\n")
+                following += 1
 
     try:
         if missing:

@@ -65,7 +65,9 @@ class BatchGeneration:
         self.padding = int(settings.pad_token_id)
         """The padding token after the end of a prediction."""
         self._placed, self._seed, self._asked = placed, seed, asked
-        self._fixed = {"generation_config": settings} | ({"tokenizer": tokenizer} if settings.stop_strings else {})
+        self._fixed: dict[str, Any] = {"generation_config": settings}
+        if settings.stop_strings:
+            self._fixed["tokenizer"] = tokenizer
         check_arguments(model, self._fixed, placed.mesh if placed.engine is not None else None)
 
     def tokens(self, batch: Mapping[str, Any], samples: Sequence[int], compute: torch.dtype) -> Tensor:

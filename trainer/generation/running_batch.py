@@ -187,10 +187,11 @@ class RunningBatch:
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of the planned forward; for an idle batch, a dummy input whose result is dropped."""
         ids = positions = torch.zeros(1, 1, dtype=torch.long)
-        mask, cache, new = torch.ones(1, 1, dtype=torch.long), None, 1
+        mask, new = torch.ones(1, 1, dtype=torch.long), 1
+        cache: RowCache | None = None
         if self._kind is ForwardKind.PREFILL:
-            cache, new = self._joining_cache, self._columns()
-            begin, end = cache.columns.width, cache.columns.width + new
+            cache, new, begin = self._joining_cache, self._columns(), self._joining_cache.columns.width
+            end = begin + new
             chunks = [row.request.tokens[begin : min(end, len(row.request.tokens) - 1)] for row in self._joining]
             ids = torch.tensor([[*chunk, *[0] * (new - len(chunk))] for chunk in chunks])
             positions = torch.arange(begin, end).expand(len(chunks), -1)

@@ -176,7 +176,8 @@ class Generator(ModelOnMesh):
             self.request_of(prompt, fields, number=index, seed=number_of(f"{number}/{index}"), where=f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
-        return self._generate(*map(list, zip(*checked, strict=True)), fields, batch, on_results)
+        requests, settings = [request for request, _ in checked], [each for _, each in checked]
+        return self._generate(requests, settings, fields, batch, on_results)
 
     def _generate(
         self,

@@ -232,7 +232,7 @@ class ChatRequest(_Options):
             calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
         if calls:
             said["tool_calls"] = calls
-        found = {"delta" if self.stream else "message": ChoiceMessage(**said)}
+        found: dict[str, Any] = {"delta" if self.stream else "message": ChoiceMessage(**said)}
         return Choice(index=0, **found, logprobs=self._logprobs(piece, decode), finish_reason=piece.finish)
 
     def _logprobs(self, piece: Piece, decode: Callable[[Sequence[int]], str]) -> ChoiceLogprobs | None:
