@@ -33,11 +33,11 @@ from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.hub.upload import open_repository, push
+from zeromesh.trainer.inference.prompt_samples import prompt_samples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, predict
 from zeromesh.trainer.loop.fit import fit
 from zeromesh.trainer.loop.prediction import PreprocessLogits
-from zeromesh.trainer.loop.prompt_samples import prompt_samples
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import ComputeLoss
 from zeromesh.trainer.model_on_mesh import ModelOnMesh

@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.generation.row_cache import layers_of
 from zeromesh.trainer.generation.sampling import RowSampler
 from zeromesh.trainer.model_on_mesh import PlacedModel
+from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import positive
 
 _NEW_TOKENS = 128
@@ -202,6 +203,19 @@ class ServedModel(PlacedModel):
 
     settings: ModelSettings
     tokenizer: Tokenizer | None
+
+
+def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequence[int]], str]) -> list[str]:
+    """Add end tokens to a model's saved generation settings; returns a note for each new one. `name` decodes tokens."""
+    settings: Any = getattr(pretrained_of(model), "generation_config", None)
+    notes = []
+    for token in tokens if settings is not None else ():
+        if token not in ends_of(settings):
+            settings.eos_token_id = [*ends_of(settings), token]
+            notes.append(
+                f"generation_config.eos_token_id: {token} ({name([token])!r}) is added, as it ends the answers"
+            )
+    return notes
 
 
 def ends_of(settings: GenerationConfig) -> list[int]:

@@ -31,7 +31,7 @@ from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
-from zeromesh.trainer.generation.settings import ends_of
+from zeromesh.trainer.generation.settings import end_also_at
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -181,14 +181,8 @@ def _fit_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console
         )
     if data.classes:
         _require_classes(model, data)
-    settings: Any = getattr(pretrained_of(model), "generation_config", None)
-    if data.tokenizer is None or settings is None:
-        return
-    for token in data.endings:
-        if token not in ends_of(settings):
-            settings.eos_token_id = [*ends_of(settings), token]
-            text = data.tokenizer.decode_all([token])
-            console.note(f"generation_config.eos_token_id: {token} ({text!r}) is added, as it ends the answers")
+    if data.tokenizer is not None:
+        console.note(*end_also_at(model, data.endings, data.tokenizer.decode_all))
 
 
 def _loss_and_feeds(

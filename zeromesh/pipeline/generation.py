@@ -6,6 +6,7 @@ Every rank of the pipeline runs the same loop and receives the same logits, so t
 import copy
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -22,10 +23,17 @@ _BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 class StagedForward(StageRunner):
     """The forward calls of one generation: the first takes the prompts, each later one the new tokens if keys and values are
-    cached. Rows are split into `microbatches` parts, to keep all ranks busy."""
+    cached.
+
+    Args:
+        microbatches: the number of parts into which rows are split, to keep all ranks busy.
+    """
 
     def __init__(self, executor: Executor, stages: Stages, *, microbatches: int, call: Callable[..., Any]) -> None:
-        self._executor, self._stages, self._microbatches, self._call = executor, stages, microbatches, call
+        self._executor = executor
+        self._stages = stages
+        self._microbatches = microbatches
+        self._call = call
         self._schedule = forward_only(ranks=executor.group.size, microbatches=microbatches, chunks=len(stages.own))
         self._caches: dict[tuple[int, int], Any] = {}
         """Caches by chunk and microbatch, since stubs in one chunk store entries for another's blocks. The first is the
@@ -61,7 +69,7 @@ class StagedForward(StageRunner):
             for chunk in range(len(self._stages.own)):
                 for number in range(self._microbatches):
                     self._caches[chunk, number] = copy.deepcopy(cache) if chunk or number else cache
-        self._batches, self._logits = self._cut(inputs, rows), {}
+        self._batches, self._logits = _cut(inputs, rows, self._microbatches), {}
         with torch.no_grad():
             self._executor.run(self._schedule, self)
         group = self._executor.group
@@ -76,17 +84,6 @@ class StagedForward(StageRunner):
             dtype = torch.float64 if self._width == torch.float64.itemsize else torch.float32
             logits = torch.empty(rows, 1, self._vocabulary, dtype=dtype, device=inputs["input_ids"].device)
         return group.broadcast(logits.contiguous(), group.size - 1, "logits of the last stage")
-
-    def _cut(self, inputs: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
-        """Split the arguments of a forward by rows; arguments without a row per prompt are copied to every part."""
-        parts: list[dict[str, Any]] = [{} for _ in range(self._microbatches)]
-        for name, value in inputs.items():
-            divided = name in _BY_ROW and isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
-            values = value.tensor_split(len(parts)) if divided else [value] * len(parts)
-            for part, each in zip(parts, values, strict=True):
-                if value is not None or name != CACHE:
-                    part[name] = each
-        return parts
 
     def signature(self, microbatch: int) -> Hashable:
         return "tokens", tuple(self._batches[microbatch]["input_ids"].shape)
@@ -121,6 +118,7 @@ class StagedLane(Protocol):
         """Take the tokens that the last stage has chosen, on all ranks."""
 
 
+@dataclass(slots=True)
 class TurnRunner(StageRunner):
     """Runs turns of several lanes through the stages of a pipeline, of which each works on another lane meanwhile:
 
@@ -131,50 +129,70 @@ class TurnRunner(StageRunner):
     begins. `call` is the model's own call, for the last stage.
     """
 
-    def __init__(
-        self, stages: Stages, call: Callable[..., Any], lanes: Sequence[StagedLane], group: ProcessSet
-    ) -> None:
-        self._stages, self._call, self._lanes, self._group = stages, call, lanes, group
-        self._shapes = [lane.shape() for lane in lanes]
-        self._inputs: dict[int, dict[str, Any]] = {}
-        self._chosen: deque[tuple[torch.Tensor, Callable[[], None]]] = deque()
-        """On the last stage, the chosen tokens that are being sent to the other stages."""
-        self._taken = 0
+    stages: Stages
+    call: Callable[..., Any]
+    lanes: Sequence[StagedLane]
+    group: ProcessSet
+    _shapes: list[tuple[int, int]] = field(init=False)
+    _inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _chosen: deque[tuple[StagedLane, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
+    """On the last stage, the chosen tokens that are being sent to the other stages."""
+    _taken: int = 0
+
+    def __post_init__(self) -> None:
+        self._shapes = [lane.shape() for lane in self.lanes]
 
     def signature(self, microbatch: int) -> Hashable:
-        return "turn", self._shapes[microbatch % len(self._lanes)]
+        return "turn", self._shapes[microbatch % len(self.lanes)]
 
     def forward(self, chunk: int, microbatch: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        stages, lane = self._stages, self._lanes[microbatch % len(self._lanes)]
+        stages, lane = self.stages, self.lanes[microbatch % len(self.lanes)]
         if not chunk:
-            if microbatch >= len(self._lanes):
+            if microbatch >= len(self.lanes):
                 self._take()
             self._inputs[microbatch] = lane.inputs()
         batch = self._inputs[microbatch] if chunk + 1 < len(stages.own) else self._inputs.pop(microbatch)
         if not stages.is_last(chunk):
             return stages.forward(chunk, batch, received, balance=False)
         with stages.chunk(chunk, received, balance=False):
-            logits = self._call(**batch).logits[:, -1]
+            logits = self.call(**batch).logits[:, -1]
         chosen = lane.choose(logits)
-        self._chosen.append((chosen, self._share(chosen)))
+        self._chosen.append((lane, chosen, self._start(chosen)))
         return ()
 
     def finish(self) -> None:
         """Take the tokens chosen in the last turn of each lane."""
-        for _ in self._lanes:
+        for _ in self.lanes:
             self._take()
 
     def _take(self) -> None:
         """Take the oldest pending choice; choices are made in the order of microbatches."""
-        lane = self._lanes[self._taken % len(self._lanes)]
-        self._taken += 1
         if self._chosen:
-            chosen, wait = self._chosen.popleft()
+            lane, chosen, wait = self._chosen.popleft()
         else:
+            lane = self.lanes[self._taken % len(self.lanes)]
             chosen = torch.zeros(2, lane.shape()[0], dtype=torch.float64)
-            wait = self._share(chosen)
+            wait = self._start(chosen)
+        self._taken += 1
         wait()
         lane.take(chosen)
 
-    def _share(self, chosen: torch.Tensor) -> Callable[[], None]:
-        return self._group.broadcast_async(chosen, self._group.size - 1, "tokens that the last stage has chosen")
+    def _start(self, chosen: torch.Tensor) -> Callable[[], None]:
+        return self.group.broadcast_async(chosen, self.group.size - 1, "tokens that the last stage has chosen")
+
+
+def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any]]:
+    """Split the arguments of a forward by rows; arguments without a row per prompt are copied to every part."""
+    cut = {
+        name: value.tensor_split(parts)
+        for name, value in inputs.items()
+        if name in _BY_ROW and isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
+    }
+    return [
+        {
+            name: cut[name][part] if name in cut else value
+            for name, value in inputs.items()
+            if value is not None or name != CACHE
+        }
+        for part in range(parts)
+    ]
