@@ -90,9 +90,13 @@ class RequestLoop:
             news = self._exchange(inbox)
             for each in news.requests:
                 self._queue.append((each, self._settings.of({**self._fields, **each.fields}, len(each.tokens))))
-            # A client may cancel before any rank has heard of the request.
             if news.cancelled:
-                self._cancel(news.cancelled)
+                for batch in self._batches:
+                    batch.cancel(news.cancelled)
+                # A client may cancel before any rank has heard of the request.
+                queued = [request.number for request, _ in self._queue if request.number in news.cancelled]
+                self._queue = [each for each in self._queue if each[0].number not in queued]
+                self._on_progress([Progress(number=n, tokens=[], logprobs=[], finish="cancelled") for n in queued])
             if news.requests and not news.streams:
                 self._queue.sort(key=_cost_of, reverse=True)
             self._partition()
@@ -120,14 +124,6 @@ class RequestLoop:
         self._on_progress(progress)
         news: dict[str, Any] = rows[0]["news"]
         return News(**{**news, "requests": [Request(**each) for each in news["requests"]]})
-
-    def _cancel(self, numbers: Sequence[int]) -> None:
-        """End requests: running ones with the tokens so far, queued ones with none."""
-        queued = [request.number for request, _ in self._queue if request.number in numbers]
-        self._queue = [each for each in self._queue if each[0].number not in queued]
-        for batch in self._batches:
-            batch.cancel(numbers)
-        self._on_progress([Progress(number=each, tokens=[], logprobs=[], finish="cancelled") for each in queued])
 
     def _partition(self) -> None:
         """Assign queued requests in order to the replica with the fewest open tokens. With several replicas, none gets
