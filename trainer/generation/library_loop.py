@@ -190,22 +190,12 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         more = (0, int(longest[0]) - ids.shape[1])
         ids, mask = pad(ids, more, value=padding), pad(mask, more)
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "generation_config": settings}
-    last, logprobs, seeds = torch.empty(0), list[torch.Tensor](), [each.seed for each in requests]
-
-    def see(logits: torch.Tensor) -> None:
-        nonlocal last
-        last = widened(logits)
-
-    def record(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Record log-probabilities as a stopping criterion that never stops; the logits of one position are in memory."""
-        logprobs.append(logprobs_of(last, input_ids[:, -1].to(last.device)))
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
+    chosen, seeds = _ChosenTokens(), [each.seed for each in requests]
     if settings.get_generation_mode() in PLAIN_MODES and settings.guidance_scale in (
         None,
         1,
     ):  # Classifier-free guidance calls the model twice for a token.
-        arguments["stopping_criteria"] = [record]
+        arguments["stopping_criteria"] = [chosen]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
         tokens = generate(
             placed.module,
@@ -214,12 +204,28 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
             seed=partial(seed_all, seeds[0]),
             engine=placed.engine,
             pipeline=placed.divided.pipeline,
-            see=see,
+            see=chosen.see,
         )
     begin = 1 if has_encoder else ids.shape[1]
-    found = torch.stack(logprobs, dim=1).tolist() if logprobs else [None] * len(requests)
-    rows = zip(requests, tokens[:, begin:].tolist(), found, strict=True)
+    logprobs = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
+    rows = zip(requests, tokens[:, begin:].tolist(), logprobs, strict=True)
     return [_until_end(each.number, row, values, settings) for each, row, values in rows]
+
+
+class _ChosenTokens:
+    """A stopping criterion that never stops, but records log-probabilities, with the logits of a single position in memory."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[torch.Tensor] = []
+        """The log-probabilities of the new tokens, one tensor `[rows]` per position."""
+        self._logits = torch.empty(0)
+
+    def see(self, logits: torch.Tensor) -> None:
+        self._logits = widened(logits)
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        self.logprobs.append(logprobs_of(self._logits, input_ids[:, -1].to(self._logits.device)))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def _until_end(number: int, row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> Progress:

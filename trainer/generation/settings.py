@@ -72,8 +72,8 @@ class ModelSettings:
         self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
         self._tried: set[str] = set()
 
-    def of(self, fields: Mapping[str, Any], prompt_tokens: int) -> GenerationConfig:
-        """Return the settings to continue a prompt of `prompt_tokens` tokens.
+    def of(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
+        """Return the settings to continue a prompt of `prompt_tokens` tokens; `tried` chooses a token by them once.
 
         Raises:
             ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
@@ -114,7 +114,8 @@ class ModelSettings:
         elif settings.max_new_tokens is None:
             settings.max_new_tokens, settings.max_length = max(1, settings.max_length - prompt_tokens), None
         check_arguments(self._module, {"generation_config": settings}, self._mesh)
-        self._try(settings, fields)
+        if tried:
+            self._try(settings, fields)
         return settings
 
     def _try(self, settings: GenerationConfig, fields: Mapping[str, Any]) -> None:
