@@ -191,10 +191,8 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         ids, mask = pad(ids, more, value=padding), pad(mask, more)
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "generation_config": settings}
     chosen, seeds = _ChosenTokens(), [each.seed for each in requests]
-    if settings.get_generation_mode() in PLAIN_MODES and settings.guidance_scale in (
-        None,
-        1,
-    ):  # Classifier-free guidance calls the model twice for a token.
+    guided = settings.guidance_scale not in (None, 1)  # The model is called twice for a token.
+    if not guided and settings.get_generation_mode() in PLAIN_MODES:
         arguments["stopping_criteria"] = [chosen]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
         tokens = generate(
