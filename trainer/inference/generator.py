@@ -464,7 +464,8 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     options = engine_options(config, 1)
     # Nothing but parameters is kept. On the file tier they are read from the model's files, without a directory or checksums.
     in_place = config.offload.directory is None and not config.offload.checksums
-    roles = Precision(**dict.fromkeys(("compute", "master", "reduce"), options.precision.compute))
+    dtype = options.precision.compute
+    roles = Precision(compute=dtype, master=dtype, reduce=dtype)
     offload = replace(options.offload, in_place=in_place)
     options = replace(options, precision=roles, offload=offload, average=None)
     if config.model.attention is not None:
