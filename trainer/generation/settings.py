@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,10 +82,7 @@ class ModelSettings:
         settings = settings_with(self._module, fields, _REFUSED, "generate")
         # The library's defaults for unset fields, such as top_k=50; lengths are decided below.
         defaults = settings._get_default_generation_params()
-        vocabulary = getattr(self._module.config.get_text_config(), "vocab_size", None) or sys.maxsize
-        wrong = list(_wrong_values(settings, defaults, fields, vocabulary))
-        if wrong:
-            raise ConfigError([f"generate: {name} is {text}{'' if name in fields else _OWN}" for name, text in wrong])
+        vocabulary = _vocabulary(self._module)
         settings.update(**{**defaults, "max_length": None}, defaults_only=True)
         if settings.pad_token_id is None:
             settings.pad_token_id = next(iter(ends_of(settings)), 0)
@@ -175,18 +172,17 @@ _IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start
 """Token ids of small model copies are often beyond the vocabulary, where they have no effect; a negative one stands for none."""
 
 
-def _wrong_values(
-    settings: GenerationConfig, defaults: Mapping[str, Any], fields: Mapping[str, Any], vocabulary: int
-) -> Iterator[tuple[str, str]]:
-    """Yield fields with the reason why their value is wrong. An int becomes a float where the library expects one."""
-    kinds = {name: type(default) for name, default in defaults.items()} | dict.fromkeys(_SHARES, float)
-    for name, kind in {**kinds, "max_new_tokens": int, "min_new_tokens": int}.items():
+def _wrong_values(settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int) -> list[str]:
+    """Return the reasons why values are wrong. An int becomes a float where the library expects one."""
+    found: dict[str, str] = {}
+    kinds = {name: type(default) for name, default in settings._get_default_generation_params().items()}
+    for name, kind in {**kinds, **dict.fromkeys(_SHARES, float), "max_new_tokens": int, "min_new_tokens": int}.items():
         value = getattr(settings, name, None)
         if value is None or kind not in (int, float):
             continue
         least, most = 0 if kind is int or name in _SHARES else -math.inf, 1 if name in _SHARES else math.inf
         if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
-            yield name, f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
+            found[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
         else:
             setattr(settings, name, kind(value))
     for name in (*_IDS, *_IDS_OF_MODELS):
@@ -195,7 +191,8 @@ def _wrong_values(
         most = vocabulary if name in _IDS or name in fields else sys.maxsize
         least = 0 if name in _IDS else -sys.maxsize
         if not all(type(each) is int and least <= each < most for each in ids):
-            yield name, f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
+            found[name] = f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
+    return [f"{name} is {text}{'' if name in fields else _OWN}" for name, text in found.items()]
 
 
 @dataclass(kw_only=True)
@@ -238,9 +235,14 @@ def settings_with(model: Any, fields: Mapping[str, Any], refused: Mapping[str, s
         raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
     problems = [text for name, text in refused.items() if fields.get(name)]
     problems += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+    problems += _wrong_values(settings, fields, _vocabulary(model))
     if problems:
         raise ConfigError([f"{asked}: {each}" for each in problems])
     return settings
+
+
+def _vocabulary(model: Any) -> int:
+    return getattr(model.config.get_text_config(), "vocab_size", None) or sys.maxsize
 
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh | None) -> None:

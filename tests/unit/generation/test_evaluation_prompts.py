@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.trainer_cases import llama
-from zeromesh.errors import DataError
+from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration, prompts_of, without_targets
 
 IDS = torch.tensor([[11, 12, 13, 14], [21, 22, 0, 0], [0, 31, 32, 33]])
@@ -60,3 +60,19 @@ def test_a_prompt_that_leaves_no_room_is_named() -> None:
         DataError, match="the prompt of sample 4 has 3 tokens, which with 30 new ones are more than the model's 32"
     ):
         generation.tokens({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}, [4, 5, 6], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"do_sample": True, "top_k": -1}, "top_k is -1; give a whole number from 0"),
+        ({"temperature": float("nan")}, "temperature is nan; give a number"),
+        ({"suppress_tokens": [10**6]}, "suppress_tokens is .1000000.; give ids of tokens"),
+        ({"max_length": 9}, "max_length counts the padding of prompts; give max_new_tokens"),
+        ({"num_return_sequences": 2}, "num_return_sequences: 2: a sample has one prediction"),
+    ],
+)
+def test_settings_are_refused_before_an_evaluation_begins(fields: dict[str, Any], message: str) -> None:
+    placed: Any = SimpleNamespace(module=llama(), processing_class=None, mesh=None, engine=None)
+    with pytest.raises(ConfigError, match=f"predict_with_generate: {message}"):
+        BatchGeneration(placed, fields, seed="0")
