@@ -302,6 +302,15 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
             hurried.set()
         requested.set()
 
+    def stop_when_requested() -> None:
+        requested.wait()
+        if server is not None and inbox is not None:
+            # New requests are refused first; open ones end after a grace period, or at a second signal.
+            train.say(f"stopping; {len(inbox)} open requests have {options.grace:g} seconds")
+            server.begin_stop()
+            hurried.wait(options.grace)
+            inbox.stop(abandon=True)
+
     with (
         handled_signals(STOP_SIGNALS, stop),
         Generator(options.config, options.config_file, overrides=keys) as generator,
@@ -311,8 +320,7 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
             raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
         if server is not None:
             train.say(f"serving {server.name} at {server.start(generator)} (Ctrl-C ends it)")
-            arguments = (requested, hurried, server, inbox, options.grace)
-            threading.Thread(target=_stop_when, args=arguments, daemon=True).start()
+            threading.Thread(target=stop_when_requested, daemon=True).start()
         try:
             generator.serve(inbox, batch=options.batch, **fields)
         except BaseException as error:
@@ -339,14 +347,3 @@ def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: 
         grace_seconds=options.grace,
     )
     return HttpServer(inbox, options.name or Path(options.config).resolve().name, listening)
-
-
-def _stop_when(
-    requested: threading.Event, hurried: threading.Event, server: HttpServer, inbox: Inbox, grace: float
-) -> None:
-    """Stop after a signal: refuse new requests first, and end open ones after a grace period, or at a second signal."""
-    requested.wait()
-    train.say(f"stopping; {len(inbox)} open requests have {grace:g} seconds")
-    server.begin_stop()
-    hurried.wait(grace)
-    inbox.stop(abandon=True)
