@@ -12,6 +12,7 @@ A pipeline has as many running batches as stages, so that no stage idles; other 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class RequestLoop:
         ]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
         """The maximal number of tokens still to be computed for each open request, by replica; equal on all ranks."""
-        self._queue: list[tuple[Request, GenerationConfig]] = []
+        self._queue: list[tuple[int, Request, GenerationConfig]] = []
+        """Requests that no replica has yet, each with the maximal number of tokens to be computed."""
         self._together = engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
         """True if every forward gathers parameters between replicas."""
 
@@ -89,16 +91,17 @@ class RequestLoop:
         while True:
             news = self._exchange(inbox)
             for each in news.requests:
-                self._queue.append((each, self._settings.of({**self._fields, **each.fields}, len(each.tokens))))
+                settings = self._settings.of({**self._fields, **each.fields}, len(each.tokens))
+                self._queue.append((len(each.tokens) + int(settings.max_new_tokens), each, settings))
             if news.cancelled:
                 for batch in self._batches:
                     batch.cancel(news.cancelled)
                 # A client may cancel before any rank has heard of the request.
-                queued = [request.number for request, _ in self._queue if request.number in news.cancelled]
-                self._queue = [each for each in self._queue if each[0].number not in queued]
+                queued = [request.number for _, request, _ in self._queue if request.number in news.cancelled]
+                self._queue = [each for each in self._queue if each[1].number not in queued]
                 self._on_progress([Progress(number=n, tokens=[], logprobs=[], finish="cancelled") for n in queued])
             if news.requests and not news.streams:
-                self._queue.sort(key=_cost_of, reverse=True)
+                self._queue.sort(key=itemgetter(0), reverse=True)
             self._partition()
             if self._queue or any(self._open):
                 self._forwards(1 if news.streams else _MOST_FORWARDS, eager=news.streams)
@@ -134,8 +137,8 @@ class RequestLoop:
             if not takers:
                 return
             taker = min(takers, key=lambda index: (sum(self._open[index].values()), index))
-            request, settings = queued = self._queue.pop(0)
-            self._open[taker][request.number] = _cost_of(queued)
+            cost, request, settings = self._queue.pop(0)
+            self._open[taker][request.number] = cost
             if taker == self._mesh.data_index:
                 min(self._batches, key=lambda batch: batch.open_tokens).add(request, settings)
 
@@ -175,8 +178,3 @@ class RequestLoop:
         agreed = torch.tensor([most + 1 - own if fewest else own])
         found = int(self._mesh.data.all_reduce_max(agreed, "forwards")[0])
         return most + 1 - found if self._pipeline is not None and found else found
-
-
-def _cost_of(queued: tuple[Request, GenerationConfig]) -> int:
-    request, settings = queued
-    return len(request.tokens) + int(settings.max_new_tokens)
