@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
@@ -23,7 +23,6 @@ from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.parallelize import Divided
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.models.generation import check_arguments, generate
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
@@ -69,7 +68,7 @@ class ModelOnMesh(ABC):
         """
         placed = self.placed
         placed.require_average(ema)
-        return _whole_parameters(placed, ema)
+        return _tensors(placed, "state_dict", ema=ema)
 
     def check_weights(self) -> None:
         """Compare the digests of replicated weights between ranks, between steps.
@@ -94,7 +93,10 @@ class ModelOnMesh(ABC):
         Raises:
             ConfigError: for a part that a tensor does not have, and for adapters that cannot be merged.
         """
-        return parts_of_weights(_stored(self.placed), part_of)
+        placed = self.placed
+        compute: torch.dtype = getattr(torch, placed.config.precision.compute)
+        weights = _tensors(placed, "stream_weights", stored=True)
+        return parts_of_weights(placed.hub_form.of(weights, compute), part_of)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
         """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns the number of tensors.
@@ -197,20 +199,6 @@ class PlacedModel(ModelOnMesh):
             for name, weight in weights.items():
                 self.module.get_parameter(name).data = weight
 
-    def check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` or `DataError` for arguments that `generate` does not support in this layout."""
-        check_arguments(self.module, arguments, self.mesh if self.engine is not None else None)
-
-    def continue_prompts(
-        self,
-        arguments: Mapping[str, Any],
-        seed: Callable[[], object],
-        see: Callable[[Tensor], object] = lambda logits: None,
-    ) -> Any:
-        """Return the result of the model's own `generate` with these arguments; see `models.generation.generate`."""
-        pipeline = self.divided.pipeline
-        return generate(self.module, self.mesh, arguments, seed=seed, engine=self.engine, pipeline=pipeline, see=see)
-
     def require_sound(self) -> None:
         """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
         if self.failure:
@@ -257,24 +245,18 @@ class PlacedModel(ModelOnMesh):
         self.divided.close()
 
 
-def _whole_parameters(placed: PlacedModel, ema: bool) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    placed: PlacedModel, call: str, *, ema: bool = False, stored: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole parameters, or with `stored` what files have: tied ones once, and persistent buffers."""
     if placed.engine is None:
+        tensors = {**dict(placed.module.named_parameters()), **(saved_buffers(placed.module) if stored else {})}
         averages = placed.averages if ema else {}
-        yield from ((name, averages.get(name, own.detach())) for name, own in placed.module.named_parameters())
+        yield from ((name, averages.get(name, own.detach())) for name, own in tensors.items())
         return
-    with placed.mesh.call(f"{placed.owner}.state_dict()"):
-        yield from placed.state(ema).parameters()
-
-
-def _stored(placed: PlacedModel) -> Iterator[tuple[str, Tensor]]:
-    """Give the weights in the compute dtype and in the form of the Hub: tied ones once, and persistent buffers."""
-    compute: torch.dtype = getattr(torch, placed.config.precision.compute)
-    if placed.engine is None:
-        tensors = {**dict(placed.module.named_parameters()), **saved_buffers(placed.module)}
-        yield from placed.hub_form.of(((name, own.detach()) for name, own in tensors.items()), compute)
-        return
-    with placed.mesh.call(f"{placed.owner}.stream_weights()"):
-        yield from placed.hub_form.of(placed.engine.state.stored(), compute)
+    with placed.mesh.call(f"{placed.owner}.{call}()"):
+        state = placed.state(ema)
+        yield from state.stored() if stored else state.parameters()
 
 
 def least_free_bytes(mesh: Mesh) -> int:

@@ -39,7 +39,8 @@ from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.models.generation import check_arguments, generate
+from zeromesh.trainer.generation.library_loop import generate
+from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.setup.build import connect, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories

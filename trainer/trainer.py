@@ -31,8 +31,10 @@ from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config, suggestion
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
+from zeromesh.trainer.generation.library_loop import generate
+from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.hub.upload import open_repository, push
-from zeromesh.trainer.inference.prompt_samples import PromptSamples
+from zeromesh.trainer.inference.prompt_samples import prompt_samples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, run_dataset
 from zeromesh.trainer.loop.prediction import PreprocessLogits
@@ -200,9 +202,7 @@ class Trainer(ModelOnMesh):
                     self._open_repository()
             self.start_times.end("directory")
             run = self.run
-            samples = PromptSamples.of(run)
-            loop = TrainingLoop(run=run, directory=directory, samples=None if samples is None else samples.generate)
-            report = loop.fit()
+            report = TrainingLoop(run=run, directory=directory, samples=prompt_samples(run)).fit()
         if self.config.hub.push:
             try:
                 self.push_to_hub()
@@ -371,12 +371,13 @@ class Trainer(ModelOnMesh):
         named = {"input_ids": input_ids, "attention_mask": attention_mask, **arguments}
         named = {name: value for name, value in named.items() if value is not None}
         model = self.run.model
-        model.check_arguments(named)
+        check_arguments(model.module, named, model.mesh if model.engine is not None else None)
         model.generations += 1
         own = number_of(f"{self.config.run.seed}/{self.run.progress.step}/{model.generations}/generate")
         set_seed = partial(seed_all, own) if seed is None else partial(torch.manual_seed, seed)
         with model.guarded("trainer.generate()" if model.engine is not None else ""):
-            return model.continue_prompts(named, set_seed)
+            pipeline = model.divided.pipeline
+            return generate(model.module, model.mesh, named, seed=set_seed, engine=model.engine, pipeline=pipeline)
 
     def gradient(self, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.

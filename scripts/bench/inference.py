@@ -31,7 +31,7 @@ from zeromesh.offload import allocate_lasting, peak_bytes, resident_bytes
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import pages
 from zeromesh.offload.memory.allocation import SharedSegment
-from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.zero import engine as engine_module
 
 VOCABULARY = 32000

@@ -1,4 +1,4 @@
-"""`zeromesh generate`: starts the ranks of a generation, or runs as one of them."""
+"""`zeromesh generate` and `zeromesh serve`: start the ranks of a generation or of a server, or run as one of them."""
 
 from __future__ import annotations
 
@@ -10,29 +10,34 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from zeromesh.environment import kept_environment
+from zeromesh.environment import kept_environment, read_environment, setting
 from zeromesh.errors import ConfigError, DataError, NonFiniteError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import TextStream
+from zeromesh.trainer.generation.prompts import PromptLine, parse_prompts, read_prompts
+from zeromesh.trainer.generation.requests import Inbox, Progress, Request
 from zeromesh.trainer.inference.journal import ResultJournal
-from zeromesh.trainer.inference.prompts import PromptLine, parse_prompts, read_prompts
-from zeromesh.trainer.inference.requests import Finish, Inbox, Progress, Request
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generated, Generator
+    from zeromesh.trainer.inference.server.app import HttpServer
 
 _FIELDS = "generation."
 _PROMPTS = "ZEROMESH_PROMPTS"
 """The workers' environment variable with the path of a copy of standard input."""
+TOKEN = "ZEROMESH_SERVE_TOKEN"
+"""The environment variable with the API key that clients have to send."""
+_FAREWELL_SECONDS = 1.0
+"""The seconds in which clients can read the error of a failed generator."""
 
 
 def run_generate(options: argparse.Namespace) -> int:
@@ -46,6 +51,8 @@ def run_generate(options: argparse.Namespace) -> int:
     if not starts:
         prompts = [] if options.chat else _prompts_of(options.prompts)
         return _generate(options, fields, keys, prompts)
+    from zeromesh.launch.rendezvous import Nodes
+
     with tempfile.TemporaryDirectory(prefix="zeromesh-prompts-") as folder:
         kept = {}
         if not options.chat and options.prompts in (None, "-"):
@@ -54,15 +61,10 @@ def run_generate(options: argparse.Namespace) -> int:
         with kept_environment(kept):
             if not options.chat:
                 _prompts_of(options.prompts)  # Invalid prompts are refused before ranks start.
-            return _launch(options, processes)
-
-
-def _launch(options: argparse.Namespace, processes: int) -> int:
-    from zeromesh.launch.rendezvous import Nodes
-
-    # With results on disk a restart generates only the missing ones; without them it would lose all.
-    nodes = Nodes(max_restarts=options.max_restarts if options.out else 0, begins_with="the results that are there")
-    return train.report(train.launch_same(options, processes, nodes=nodes, talks=options.chat))
+            # With results on disk a restart generates only the missing ones; without them it would lose all.
+            restarts = options.max_restarts if options.out else 0
+            nodes = Nodes(max_restarts=restarts, begins_with="the results that are there")
+            return train.report(train.launch_same(options, processes, nodes=nodes, talks=options.chat))
 
 
 def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[dict[str, Any], list[str]]:
@@ -88,8 +90,6 @@ def _standard_input() -> bytes:
 
 
 def _prompts_of(source: str | None) -> list[PromptLine]:
-    from zeromesh.environment import setting
-
     kept = setting(_PROMPTS)
     if kept is not None:
         return parse_prompts(Path(kept).read_bytes(), "standard input")
@@ -99,22 +99,17 @@ def _prompts_of(source: str | None) -> list[PromptLine]:
 
 
 def _generate(
-    options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str], prompts: list[PromptLine]
+    options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str], prompts: Sequence[PromptLine]
 ) -> int:
     from zeromesh.rng import number_of
     from zeromesh.trainer.inference.generator import Generator
 
     with Generator(options.config, options.config_file, overrides=keys) as generator:
-        leads = generator.mesh.rank == 0
         if options.check:
             generator.check_weights()
         generator.check_fields(fields)
         if options.chat:
-            if isinstance(sys.stdin, io.TextIOWrapper):
-                sys.stdin.reconfigure(
-                    errors="surrogateescape"
-                )  # Undecodable bytes are refused with the number of their line.
-            _talk(generator, _Chat(generator, sys.stdin, sys.stdout, fields) if leads else None)
+            _talk(generator, fields)
             return 0
         seed = generator.config.run.seed if options.seed is None else options.seed
         asked = [{"seed": number_of(f"{seed}/{number}/prompt"), **line.prompt} for number, line in enumerate(prompts)]
@@ -126,8 +121,8 @@ def _generate(
         alone = len(asked) == 1 and options.out is None and generator.tokenizer is not None
         if alone and generator.can_serve({**fields, **request.fields}):
             _stream(generator, request, fields)
-            return 0
-        _write_results(options, fields, prompts, asked, generator)
+        else:
+            _write_results(options, fields, prompts, asked, generator)
     return 0
 
 
@@ -141,24 +136,31 @@ def _write_results(
     # A run stands for its newest checkpoint, which may have changed when the command is repeated.
     of_results = generator.config.model_dump(mode="json", include={"model", "precision", "data"})
     content = json.dumps([of_results, asked, sorted(fields.items())], default=str)
-    digest = xxhash.xxh3_64_hexdigest(content.encode())
-    journal = (
-        ResultJournal(options.out, digest, len(prompts))
-        if options.out is not None and generator.mesh.rank == 0
-        else None
-    )
-    keep = _shown_in_order() if journal is None else journal.add
+    digest, journal = xxhash.xxh3_64_hexdigest(content.encode()), None
+    if options.out is not None and generator.mesh.rank == 0:
+        journal = ResultJournal(options.out, digest, len(prompts))
     missing = list(range(len(prompts))) if journal is None else journal.missing()
     missing = generator.mesh.world.gather_json(missing, "prompts without a result")[0]
+    # Results wait until those of all earlier prompts are on standard output.
+    shown: dict[int, dict[str, Any]] = {}
+    following = 0
 
     def on_results(found: Mapping[int, Generated]) -> None:
-        for number, each in found.items() if generator.mesh.rank == 0 else ():
-            keep({"number": missing[number], "id": prompts[missing[number]].id, **asdict(each)})
+        nonlocal following
+        for index, each in found.items() if generator.mesh.rank == 0 else ():
+            row = {"number": missing[index], "id": prompts[missing[index]].id, **asdict(each)}
+            if journal is not None:
+                journal.add(row)
+                continue
+            shown[index] = row
+            while following in shown:
+                _say(json.dumps(shown.pop(following), ensure_ascii=False) + "\n")
+                following += 1
 
     try:
         if missing:
-            asked = [asked[number] for number in missing]
-            generator.generate(asked, batch=options.batch, on_results=on_results, **fields)
+            prompted = [asked[number] for number in missing]
+            generator.generate(prompted, batch=options.batch, on_results=on_results, **fields)
     except ZeromeshError:
         if journal is not None:
             left = some([prompts[number].id for number in journal.missing()], 100)
@@ -174,48 +176,40 @@ def _write_results(
         train.say(f"{len(prompts)} results in {journal.out}{there}")
 
 
-def _shown_in_order() -> Callable[[dict[str, Any]], None]:
-    """Return a function that writes results in the order of their prompts, each as soon as all before are written."""
-    waiting: dict[int, dict[str, Any]] = {}
-    following = 0
-
-    def show(row: dict[str, Any]) -> None:
-        nonlocal following
-        waiting[row["number"]] = row
-        while following in waiting:
-            sys.stdout.write(json.dumps(waiting.pop(following), ensure_ascii=False) + "\n")
-            sys.stdout.flush()
-            following += 1
-
-    return show
+def _say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def _stream(generator: Generator, request: Request, fields: Mapping[str, Any]) -> None:
     """Continue one prompt, and write its text as it is generated. Raises `NonFiniteError` on rank 0."""
-    inbox, ends = None, set[Finish | None]()
+    inbox, finish, text = None, None, TextStream(generator.decode)
+
+    def on_progress(progress: Progress) -> None:
+        nonlocal finish
+        finish = progress.finish
+        _say(text.add(progress.tokens, last=finish is not None) + ("\n" if finish is not None else ""))
+
     if generator.mesh.rank == 0:
         inbox = Inbox()
-        text = TextStream(generator.decode)
-
-        def on_progress(progress: Progress) -> None:
-            sys.stdout.write(text.add(progress.tokens, last=progress.finish is not None))
-            sys.stdout.write("\n" if progress.finish is not None else "")
-            sys.stdout.flush()
-            ends.add(progress.finish)
-
         inbox.submit(request.tokens, on_progress, fields=request.fields, seed=request.seed)
         inbox.stop()
     generator.serve(inbox, batch=1, **fields)
-    if "not_finite" in ends:
+    if finish == "not_finite":
         raise NonFiniteError(_NOT_FINITE)
 
 
 _NOT_FINITE = "the model's logits for the next token are NaN or infinite, so the text ends here"
 
 
-def _talk(generator: Generator, chat: _Chat | None) -> None:
-    """Serve a conversation until its end. Ctrl-C reaches all ranks, and rank 0, which has `chat`, handles it."""
+def _talk(generator: Generator, fields: Mapping[str, Any]) -> None:
+    """Serve a conversation until its end. Ctrl-C reaches all ranks, and rank 0 handles it."""
     from zeromesh.launch.rank_processes import handled_signals
+
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Undecodable bytes are refused with the number of their line.
+        sys.stdin.reconfigure(errors="surrogateescape")
+    chat = _Chat(generator, fields) if generator.mesh.rank == 0 else None
 
     def interrupt(number: int, frame: object) -> None:
         if chat is not None:
@@ -228,14 +222,13 @@ def _talk(generator: Generator, chat: _Chat | None) -> None:
 class _Chat:
     """A conversation on a terminal. The generator serves `inbox`; a thread reads lines and writes answers."""
 
-    def __init__(self, generator: Generator, lines: TextIO, out: TextIO, fields: Mapping[str, Any]) -> None:
+    def __init__(self, generator: Generator, fields: Mapping[str, Any]) -> None:
         self.inbox = Inbox()
-        self._generator, self._lines, self._out, self._fields = generator, lines, out, fields
+        self._generator, self._fields = generator, fields
         self._messages: list[dict[str, str]] = []
         self._number: int | None = None
-        generator.encode(
-            [{"role": "user", "content": "Hi"}]
-        )  # A missing template is reported before the first line is typed.
+        # A missing template is reported before the first line is typed.
+        generator.encode([{"role": "user", "content": "Hi"}])
         threading.Thread(target=self._run, name="chat", daemon=True).start()
 
     def interrupt(self) -> None:
@@ -245,22 +238,15 @@ class _Chat:
         else:
             self.inbox.cancel(self._number)
 
-    def _say(self, text: str) -> None:
-        self._out.write(text)
-        self._out.flush()
-
     def _run(self) -> None:
-        self._say("Say something; /reset begins anew, /exit or Ctrl-D ends.\n")
+        _say("Say something; /reset begins anew, /exit or Ctrl-D ends.\n> ")
         try:
-            while True:
-                self._say("> ")
-                line = self._lines.readline()
-                if not line or line.strip() == "/exit":
-                    break
+            while (line := sys.stdin.readline()) and line.strip() != "/exit":
                 if line.strip() == "/reset":
                     self._messages = []
                 elif line.strip():
                     self._answer(line.strip())
+                _say("> ")
         except BrokenPipeError:
             pass  # The reader has closed the pipe, which ends the conversation.
         finally:
@@ -269,21 +255,95 @@ class _Chat:
     def _answer(self, said: str) -> None:
         messages = [*self._messages, {"role": "user", "content": said}]
         pieces: queue.Queue[Progress] = queue.Queue()
-        text = TextStream(self._generator.decode)
         try:
             tokens = self._generator.encode(messages)
             self._generator.check_request(tokens, self._fields)
             self._number = self.inbox.submit(tokens, pieces.put, fields=self._fields)
         except ZeromeshError as error:
-            self._say(f"{error}; /reset begins anew\n")
+            _say(f"{error}; /reset begins anew\n")
             return
-        answer, finish = "", None
+        text, answer, finish = TextStream(self._generator.decode), "", None
         while finish is None:
-            made = pieces.get()
-            finish = made.finish
-            piece = text.add(made.tokens, last=finish is not None)
+            progress = pieces.get()
+            finish = progress.finish
+            piece = text.add(progress.tokens, last=finish is not None)
             answer += piece
-            self._say(piece)
+            _say(piece)
         self._number = None
-        self._say(f"\n{_NOT_FINITE}\n" if finish == "not_finite" else "\n")
+        _say(f"\n{_NOT_FINITE}\n" if finish == "not_finite" else "\n")
         self._messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    """Serve in this process or in ranks that it starts, until a signal; returns the exit code."""
+    processes, starts = train.ranks_of(options)
+    fields, keys = split_fields(options.overrides, None)
+    if not starts:
+        return _serve(options, fields, keys)
+    from zeromesh.launch.rank_processes import STOP_SIGNALS
+
+    # Ranks get a second signal too, and then end open requests with an answer. A stop by a signal is a success.
+    ended = train.launch_same(options, processes, passes=2)
+    return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
+
+
+def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:
+    from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
+    from zeromesh.trainer.inference.generator import Generator
+
+    inbox = Inbox(limit=options.queue) if read_environment().rank == 0 else None
+    # The address is bound before the model is loaded, which may take minutes.
+    server = _make_server(options, fields, inbox) if inbox is not None else None
+    # Any rank may get a signal, but rank 0 decides when all end.
+    requested, hurried = threading.Event(), threading.Event()
+
+    def stop(*_: object) -> None:
+        if requested.is_set():
+            hurried.set()
+        requested.set()
+
+    def stop_when_requested() -> None:
+        requested.wait()
+        if server is not None and inbox is not None:
+            # New requests are refused first; open ones end after a grace period, or at a second signal.
+            train.say(f"stopping; {len(inbox)} open requests have {options.grace:g} seconds")
+            server.begin_stop()
+            hurried.wait(options.grace)
+            inbox.stop(abandon=True)
+
+    with (
+        handled_signals(STOP_SIGNALS, stop),
+        Generator(options.config, options.config_file, overrides=keys) as generator,
+    ):
+        generator.require_serving(fields)
+        if generator.tokenizer is None:
+            raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
+        if server is not None:
+            train.say(f"serving {server.name} at {server.start(generator)} (Ctrl-C ends it)")
+            threading.Thread(target=stop_when_requested, daemon=True).start()
+        try:
+            generator.serve(inbox, batch=options.batch, **fields)
+        except BaseException as error:
+            if server is not None:
+                server.fail(error)
+                threading.Event().wait(_FAREWELL_SECONDS)
+            raise
+        finally:
+            if server is not None:
+                server.close()
+    return 0
+
+
+def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: Inbox) -> HttpServer:
+    try:
+        from zeromesh.trainer.inference.server.app import NEW_TOKENS, HttpServer, ServerOptions
+    except ImportError as error:
+        raise ConfigError(f"serve needs more packages: pip install 'zeromesh[serve]' ({error})") from error
+    listening = ServerOptions(
+        host=options.host,
+        port=options.port,
+        token=(setting(TOKEN) or "").strip() or None,  # Header values have no surrounding spaces.
+        new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
+        grace_seconds=options.grace,
+    )
+    return HttpServer(inbox, options.name or Path(options.config).resolve().name, listening)

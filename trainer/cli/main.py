@@ -180,7 +180,7 @@ config SOURCE text: a run, a checkpoint, a model directory or a configuration
 --seed N natural: of what sampling draws (default: run.seed)
 --max-restarts N natural =3: times that all ranks start again for what is missing in --out after one has died (default 3)
 --check: compare the weights of all ranks that hold the same ones
-## serve serve.run_serve: answer OpenAI's completions and chat completions over HTTP
+## serve generate.run_serve: answer OpenAI's completions and chat completions over HTTP
 {_SERVED}
 --host ADDRESS text ={LOOPBACK}: where to listen; others than this host need a token
 --port PORT port =8000: where to listen; 0 takes a free one (default 8000)

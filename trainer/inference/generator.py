@@ -9,31 +9,50 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from os import PathLike
+from pathlib import Path
 from typing import Any, Self
 
 import xxhash
 from transformers import GenerationConfig
 
+from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
 from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, PhaseError, counted, some
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.options import Precision
 from zeromesh.rng import number_of
-from zeromesh.trainer.config.load import ConfigSource
+from zeromesh.trainer.config.consent import Consent, foreign_code
+from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
-from zeromesh.trainer.inference.prompts import Prompt, split_prompt, tokens_of
-from zeromesh.trainer.inference.request_loop import RequestLoop
-from zeromesh.trainer.inference.requests import Inbox, Progress, Request
-from zeromesh.trainer.inference.rounds import generate_in_rounds
-from zeromesh.trainer.inference.source import ServedModel, layout_of, place_model
+from zeromesh.trainer.config.yaml_reader import parse_yaml
+from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer, has_tokenizer, load_tokenizer
+from zeromesh.trainer.generation.library_loop import generate_in_rounds
+from zeromesh.trainer.generation.prompts import Prompt, split_prompt, tokens_of
+from zeromesh.trainer.generation.request_loop import RequestLoop
+from zeromesh.trainer.generation.requests import Inbox, Progress, Request
+from zeromesh.trainer.generation.settings import ModelSettings, ServedModel, check_arguments, decoder_positions
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
-from zeromesh.trainer.models.generation import decoder_positions
+from zeromesh.trainer.models.attention import use_attention
+from zeromesh.trainer.models.build import build_model, directory_of, pin_sources, read_configuration
+from zeromesh.trainer.models.hub_form import HubForm
+from zeromesh.trainer.models.prepare import prepare_model
+from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
+from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.setup.build import connect
+from zeromesh.trainer.setup.build import connect, require_same_settings, set_products
+from zeromesh.trainer.setup.engine_options import engine_options, require_directories
+from zeromesh.trainer.setup.model import begin_alike, divide_model, fill_engine
+from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
+from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
+
+_RESOLVED = "config.resolved.yaml"
+_FLOAT64_ROLES = ("precision.master=float64", "precision.reduce=float64")
+"""Overrides of dtype roles that generation does not use; float64 agrees with every compute dtype."""
+_FOR_TRAINING = {"model.lora": "adapters that are trained", "precision.linear": "products of training"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,19 +175,19 @@ class Generator(ModelOnMesh):
             self.request_of(prompt, fields, number=index, seed=number_of(f"{number}/{index}"), where=f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
-        requests, settings = map(list, zip(*checked, strict=True))
-        why = self._agreed_way(requests, settings, batch)
-        results = _Results(requests, placed, on_results)
-        with placed.guarded("generator.generate()"), results.naming_missing():
-            if why:
-                generate_in_rounds(placed, requests, settings, batch, results.add, why)
-            else:
-                self._join(requests, fields, batch, results)
-        return results.in_order()
+        requests, settings = [request for request, _ in checked], [each for _, each in checked]
+        return self._generate(requests, settings, fields, batch, on_results)
 
-    def _agreed_way(self, requests: list[Request], settings: list[GenerationConfig], batch: int) -> str:
-        """Return the reason why requests cannot join a running batch, the same on all ranks; empty if they can."""
-        why = next(filter(None, map(self.placed.settings.why_unbatched, settings)), "")
+    def _generate(
+        self,
+        requests: list[Request],
+        settings: list[GenerationConfig],
+        fields: Mapping[str, Any],
+        batch: int,
+        on_results: Callable[[Mapping[int, Generated]], object],
+    ) -> list[Generated]:
+        placed = self.placed
+        why = next(filter(None, map(placed.settings.why_unbatched, settings)), "")
         given = {
             "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
             "generation": settings[0].to_json_string(),
@@ -179,17 +198,24 @@ class Generator(ModelOnMesh):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
             raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
-        return why
-
-    def _join(self, requests: Sequence[Request], fields: Mapping[str, Any], batch: int, results: _Results) -> None:
-        inbox = Inbox(streams=False) if self.mesh.rank == 0 else None
-        if inbox is not None:
-            for request in requests:
-                inbox.submit(request.tokens, lambda progress: None, fields=request.fields, seed=request.seed)
-            inbox.stop()
-        loop = RequestLoop(self.placed, fields, rows=batch, on_progress=results.add)
-        loop.run(inbox)
-        self.computed = loop.computed
+        results = _Results(requests, placed, on_results)
+        try:
+            with placed.guarded("generator.generate()"):
+                if why:
+                    generate_in_rounds(placed, requests, settings, batch, results.add, why)
+                else:
+                    loop = RequestLoop(placed, fields, rows=batch, on_progress=results.add)
+                    self.computed = loop.run(Inbox.of(requests) if self.mesh.rank == 0 else None)
+        except CollectiveError as error:
+            found = f"{len(results.found)} of {counted(len(requests), 'prompt')} have a result"
+            raise CollectiveError(f"{error}\n{found}; without one are {some(results.missing, 100)}") from error
+        if missing := results.missing:
+            raise NonFiniteError(
+                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
+                f"{len(results.found)} have a result, which on_results was given. Look at the weights, or compute in another "
+                "dtype (precision.compute: float32)"
+            )
+        return [results.found[request.number] for request in requests]
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
         """Generate for the requests in rank 0's inbox until it is stopped; all ranks call it, the others with None.
@@ -205,15 +231,20 @@ class Generator(ModelOnMesh):
         """
         self.require_serving(fields)
         with self.placed.guarded("generator.serve()"):
-            RequestLoop(self.placed, fields, rows=batch).run(inbox)
+            deliver = inbox.deliver if inbox is not None else lambda progress: None
+            RequestLoop(self.placed, fields, rows=batch, on_progress=deliver).run(inbox)
 
     def check_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""
-        self.placed.settings.checked(fields, 1)
+        self.placed.settings.of(fields, 1)
+
+    def can_serve(self, fields: Mapping[str, Any]) -> bool:
+        """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
+        return not self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1, tried=False))
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
-        why = self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1))
+        why = self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1, tried=False))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         self.check_fields(fields)
@@ -227,23 +258,10 @@ class Generator(ModelOnMesh):
             ConfigError: for fields that do not exist, that the layout does not allow, or that select another decoding method.
             DataError: for unknown tokens, for none, and for too many.
         """
-        self._require_known(tokens, "the prompt")
-        why = self.placed.settings.why_unbatched(self.placed.settings.checked(fields, len(tokens)))
+        self.encode(tokens)
+        why = self.placed.settings.why_unbatched(self.placed.settings.of(fields, len(tokens)))
         if why:
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
-
-    def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
-        """Return the tokens of a prompt, which errors call `where`. Raises `DataError` for an invalid one and for unknown
-        tokens."""
-        ids = tokens_of(prompt, self.placed.tokenizer, where)
-        self._require_known(ids, where)
-        return ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
-        if self.placed.tokenizer is None:
-            raise DataError("the model's directory has no tokenizer; set data.tokenizer")
-        return self.placed.tokenizer.decode(tokens)
 
     def request_of(
         self, prompt: Prompt, fields: Mapping[str, Any], *, number: int = 0, seed: int = 0, where: str = ""
@@ -258,13 +276,26 @@ class Generator(ModelOnMesh):
         own_seed = own.pop("seed", seed)
         request = Request(number=number, tokens=self.encode(text, name), fields=own, seed=own_seed)
         try:
-            return request, self.placed.settings.checked({**fields, **own}, len(request.tokens))
+            return request, self.placed.settings.of({**fields, **own}, len(request.tokens))
         except DataError as error:
             raise DataError(f"{where}: {error}" if where else str(error)) from error
 
-    def can_serve(self, fields: Mapping[str, Any]) -> bool:
-        """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
-        return not self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1))
+    def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
+        """Return the tokens of a prompt, which errors call `where`. Raises `DataError` for an invalid one and for unknown
+        tokens."""
+        ids = tokens_of(prompt, self.tokenizer, where)
+        size = self.placed.module.config.get_text_config().vocab_size
+        if not ids or max(ids) >= size:
+            raise DataError(
+                f"{where} has {f'token {max(ids)}, and the model knows {size}' if ids else 'no token'}; give others"
+            )
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones. Raises `DataError` where the model has no tokenizer."""
+        if self.tokenizer is None:
+            raise DataError("the model's directory has no tokenizer; set data.tokenizer")
+        return self.tokenizer.decode(tokens)
 
     @property
     def model_type(self) -> str:
@@ -280,14 +311,6 @@ class Generator(ModelOnMesh):
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None if it has none."""
         return self.placed.tokenizer
-
-    def _require_known(self, ids: Sequence[int], where: str) -> None:
-        """Raise `DataError` for unknown tokens, and for none."""
-        size = self.placed.module.config.get_text_config().vocab_size
-        if not ids or max(ids) >= size or min(ids) < 0:
-            raise DataError(
-                f"{where} has {f'token {max(ids)}, and the model knows {size}' if ids else 'no token'}; give others"
-            )
 
     def close(self) -> None:
         """Leave the process groups, and release memory and files. The generator cannot be used afterwards; closing twice is
@@ -308,43 +331,25 @@ class Generator(ModelOnMesh):
 
 
 class _Results:
+    """The results of one `generate`: those that are complete, and what has come so far of the others."""
+
     def __init__(
         self, requests: Sequence[Request], placed: ServedModel, on_results: Callable[[Mapping[int, Generated]], object]
     ) -> None:
         self._requests, self._placed, self._on_results = requests, placed, on_results
-        self._made: dict[int, tuple[list[int], list[float]]] = {}
+        self._partial: dict[int, tuple[list[int], list[float]]] = {}
         self.found: dict[int, Generated] = {}
         """The results by request number, without those whose logits are not finite."""
         self._began, self._tokens = time.monotonic(), 0
 
-    def _missing(self) -> list[int]:
+    @property
+    def missing(self) -> list[int]:
         return [request.number for request in self._requests if request.number not in self.found]
-
-    def in_order(self) -> list[Generated]:
-        """Raise `NonFiniteError` for prompts whose logits are NaN or infinite, else return all results."""
-        if missing := self._missing():
-            raise NonFiniteError(
-                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
-                f"{len(self.found)} have a result, which on_results was given. Look at the weights, or compute in another dtype "
-                "(precision.compute: float32)"
-            )
-        return [self.found[request.number] for request in self._requests]
-
-    @contextmanager
-    def naming_missing(self) -> Iterator[None]:
-        """Add the prompts without a result to errors that other ranks cause inside the block."""
-        try:
-            yield
-        except CollectiveError as error:
-            raise CollectiveError(
-                f"{error}\n{len(self.found)} of {counted(len(self._requests), 'prompt')} have a result; without one are "
-                f"{some(self._missing(), 100)}"
-            ) from error
 
     def add(self, progress: Sequence[Progress]) -> None:
         results, console, tokenizer = {}, self._placed.console, self._placed.tokenizer
         for each in progress:
-            tokens, logprobs = self._made.setdefault(each.number, ([], []))
+            tokens, logprobs = self._partial.setdefault(each.number, ([], []))
             tokens += each.tokens
             logprobs += each.logprobs or ()
             self._tokens += len(each.tokens)
@@ -363,3 +368,142 @@ class _Results:
         if results:
             console.close()  # Results may go to the same terminal.
             self._on_results(results)
+
+
+def find_source(source: str | PathLike[str]) -> str:
+    """Return the Hugging Face directory, or the name on the Hub, that `source` stands for.
+
+    A run stands for its newest checkpoint, and every checkpoint is a Hugging Face directory.
+
+    Raises:
+        ConfigError: for a directory that is none of these, and for a run without a checkpoint.
+    """
+    path = Path(source).expanduser()
+    # Errors about a directory of adapters are raised where models are read.
+    if not path.is_dir() or any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        return str(path) if path.is_dir() else str(source)
+    if (path / _RESOLVED).is_file() or (path / MANIFEST).is_file():
+        return str(checkpoint_at(path))
+    raise ConfigError(
+        f"a directory without config.json or {_RESOLVED}; give a run, a checkpoint of a run, a model directory that "
+        "save_pretrained wrote, or the name of a model on the Hub",
+        where=str(source),
+    )
+
+
+def layout_of(
+    source: str | PathLike[str],
+    config: ConfigSource,
+    sections: Mapping[str, Mapping[str, Any]],
+    overrides: Sequence[str] = (),
+) -> TrainerConfig:
+    """Return the configuration of the model in `source` for generation, in the layout of the other arguments.
+
+    `sections` and then `overrides` (`section.key=value`) override `config`.
+
+    Raises:
+        ConfigError: with all problems at once.
+    """
+    read = load_config(config, consent=Consent.GIVEN) if config is not None else None
+    given = read.model_dump(mode="json", exclude_unset=True) if read is not None else {}
+    merged: dict[str, Any] = {**given, "run": {"name": "generate", **given.get("run", {})}}
+    for name, section in sections.items():
+        merged[name] = {**merged.get(name, {}), **section}
+    directory = find_source(source)
+    model = merged.get("model", {})
+    # Fields of the same kind of model are kept; a configuration of another model is dropped.
+    fields = model.get("config") if "model_type" not in (model.get("config") or {}) else None
+    merged["model"] = {**model, "source": directory, "config": fields}
+    # Generation reads no data, only the tokenizer.
+    merged["data"] = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
+    run = Path(directory).parent.parent / _RESOLVED
+    if (
+        not merged["data"]
+        and not has_tokenizer(Path(directory))
+        and Path(directory, MANIFEST).is_file()
+        and run.is_file()
+    ):
+        # The checkpoint has no tokenizer itself.
+        values = parse_yaml(run.read_text(encoding="utf-8"), where=str(run))
+        data = values.get("data") if isinstance(values, dict) else None
+        if isinstance(data, dict) and data.get("tokenizer"):
+            merged["data"] = {"tokenizer": data["tokenizer"]}
+    by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
+    consent = Consent.COMMAND_LINE if by_file else Consent.GIVEN
+    found = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
+    problems = [
+        f"{key} is for {what}, and nothing is trained here; leave it out"
+        for key, what in _FOR_TRAINING.items()
+        if attrgetter(key)(found) is not None
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedModel:
+    """Build the model that a configuration names and read its weights into this rank's part; all ranks call it.
+
+    Raises:
+        ConfigError, DataError, LayoutError, StorageError: for a missing model or tokenizer, and for a model that cannot be
+            divided or does not fit.
+    """
+    require_same_settings(mesh, config, {})
+    config = pin_sources(config, mesh, model_given=False)
+    directory = directory_of(config.model.source or "", config.model.revision)
+    config = _with_model_defaults(config)
+    set_products(config, mesh.device)
+    named = config.data.tokenizer or (directory if has_tokenizer(directory) else None)
+    tokenizer = load_tokenizer(named) if named is not None else None
+    console.status("building the model")
+    built = build_model(config.model, config.run.seed)
+    model = built.model.requires_grad_(False)
+    check_arguments(model, {}, None)
+    require_directories(config.offload)
+    options = engine_options(config, 1)
+    # Nothing but parameters is kept. On the file tier they are read from the model's files, without a directory or checksums.
+    in_place = config.offload.directory is None and not config.offload.checksums
+    dtype = options.precision.compute
+    roles = Precision(compute=dtype, master=dtype, reduce=dtype)
+    offload = replace(options.offload, in_place=in_place)
+    options = replace(options, precision=roles, offload=offload, average=None)
+    if config.model.attention is not None:
+        use_attention(model, config.model.attention, options.precision.compute, mesh.device)
+    require_layout_fits(model, mesh.shape, trains=False)
+    notes = begin_alike(built, mesh, config.run.seed)
+    tiers = open_tiers(mesh, options)
+    try:
+        settings, hub_form = ModelSettings(model, mesh), HubForm(model)
+        divided = divide_model(model, mesh, config)
+        _, prepared = prepare_model(model, config.model, options, tiers)
+        console.note(*notes, *divided.notes, *prepared, *built.notes)
+        engine = fill_engine(built, mesh, options, tiers, divided, console)
+    except BaseException:
+        tiers.close()
+        raise
+    return ServedModel(
+        config=config,
+        mesh=mesh,
+        console=console,
+        module=model.eval(),
+        hub_form=hub_form,
+        divided=divided,
+        engine=engine,
+        processing_class=getattr(tokenizer, "tokenizer", None),
+        settings=settings,
+        tokenizer=tokenizer,
+    )
+
+
+def _with_model_defaults(config: TrainerConfig) -> TrainerConfig:
+    """Return the configuration with the task and the compute dtype of the model's directory, where they are not set."""
+    section, precision = config.model, config.precision
+    head_given = "head" in section.model_fields_set
+    made, *_ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}))
+    if not head_given and made.is_encoder_decoder:
+        section = section.model_copy(update={"head": "seq2seq_lm"})
+    if "compute" not in precision.model_fields_set:
+        stored = str(getattr(made, "dtype", None)).removeprefix("torch.")
+        known = stored in ("bfloat16", "float16", "float32", "float64")
+        precision = precision.model_copy(update={"compute": stored if known else "float32"})
+    return config.model_copy(update={"model": section, "precision": precision})

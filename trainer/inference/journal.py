@@ -40,21 +40,20 @@ class ResultJournal:
         if out.exists() and not out.is_file():
             raise ConfigError(f"--out {str(out)!r} is no regular file; name one, or leave it out for standard output")
         self.out, self.count = out, count
-        self.path = out.with_name(out.name + SUFFIX)
+        self.path, self._done = out.with_name(out.name + SUFFIX), out.with_name(f".{out.name}.done")
         self.rows: dict[int, dict[str, Any]] = {}
         """The results so far, by the index of the prompt."""
-        head = self._head = {"generates": content, "prompts": count}
-        self._done = out.with_name(f".{out.name}.done")
-        self.finished = False
+        self._head = {"generates": content, "prompts": count}
+        self.finished = out.exists() and bool(out.stat().st_size) and not self.path.exists()
         """True if all results were there at the start."""
-        if out.exists() and out.stat().st_size and not self.path.exists():
+        if self.finished:
             with refusals(out, "read"):
                 found, done = read_whole(out), read_whole(self._done) if self._done.is_file() else b""
-            if done != self._line({**head, "results": xxhash.xxh3_64_hexdigest(found)}):
+            if done != self._line({**self._head, "results": xxhash.xxh3_64_hexdigest(found)}):
                 raise ConfigError(
                     f"--out {str(out)!r} has content already, which is kept; name another file, or delete that one"
                 )
-            self.rows, self.finished = dict(enumerate(map(json.loads, found.splitlines()))), True
+            self.rows = dict(enumerate(map(json.loads, found.splitlines())))
             return
         with refusals(self.path, "written"):
             self._file = os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+b")
@@ -64,40 +63,37 @@ class ResultJournal:
                     raise ConfigError(
                         f"another command writes its results to {self.path} now; wait for it, or give another --out"
                     )
-                kept = self._read(head)
-                # A torn last line is overwritten.
-                self._file.truncate(kept)
-                self._file.seek(kept)
-                if not kept:
-                    self._write(head)
+                self._continue()
             except BaseException:
                 self.close()
                 raise
 
-    def _read(self, head: Mapping[str, Any]) -> int:
-        """Return the number of bytes in whole lines."""
+    def _continue(self) -> None:
+        """Read the results of the lines that are whole, and go on after them: a torn last line is overwritten."""
         kept = 0
         for line in self._file:
             digest, _, body = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or digest.decode(errors="replace") != xxhash.xxh3_64_hexdigest(body):
                 break
             row = json.loads(body)
-            if not kept and row != head:
+            if kept:
+                self.rows[row["number"]] = row
+            elif row != self._head:
                 raise ConfigError(
                     f"{self.path} has results of other prompts or settings; give another --out, or delete it to begin anew"
                 )
-            if kept:
-                self.rows[row["number"]] = row
             kept += len(line)
-        return kept
+        self._file.truncate(kept)
+        self._file.seek(kept)
+        if not kept:
+            self._write(self._head)
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a result, which has the `number` of its prompt. Raises `StorageError`."""
-        if row["number"] in self.rows:
-            return
-        self.rows[row["number"]] = dict(row)
-        with refusals(self.path, "written"):
-            self._write(row)
+        if row["number"] not in self.rows:
+            self.rows[row["number"]] = dict(row)
+            with refusals(self.path, "written"):
+                self._write(row)
 
     @staticmethod
     def _line(row: Mapping[str, Any]) -> bytes:

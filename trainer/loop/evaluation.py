@@ -12,7 +12,7 @@ from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.data.collate import MapDataset, check_dataset
 from zeromesh.trainer.data.feed import require_same_data
 from zeromesh.trainer.formatting import human_bytes, human_count
-from zeromesh.trainer.loop.batch_generation import BatchGeneration, settings_of
+from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration
 from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
 
@@ -88,26 +88,12 @@ def generation_of(
         return None
     if metrics and run.inputs.compute_metrics is None:
         raise ConfigError("predict_with_generate: what is generated is for compute_metrics; pass it to the Trainer")
-    generation = generation_by(run, {**(section.generation or {}), **fields}, "predict_with_generate")
-    generation.check()
+    generation = BatchGeneration(
+        run.model, {**(section.generation or {}), **fields}, seed=f"{section.seed}/{run.progress.step}"
+    )
     advice, shown = "Give all of them the same fields of GenerationConfig", generation.settings.to_json_string()
     run.mesh.world.require_same({"predict_with_generate": shown}, ConfigError, advice=advice)
     return generation
-
-
-def generation_by(run: RunContext, fields: Mapping[str, Any], asked: str) -> BatchGeneration:
-    """Return the generation of a run by `fields` of `GenerationConfig` on top of the model's own; errors name `asked`, the setting.
-
-    Raises:
-        ConfigError: as `settings_of` does.
-    """
-    model = run.model
-    return BatchGeneration(
-        placed=model,
-        settings=settings_of(model.module, fields, model.processing_class, asked),
-        seed=f"{run.config.run.seed}/{run.progress.step}",
-        asked=asked,
-    )
 
 
 def run_dataset(

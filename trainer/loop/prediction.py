@@ -16,7 +16,7 @@ from transformers import EvalPrediction
 
 from zeromesh.errors import DataError, some
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.loop.batch_generation import BatchGeneration
+from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration
 
 Tree = Any
 """An array, or a tuple, list or mapping of trees."""
@@ -39,10 +39,8 @@ class Collector:
         generation: BatchGeneration | None = None,
     ) -> None:
         """`generation` generates the tokens that are gathered instead of outputs."""
-        self.generation = generation
-        self._mesh = mesh
+        self.generation, self._mesh, self._preprocess = generation, mesh, preprocess
         self._ignored = {"loss", *ignored}
-        self._preprocess = preprocess
         self._found: list[Tree] = []
         self.nbytes = 0
         """Bytes gathered so far, on each rank."""
@@ -52,28 +50,27 @@ class Collector:
     def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
         """Return a microbatch's outputs without the loss, or its generated tokens, and its labels, as arrays on the CPU."""
         labels = _unwrapped([batch[name] for name in _LABELS if name in batch])
-        if self.generation is not None:
-            return {"predictions": _numpy(outputs), "label_ids": _numpy(labels)}
-        logits = _unwrapped(self._logits(outputs))
-        if self._preprocess is not None:
-            logits = self._preprocess(logits, labels)
-        return {"predictions": _numpy(logits), "label_ids": _numpy(labels)}
-
-    def _logits(self, outputs: Any) -> list[Any]:
-        if isinstance(outputs, Mapping):
-            return [value for name, value in outputs.items() if name not in self._ignored and value is not None]
-        if isinstance(outputs, tuple | list):
-            # A tuple with a loss begins with it: the only scalar among batched outputs.
-            return [value for value in outputs if not isinstance(value, Tensor) or value.dim()]
-        return [outputs]
+        if self.generation is None:
+            if isinstance(outputs, Mapping):
+                known = self._ignored
+                outputs = [value for name, value in outputs.items() if name not in known and value is not None]
+            elif isinstance(outputs, tuple | list):
+                # A tuple with a loss begins with it: the only scalar among batched outputs.
+                outputs = [value for value in outputs if not isinstance(value, Tensor) or value.dim()]
+            else:
+                outputs = [outputs]
+            outputs = _unwrapped(outputs)
+            if self._preprocess is not None:
+                outputs = self._preprocess(outputs, labels)
+        return {"predictions": _numpy(outputs), "label_ids": _numpy(labels)}
 
     def add(self, parts: Sequence[Tree | None]) -> None:
         """Add this rank's outputs of one round of microbatches; None stands for no output."""
         for part in parts:
-            payload = b"" if part is None else encode(part)
+            payload = b"" if part is None else _encode(part)
             gathered = self._mesh.world.gather_bytes(payload, "predictions of a microbatch")
             rows = zip(map(self._mesh.shape.data_index, self._mesh.world.ranks), gathered, strict=True)
-            self._found += [decode(each) for _, each in sorted(rows) if each]
+            self._found += [_decode(each) for _, each in sorted(rows) if each]
             self.nbytes += sum(map(len, gathered))
 
     def result(self) -> EvalPrediction:
@@ -90,7 +87,7 @@ class Collector:
             }
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
-        return EvalPrediction(predictions=whole["predictions"], label_ids=whole["label_ids"])
+        return EvalPrediction(**whole)
 
     def _whole(self, name: str, padding: int) -> Tree:
         """Release each piece once it is copied."""
@@ -103,15 +100,14 @@ class Collector:
         return pytree.tree_unflatten([_concatenated(column, padding) for column in columns], structure)
 
 
-def encode(tree: Tree) -> bytes:
+def _encode(tree: Tree) -> bytes:
     """Serialize a tree: its arrays as safetensors, and its structure as JSON in their metadata."""
     leaves, structure = pytree.tree_flatten(tree)
     arrays = {str(number): np.asarray(leaf, order="C") for number, leaf in enumerate(leaves) if leaf is not None}
     return bytes(save(arrays, {"tree": pytree.treespec_dumps(structure)}))
 
 
-def decode(content: bytes) -> Tree:
-    """Deserialize the result of `encode`; tuples stay tuples."""
+def _decode(content: bytes) -> Tree:
     length, arrays = int.from_bytes(content[:8], "little"), load(content)
     structure = pytree.treespec_loads(json.loads(content[8 : 8 + length])["__metadata__"]["tree"])
     return pytree.tree_unflatten([arrays.get(str(number)) for number in range(structure.num_leaves)], structure)

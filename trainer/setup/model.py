@@ -33,6 +33,7 @@ from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
+from zeromesh.trainer.generation.settings import end_also_at
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -42,7 +43,6 @@ from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops, counted_parameters
-from zeromesh.trainer.models.generation import end_also_at
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_float8_linear
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided

@@ -73,7 +73,18 @@ class StagedForward:
         self._batches, self._logits = _cut(inputs, rows, self._microbatches), {}
         with torch.no_grad():
             self._executor.run(self._schedule, self)
-        return self._shared(rows, inputs["input_ids"].device)
+        group = self._executor.group
+        logits = torch.empty(0)
+        if self._logits:
+            logits = torch.cat([self._logits[number] for number in range(self._microbatches)])
+            logits = logits if logits.dtype is torch.float64 else logits.float()
+        if not self._vocabulary:
+            here = [logits.shape[-1], logits.itemsize] if self._logits else [0, 0]
+            self._vocabulary, self._width = max(map(tuple, group.gather_integers(here)))
+        if not self._logits:
+            dtype = torch.float64 if self._width == torch.float64.itemsize else torch.float32
+            logits = torch.empty(rows, 1, self._vocabulary, dtype=dtype, device=inputs["input_ids"].device)
+        return group.broadcast(logits.contiguous(), group.size - 1, "logits of the last stage")
 
     def signature(self, microbatch: int) -> Hashable:
         return "tokens", tuple(self._batches[microbatch]["input_ids"].shape)
@@ -90,19 +101,6 @@ class StagedForward:
         with stages.chunk(chunk, received, balance=False):
             self._logits[microbatch] = self._call(**batch).logits[:, -1:]
         return ()
-
-    def _shared(self, rows: int, device: torch.device) -> torch.Tensor:
-        group, logits = self._executor.group, self._logits
-        logits_here = torch.cat([logits[number] for number in range(self._microbatches)]) if logits else None
-        if logits_here is not None and logits_here.dtype is not torch.float64:
-            logits_here = logits_here.float()
-        if not self._vocabulary:
-            here = [0, 0] if logits_here is None else [logits_here.shape[-1], logits_here.itemsize]
-            self._vocabulary, self._width = max(map(tuple, group.gather_integers(here)))
-        if logits_here is None:
-            dtype = torch.float64 if self._width == torch.float64.itemsize else torch.float32
-            logits_here = torch.empty(rows, 1, self._vocabulary, dtype=dtype, device=device)
-        return group.broadcast(logits_here.contiguous(), group.size - 1, "logits of the last stage")
 
 
 class StagedLane(Protocol):

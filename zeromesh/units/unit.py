@@ -345,13 +345,6 @@ class Unit:
         for bucket in self.buckets:
             bucket.note_values()
 
-    def written(self) -> str | None:
-        """Return the name of a parameter changed in place; see `Bucket.written`."""
-        name: str | None = None
-        for bucket in self.buckets:  # All buckets, since each records its finding.
-            name = bucket.written() or name
-        return name
-
     def enter(self, phase: Phase) -> None:
         """Enter the next phase. Raises `PhaseError` for a phase that may not follow."""
         if phase is not _NEXT[self.phase]:
@@ -451,7 +444,9 @@ class InplaceWrites:
 
 
 def _written(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
-    return [(unit, name) for unit in units if unit.phase is Phase.LIVE and (name := unit.written()) is not None]
+    # All buckets are asked, since each records its finding.
+    names = [(unit, bucket.written()) for unit in units if unit.phase is Phase.LIVE for bucket in unit.buckets]
+    return [(unit, name) for unit, name in names if name is not None]
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:

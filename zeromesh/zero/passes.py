@@ -329,12 +329,14 @@ class Passes:
             return
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(unit.module)
-        self._progress.visit(unit.index)
-        # Backward enters a pipeline stage at the output of its last block, not at that of the root.
-        kept = unit.index in self._lasting.get(self._kind, ())
-        if kept or (unit.index == 0 and self._mesh.shape.divides("blocks")):
-            self._progress.held.add(unit.index)
-        self.need(unit)
+        # Parameters that are there and stay have no order of gathers in a pass without a backward.
+        if self._releases or self.mode is not PassMode.EVALUATION or unit.phase is not Phase.LIVE:
+            self._progress.visit(unit.index)
+            # Backward enters a pipeline stage at the output of its last block, not at that of the root.
+            kept = unit.index in self._lasting.get(self._kind, ())
+            if kept or (unit.index == 0 and self._mesh.shape.divides("blocks")):
+                self._progress.held.add(unit.index)
+            self.need(unit)
         self.writes.look_at(unit, len(self.units))
         if self.mode is PassMode.FORWARD and self._releases and unit.index != 0:
             self._calls.begin(unit.index)

@@ -26,7 +26,7 @@ from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import FileSlot, peak_bytes, resident_bytes
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.units import build
 from zeromesh.units.unit import all_buckets
 

@@ -142,7 +142,7 @@ def test_models_that_cannot_be_served_are_refused_before_anyone_listens(workers:
 def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from zeromesh.errors import ConfigError
     from zeromesh.trainer.cli.main import main
-    from zeromesh.trainer.inference.requests import Inbox
+    from zeromesh.trainer.generation.requests import Inbox
     from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
 
     served: Any = None

@@ -137,13 +137,3 @@ def test_a_full_disk_is_named_and_what_was_kept_is_left(tmp_path: Path) -> None:
         journal.add(_row(1))
     journal.close()
     assert ResultJournal(tmp_path / "r.jsonl", "abc", 2).missing() == [1]
-
-
-def test_finished_results_are_not_replaced(tmp_path: Path) -> None:
-    out = tmp_path / "results.jsonl"
-    journal = ResultJournal(out, "these", 1)
-    journal.add({"number": 0})
-    journal.finish()
-    with pytest.raises(ConfigError, match="has content already, which is kept"):
-        ResultJournal(out, "others", 1)
-    assert out.read_text() == '{"number": 0}\n'

@@ -15,7 +15,7 @@ import pytest
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
-from zeromesh.trainer.inference.requests import Inbox, Progress
+from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.trainer.inference.server import app
 from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
 

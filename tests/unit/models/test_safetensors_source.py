@@ -21,7 +21,7 @@ from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.offload.io import direct_io
 from zeromesh.trainer.config.sections.model import ModelSection
-from zeromesh.trainer.inference.source import find_source
+from zeromesh.trainer.inference.generator import find_source
 from zeromesh.trainer.models.build import build_model
 from zeromesh.weight_init.weight_sources import materialize_buffers
 

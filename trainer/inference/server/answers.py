@@ -10,46 +10,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json
-
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.data.tokenizer import TextStream
-from zeromesh.trainer.inference.requests import Inbox, Progress
-from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, RequestError
+from zeromesh.trainer.generation.requests import Inbox, Progress
+from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, Piece, RequestError
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
-
-
-@dataclass(kw_only=True, slots=True)
-class Piece:
-    """A part of a streamed answer."""
-
-    text: str = ""
-    reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Tool calls in the form of OpenAI's streamed deltas."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish: str | None = None
-    """The finish reason on the last piece: `stop`, `length` or `tool_calls`."""
-
-    @property
-    def shown(self) -> bool:
-        """True if the piece has anything that a client sees."""
-        return bool(self.text or self.reasoning or self.tool_calls or self.finish)
-
-    def add(self, other: Piece) -> None:
-        """Append the piece that follows this one."""
-        for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.finish = other.finish
 
 
 class Answer:
@@ -75,91 +47,75 @@ class Answer:
         most: int,
         parser: Any,
     ) -> None:
-        self.prompt_tokens = len(tokens)
-        self.new_tokens = 0
-        self._inbox, self._stops, self._parser = inbox, asked.stops, parser
+        self._inbox, self._served, self._stops, self._parser = inbox, served, asked.stops, parser
         self._pieces: asyncio.Queue[Progress | BaseException] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
-        raw = served.tokenizer.decode_all if parser is not None and served.tokenizer is not None else served.decode
-        self._stream = TextStream(raw)
-        self._held = ""
-        """Text held back because it may be the beginning of a stop sequence."""
-        self._tool_calls = 0
-        self.over = False
         positions, seed = served.positions, asked.seed
         fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
         served.check_request(tokens, fields)
         seed = secrets.randbits(62) if seed is None else seed
-        self.number = inbox.submit(tokens, self._arrived, fields=fields, seed=seed)
+        self._number = inbox.submit(tokens, self.put, fields=fields, seed=seed)
 
-    def _arrived(self, progress: Progress | BaseException) -> None:
+    def put(self, progress: Progress | BaseException) -> None:
+        """Take progress, or the error that ends the answer; any thread may call it."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, progress)
 
-    def fail(self, error: BaseException) -> None:
-        """End the answer with an error; any thread may call it."""
-        self._arrived(error)
-
     def cancel(self) -> None:
         """Cancel the request, which frees its row of the batch."""
-        if not self.over:
-            self._inbox.cancel(self.number)
+        self._inbox.cancel(self._number)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield pieces as they are generated, up to the one with `finish`. Raises `RequestError` when the generator has failed."""
-        if self._parser is not None:
-            yield self._parsed(self._parser.initial_events, Piece())
-        while not self.over:
+        parser, tokenizer = self._parser, self._served.tokenizer
+        stream = TextStream(self._served.decode if parser is None or tokenizer is None else tokenizer.decode_all)
+        held, calls, over = "", 0, False
+        if parser is not None:
+            yield _parsed(parser.initial_events, Piece(), calls)
+        while not over:
             progress = await self._pieces.get()
             if isinstance(progress, BaseException):
-                self.over = True
                 raise RequestError(500, f"the generator has failed: {progress}", code="generator_failed") from progress
-            last = progress.finish is not None
-            self.new_tokens += len(progress.tokens)
-            text, stopped = self._until_stop(self._stream.add(progress.tokens, last=last), last=last)
-            self.over = stopped or last
-            piece = Piece(text=text, tokens=progress.tokens, logprobs=progress.logprobs or [])
-            if self._parser is not None:
-                events = list(self._parser.feed(text)) if text else []
-                with suppress(ValueError, RuntimeError):  # An answer that ends within a tool call has no whole one.
-                    events += self._parser.finalize()[1] if self.over else ()
-                piece = self._parsed(events, piece)
-            if stopped:
-                self._inbox.cancel(self.number)
-            elif progress.finish == "not_finite":
+            finish = progress.finish
+            text = held + stream.add(progress.tokens, last=finish is not None)
+            stopped = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+            if not stopped and finish == "not_finite":
                 raise RequestError(500, "the model's logits for this prompt are NaN or infinite", code="not_finite")
-            elif progress.finish == "cancelled":
+            if not stopped and finish == "cancelled":
                 raise RequestError(503, "the server stops, and the answer was not over", code="stopping")
-            if self.over:
-                length = not stopped and progress.finish == "length"
-                piece.finish = "tool_calls" if self._tool_calls else "length" if length else "stop"
+            over = bool(stopped or finish)
+            # An end of the text that may be the beginning of a stop sequence is held back.
+            ends = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
+            shown = min(stopped) if stopped else len(text) - (0 if over else max(ends, default=0))
+            text, held = text[:shown], text[shown:]
+            piece = Piece(text=text, tokens=progress.tokens, logprobs=progress.logprobs or [])
+            if parser is not None:
+                events = list(parser.feed(text)) if text else []
+                with suppress(ValueError, RuntimeError):  # An answer that ends within a tool call has no whole one.
+                    events += parser.finalize()[1] if over else ()
+                piece = _parsed(events, piece, calls)
+                calls += len(piece.tool_calls)
+            if over:
+                length = not stopped and finish == "length"
+                piece.finish = "tool_calls" if calls else "length" if length else "stop"
             yield piece
 
-    def _until_stop(self, text: str, *, last: bool) -> tuple[str, bool]:
-        """Return the text that can be shown, and True if a stop sequence followed it."""
-        held = self._held + text
-        places = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        if places:
-            return held[: min(places)], True
-        kept = 0 if last else max((_overlap(held, stop) for stop in self._stops), default=0)
-        self._held = held[len(held) - kept :]
-        return held[: len(held) - kept], False
 
-    def _parsed(self, events: list[Any], piece: Piece) -> Piece:
-        from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
+def _parsed(events: list[Any], piece: Piece, calls: int) -> Piece:
+    """Return a piece with the text, the reasoning and the tool calls of a parser's events; `calls` came before."""
+    from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 
-        piece.text = ""
-        for chunk in response_events_to_chunks(events):
-            if isinstance(chunk, ToolCall):
-                function = {"name": chunk.name, "arguments": chunk.arguments}
-                call = {"index": self._tool_calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-                piece.tool_calls.append({**call, "function": function})
-                self._tool_calls += 1
-            elif isinstance(chunk, ReasoningText):
-                piece.reasoning += chunk
-            else:
-                piece.text += chunk
-        return piece
+    piece.text = ""
+    for chunk in response_events_to_chunks(events):
+        if isinstance(chunk, ToolCall):
+            function = {"name": chunk.name, "arguments": chunk.arguments}
+            call = {"index": calls + len(piece.tool_calls), "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            piece.tool_calls.append({**call, "function": function})
+        elif isinstance(chunk, ReasoningText):
+            piece.reasoning += chunk
+        else:
+            piece.text += chunk
+    return piece
 
 
 def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any:
@@ -177,42 +133,13 @@ def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any
     return build_response_parser(tokenizer, model, list(tokens), tools=tools)
 
 
-def chat_tokens(served: Generator, messages: Sequence[Mapping[str, Any]], tools: Any) -> list[int]:
-    """Return the tokens of a conversation. Raises `RequestError` for messages without text, or that the chat template refuses."""
-    plain = [_plain(message, f"messages.{index}") for index, message in enumerate(messages)]
-    tokenizer = served.tokenizer
+def chat_tokens(served: Generator, asked: ChatRequest) -> list[int]:
+    """Return the tokens of a conversation. Raises `RequestError` for messages that the chat template refuses."""
+    messages, tokenizer = [message.model_dump(exclude_none=True) for message in asked.messages], served.tokenizer
     if tokenizer is None:
         raise RequestError(400, "the model has no tokenizer")
     with RequestError.about("messages"):
-        tokens = tokenizer.encode_messages(plain, tools=tools)
-        if tools and tokens == tokenizer.encode_messages(plain):
+        tokens = tokenizer.encode_messages(messages, tools=asked.tools)
+        if asked.tools and tokens == tokenizer.encode_messages(messages):
             raise RequestError(400, "the model's chat template knows no tools", param="tools")
     return tokens
-
-
-def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with text alone and tool-call arguments as mappings, as chat templates expect them."""
-    found = {name: value for name, value in message.items() if value is not None}
-    content = found.get("content", "")
-    if not isinstance(content, str):
-        if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in content):
-            raise RequestError(
-                400, f"{where}.content: parts have type text and a text; others are not taken", param=where
-            )
-        found["content"] = " ".join(part["text"] for part in content)
-    calls = found.get("tool_calls", [])
-    try:
-        for call in calls:
-            function = call["function"]
-            if isinstance(function["arguments"], str):
-                call["function"] = {**function, "arguments": from_json(function["arguments"])}
-    except (TypeError, KeyError, ValueError) as error:
-        raise RequestError(
-            400, f"{where}.tool_calls: calls have a function with name and arguments", param=where
-        ) from error
-    return found
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)

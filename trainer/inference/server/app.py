@@ -14,24 +14,33 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import h11
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.network_interfaces import is_loopback
-from zeromesh.trainer.inference.requests import Inbox
-from zeromesh.trainer.inference.server import schema
-from zeromesh.trainer.inference.server.answers import Answer, Piece, chat_tokens, response_parser
-from zeromesh.trainer.inference.server.schema import Body, ChatRequest, CompletionRequest, RequestError, parse_body
+from zeromesh.trainer.generation.requests import Inbox
+from zeromesh.trainer.inference.server.answers import Answer, chat_tokens, response_parser
+from zeromesh.trainer.inference.server.schema import (
+    Body,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    Piece,
+    RequestError,
+    Usage,
+    parse_body,
+)
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
@@ -146,7 +155,7 @@ class HttpServer:
         """End all open answers with an error."""
         self.failure, self._stopping = error, True
         for answer in list(self._answers):
-            answer.fail(error)
+            answer.put(error)
 
     def close(self) -> None:
         """Wait until open answers have reached their clients, then stop listening."""
@@ -154,37 +163,36 @@ class HttpServer:
             self._server.should_exit = True
             self._thread.join(self._options.grace_seconds + 2)
 
-    def _make_app(self) -> FastAPI:
-        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-        routes: dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]] = {
+    def _make_app(self) -> ASGIApp:
+        served: dict[str, tuple[str, Callable[[Request], Awaitable[Any]]]] = {
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/models": ("GET", self._models),
             "/v1/models/{name:path}": ("GET", self._models),
             "/health": ("GET", self._health),
         }
-        for path, (method, handle) in routes.items():
-            app.add_api_route(path, handle, methods=[method], response_model=None)
 
-        @app.exception_handler(ZeromeshError)
-        async def refuse(request: Request, error: ZeromeshError) -> Response:
-            return _refusal(RequestError.of(error))
+        async def refuse(request: Request, error: Exception) -> Response:
+            if isinstance(error, ZeromeshError):
+                return _refusal(RequestError.of(error))
+            if isinstance(error, HTTPException):
+                what = {404: "there is no such path", 405: "the path has another method"}
+                paths = ", ".join(f"{method} {path}" for path, (method, _) in served.items())
+                text = what.get(error.status_code, error.detail)
+                return _refusal(RequestError(error.status_code, f"{text}; there are {paths}"))
+            # uvicorn closes the connection after it has written the log.
+            return _refusal(RequestError(500, "the server has failed on this request; its log says why"), close=True)
 
-        @app.exception_handler(HTTPException)
-        async def refuse_route(request: Request, error: HTTPException) -> Response:
-            what = {404: "there is no such path", 405: "the path has another method"}
-            served = ", ".join(f"{method} {path}" for path, (method, _) in routes.items())
-            text = what.get(error.status_code, error.detail)
-            return _refusal(RequestError(error.status_code, f"{text}; there are {served}"))
+        app = Starlette(
+            routes=[Route(path, handle, methods=[method]) for path, (method, handle) in served.items()],
+            exception_handlers=dict.fromkeys((ZeromeshError, HTTPException, Exception), refuse),
+        )
 
-        @app.exception_handler(Exception)
-        async def fail(request: Request, error: Exception) -> Response:
-            refused = _refusal(RequestError(500, "the server has failed on this request; its log says why"))
-            refused.headers["Connection"] = "close"  # As uvicorn does after it has written the log.
-            return refused
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            problem = _forbidden(Headers(scope=scope), self._options.token) if scope["type"] == "http" else None
+            await (app if problem is None else _refusal(problem))(scope, receive, send)
 
-        app.add_middleware(_Guard, options=self._options)
-        return app
+        return guarded
 
     # Routes
 
@@ -196,54 +204,22 @@ class HttpServer:
         return JSONResponse({"status": "ok", "open_requests": len(self._inbox)})
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self.name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
+        card = {"id": self.name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
         if "name" not in request.path_params:
-            return JSONResponse({"object": "list", "data": [model]})
+            return JSONResponse({"object": "list", "data": [card]})
         self._require_model(request.path_params["name"])
-        return JSONResponse(model)
+        return JSONResponse(card)
 
-    async def _completions(self, request: Request) -> Response:
+    async def _completions(self, request: Request) -> ASGIApp:
         asked = await self._parsed_body(request, CompletionRequest)
         with RequestError.about("prompt"):
             tokens = await asyncio.to_thread(self._served.encode, asked.prompt)
+        return self._reply(asked, tokens, None)
 
-        def choice(piece: Piece, *, first: bool) -> schema.Choice:
-            return {"index": 0, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
-
-        return await self._reply(request, asked, self._answer(asked, tokens, None), "cmpl", choice)
-
-    async def _chat(self, request: Request) -> Response:
+    async def _chat(self, request: Request) -> ASGIApp:
         asked = await self._parsed_body(request, ChatRequest)
-        messages = [message.model_dump(exclude_none=True) for message in asked.messages]
-        tokens = await asyncio.to_thread(chat_tokens, self._served, messages, asked.tools)
-        answer = self._answer(asked, tokens, response_parser(self._served, tokens, asked.tools))
-
-        def choice(piece: Piece, *, first: bool) -> schema.Choice:
-            said: schema.ChoiceMessage = {"role": "assistant"} if first else {}
-            if piece.text or (first and not piece.tool_calls):
-                said["content"] = piece.text
-            if piece.reasoning:
-                said["reasoning_content"] = piece.reasoning
-            if piece.tool_calls:
-                said["tool_calls"] = piece.tool_calls
-            if asked.stream:
-                return {"index": 0, "delta": said, "logprobs": logprobs(piece), "finish_reason": piece.finish}
-            for call in piece.tool_calls:
-                del call["index"]
-            whole: schema.ChoiceMessage = {"content": None, "refusal": None, **said}
-            return {"index": 0, "message": whole, "logprobs": logprobs(piece), "finish_reason": piece.finish}
-
-        def logprobs(piece: Piece) -> schema.ChoiceLogprobs | None:
-            if not asked.logprobs:
-                return None
-            texts = [self._served.decode([token]) for token in piece.tokens]
-            rows: list[schema.TokenLogprob] = [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in zip(texts, piece.logprobs, strict=True)
-            ]
-            return {"content": rows, "refusal": None}
-
-        return await self._reply(request, asked, answer, "chatcmpl", choice)
+        tokens = await asyncio.to_thread(chat_tokens, self._served, asked)
+        return self._reply(asked, tokens, response_parser(self._served, tokens, asked.tools))
 
     # Shared by the routes
 
@@ -251,15 +227,13 @@ class HttpServer:
         """Return the validated body, which is within the size limit and names the served model."""
         if self.failure is not None or self._stopping:
             raise RequestError(503, "the server stops and takes no more requests", code="stopping")
-        content, seconds = bytearray(), self._options.receive_seconds
+        content, most, seconds = bytearray(), self._options.body_bytes, self._options.receive_seconds
         try:
             async with asyncio.timeout(seconds):
                 async for part in request.stream():
                     content += part
-                    if len(content) > self._options.body_bytes:
-                        raise RequestError(
-                            413, f"the body has more than {self._options.body_bytes} bytes, which are allowed"
-                        )
+                    if len(content) > most:
+                        raise RequestError(413, f"the body has more than {most} bytes, which are allowed")
         except TimeoutError as error:
             raise RequestError(408, f"the body was not there within {seconds:g} seconds") from error
         except ClientDisconnect as error:
@@ -276,75 +250,64 @@ class HttpServer:
                 404, f"the model is {self.name}, and no other is served", param="model", code="model_not_found"
             )
 
-    def _answer(self, asked: CompletionRequest | ChatRequest, tokens: list[int], parser: Any) -> Answer:
+    def _reply(self, asked: CompletionRequest | ChatRequest, tokens: list[int], parser: Any) -> ASGIApp:
+        """Submit a request, and return the response that sends its answer, whole or in parts, until the client leaves."""
         answer = Answer(self._inbox, self._served, asked, tokens, most=self._options.new_tokens, parser=parser)
         self._answers.add(answer)
         if self.failure is not None:  # The generator has failed meanwhile.
-            answer.fail(self.failure)
-        return answer
-
-    def _end(self, answer: Answer) -> None:
-        answer.cancel()
-        self._answers.discard(answer)
-
-    async def _full_answer(self, request: Request, answer: Answer) -> Piece:
-        gone, made = asyncio.ensure_future(_until_gone(request)), asyncio.ensure_future(_all_of(answer))
-        try:
-            await asyncio.wait({gone, made}, return_when=asyncio.FIRST_COMPLETED)
-            if not made.done():
-                raise RequestError(499, "the client has left")
-            return made.result()
-        finally:
-            gone.cancel()
-            made.cancel()
-            self._end(answer)
-
-    async def _reply(
-        self,
-        request: Request,
-        asked: CompletionRequest | ChatRequest,
-        answer: Answer,
-        kind: Literal["cmpl", "chatcmpl"],
-        choice: Callable[..., schema.Choice],
-    ) -> Response:
-        """`choice` converts a piece to a choice of the response."""
-        names = {"cmpl": "text_completion", "chatcmpl": "chat.completion.chunk" if asked.stream else "chat.completion"}
+            answer.put(self.failure)
         head = {
-            "id": f"{kind}-{uuid.uuid4().hex}", "object": names[kind], "created": int(time.time()), "model": self.name,
+            "id": f"{asked.kind}-{uuid.uuid4().hex}", "object": asked.object, "created": int(time.time()), "model": self.name,
         }  # fmt: skip
-        if not asked.stream:
-            whole = await self._full_answer(request, answer)
-            return JSONResponse({**head, "choices": [choice(whole, first=True)], "usage": _usage(answer)})
 
-        async def events() -> AsyncIterator[str]:
-            first = True
+        def body(*pieces: Piece, first: bool = False, usage: int | None = None) -> dict[str, Any]:
+            """Return the body with a choice of each piece, and the usage after `usage` new tokens."""
+            found = dict[str, Any](head)
+            found["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
+            if usage is not None:
+                prompt = len(tokens)
+                found["usage"] = Usage(prompt_tokens=prompt, completion_tokens=usage, total_tokens=prompt + usage)
+            return Completion(**found).model_dump(exclude_unset=True)
+
+        async def parts() -> AsyncIterator[str]:
+            first, new = True, 0
             try:
                 async for piece in answer.pieces():
-                    made = choice(piece, first=first)
-                    if first or piece.shown or made["logprobs"]:
-                        yield _event({**head, "choices": [made]})
+                    new += len(piece.tokens)
+                    if first or piece.shown or asked.logprobs:
+                        yield _event(body(piece, first=first))
                     first = False
                 if (asked.stream_options or {}).get("include_usage"):
-                    yield _event({**head, "choices": [], "usage": _usage(answer)})
+                    yield _event(body(usage=new))
                 yield "data: [DONE]\n\n"
             except RequestError as error:
                 yield _event(error.body())
 
-        return _EventStream(events(), on_end=lambda: self._end(answer))
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            if asked.stream:
+                events = StreamingResponse(
+                    parts(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+                )
+                await events.stream_response(send)
+                return
+            whole = Piece()
+            async for piece in answer.pieces():
+                whole.add(piece)
+            await JSONResponse(body(whole, first=True, usage=len(whole.tokens)))(scope, receive, send)
 
+        async def reply(scope: Scope, receive: Receive, send: Send) -> None:
+            works = [asyncio.ensure_future(respond(scope, receive, send)), asyncio.ensure_future(_until_gone(receive))]
+            try:
+                done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+                if works[0] in done:
+                    works[0].result()
+            finally:
+                for work in works:
+                    work.cancel()
+                answer.cancel()
+                self._answers.discard(answer)
 
-class _EventStream(StreamingResponse):
-    """A streaming response that calls `on_end` even if the client disconnects before the first event."""
-
-    def __init__(self, events: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._on_end = on_end
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
+        return reply
 
 
 class _Connection(H11Protocol):
@@ -360,8 +323,7 @@ class _Connection(H11Protocol):
             transport.abort()
         elif len(self.connections) > most:
             error = RequestError(503, f"{most} connections are open, as many as are allowed", code="connections")
-            self.app = _refusal(error)
-            self.app.headers["Connection"] = "close"
+            self.app = _refusal(error, close=True)
         self._await_head(None)
 
     def on_response_complete(self) -> None:
@@ -373,8 +335,8 @@ class _Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # The request is answered already.
             self.transport.close()
             return
-        refused = _refusal(RequestError(400, msg.rstrip(".")))
-        head = h11.Response(status_code=400, headers=[*refused.raw_headers, (b"connection", b"close")])
+        refused = _refusal(RequestError(400, msg.rstrip(".")), close=True)
+        head = h11.Response(status_code=400, headers=refused.raw_headers)
         for event in (head, h11.Data(data=bytes(refused.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
@@ -387,60 +349,39 @@ class _Connection(H11Protocol):
             self.transport.close()
 
 
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _all_of(answer: Answer) -> Piece:
-    whole = Piece()
-    async for piece in answer.pieces():
-        whole.add(piece)
-    return whole
+def _event(body: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def _usage(answer: Answer) -> schema.Usage:
-    prompt, new = answer.prompt_tokens, answer.new_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+def _refusal(error: RequestError, *, close: bool = False) -> Response:
+    headers = {"Retry-After": str(_RETRY_SECONDS)} if error.status in (429, 503) else {}
+    headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    headers |= {"Connection": "close"} if close else {}
+    return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
-def _event(value: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-def _refusal(error: RequestError) -> Response:
-    later = {"Retry-After": str(_RETRY_SECONDS)} if error.status in (429, 503) else {}
-    login = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    return JSONResponse(error.body(), status_code=error.status, headers={**later, **login})
-
-
-class _Guard:
-    """Middleware that requires the token or, without one, a Host header of this machine and no foreign Origin.
-    A web page of another host could otherwise send requests, or read answers through DNS rebinding."""
-
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self._app, self._options = app, options
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._problem(Headers(scope=scope)) if scope["type"] == "http" else None
-        await (self._app if problem is None else _refusal(problem))(scope, receive, send)
-
-    def _problem(self, headers: Headers) -> RequestError | None:
-        for name in ("host", "origin", "authorization"):
-            if len(headers.getlist(name)) > 1:
-                return RequestError(400, f"the header {name.title()} is there more than once", code="repeated_header")
-        token = self._options.token
-        if token is not None:
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode("latin-1"), token.encode(errors="surrogateescape")):
-                return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
-            return None
-        if not _is_loopback(headers.get("host", "")):
-            return RequestError(403, "the Host header names no address of this host", code="wrong_host")
-        scheme, _, place = headers.get("origin", "http://localhost").partition("://")
-        if scheme.lower() not in ("http", "https") or not _is_loopback(place):
-            return RequestError(403, "web pages of other hosts are not answered", code="wrong_origin")
+def _forbidden(headers: Headers, token: str | None) -> RequestError | None:
+    """Return the refusal of a request without the token or, where there is none, without a Host header of this machine or with a
+    foreign Origin: a web page of another host could otherwise send requests, or read answers through DNS rebinding."""
+    for name in ("host", "origin", "authorization"):
+        if len(headers.getlist(name)) > 1:
+            return RequestError(400, f"the header {name.title()} is there more than once", code="repeated_header")
+    if token is not None:
+        given = headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode("latin-1"), token.encode(errors="surrogateescape")):
+            return RequestError(401, "the API key is missing or wrong", code="invalid_api_key")
         return None
+    if not _is_loopback(headers.get("host", "")):
+        return RequestError(403, "the Host header names no address of this host", code="wrong_host")
+    scheme, _, place = headers.get("origin", "http://localhost").partition("://")
+    if scheme.lower() not in ("http", "https") or not _is_loopback(place):
+        return RequestError(403, "web pages of other hosts are not answered", code="wrong_origin")
+    return None
 
 
 _PLACE = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z.-]+))(?::\d{1,5})?", re.IGNORECASE | re.ASCII)

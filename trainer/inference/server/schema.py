@@ -1,17 +1,20 @@
-"""Validated request bodies of OpenAI's completions and chat completions, and responses and errors in the form that its clients
-read."""
+"""Bodies of OpenAI's completions and chat completions: requests, answers, and errors in the form that its clients read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypedDict, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_core import from_json
 
 from zeromesh.errors import PhaseError, QueueFullError, ZeromeshError, printable
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this decode greedily: dividing logits by a lower one may overflow, and the best token is drawn in any case."""
 
 
 class RequestError(ZeromeshError):
@@ -39,10 +42,84 @@ class RequestError(ZeromeshError):
         except ZeromeshError as error:
             raise cls.of(error, param) from error
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, dict[str, str | None]]:
         """Return the JSON body of the error response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+# Bodies of answers, in which fields that are not set are left out.
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[Any]
+
+
+class ChoiceLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChoiceMessage(BaseModel):
+    content: str | None = None
+    refusal: None = None
+    role: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class Choice(BaseModel):
+    index: int
+    text: str | None = None
+    message: ChoiceMessage | None = None
+    delta: ChoiceMessage | None = None
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(BaseModel):
+    """An answer, or a part of a streamed one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Usage | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Piece:
+    """A part of what a model answers."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """Tool calls in the form of OpenAI's streamed deltas."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish: str | None = None
+    """The finish reason on the last piece: `stop`, `length` or `tool_calls`."""
+
+    @property
+    def shown(self) -> bool:
+        """True if the piece has anything that a client sees."""
+        return bool(self.text or self.reasoning or self.tool_calls or self.finish)
+
+    def add(self, other: Piece) -> None:
+        """Append the piece that follows this one."""
+        for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.finish = other.finish
 
 
 class _Options(BaseModel):
@@ -67,13 +144,11 @@ class _Options(BaseModel):
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
-
     def fields(self, most: int) -> dict[str, Any]:
         """Return fields of `GenerationConfig`; `most` is the default of `max_new_tokens`."""
-        found: dict[str, Any] = {"max_new_tokens": self.most_tokens or most}
+        found: dict[str, Any] = {
+            "max_new_tokens": getattr(self, "max_completion_tokens", None) or self.max_tokens or most
+        }
         if self.temperature is not None and self.temperature < _GREEDY_BELOW:
             return found | {"do_sample": False}
         draws = {"temperature": self.temperature, "top_p": self.top_p}
@@ -81,30 +156,58 @@ class _Options(BaseModel):
         return found | ({"do_sample": True, **draws} if draws else {})
 
 
-_GREEDY_BELOW = 1e-5
-"""Temperatures below this decode greedily: dividing logits by a lower one may overflow, and the best token is drawn in any case."""
-
-
 class CompletionRequest(_Options):
     """The body of `/v1/completions`."""
 
+    kind: ClassVar[str] = "cmpl"
+    object: ClassVar[str] = "text_completion"
     prompt: str | list[int]
     logprobs: Literal[0] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
 
+    def choice(self, piece: Piece, *, first: bool, decode: Callable[[Sequence[int]], str]) -> Choice:
+        """Return a piece as a choice of the answer."""
+        return Choice(index=0, text=piece.text, logprobs=None, finish_reason=piece.finish)
+
 
 class ChatMessage(BaseModel):
-    """One message of a conversation."""
+    """One message of a conversation, with text alone and tool-call arguments as mappings, as chat templates expect them."""
 
     model_config = ConfigDict(extra="allow")
     role: Annotated[str, Field(max_length=64)]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        texts: list[Any] = [
+            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
+        ]
+        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("parts have type text and a text; others are not taken")
+        return " ".join(texts)
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _arguments(cls, calls: Any) -> Any:
+        try:
+            for call in calls or ():
+                function = call["function"]
+                if isinstance(function["arguments"], str):
+                    call["function"] = {**function, "arguments": from_json(function["arguments"])}
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError("calls have a function with name and arguments") from error
+        return calls
 
 
 class ChatRequest(_Options):
     """The body of `/v1/chat/completions`."""
 
+    kind: ClassVar[str] = "chatcmpl"
     most_messages: ClassVar[int] = 4096
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=most_messages)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -115,49 +218,37 @@ class ChatRequest(_Options):
     top_logprobs: Literal[0] | None = None
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+    def object(self) -> str:
+        return "chat.completion.chunk" if self.stream else "chat.completion"
+
+    def choice(self, piece: Piece, *, first: bool, decode: Callable[[Sequence[int]], str]) -> Choice:
+        """Return a piece as a choice of the answer; `decode` gives the text of tokens."""
+        said: dict[str, Any] = {"role": "assistant"} if first else {}
+        if piece.text or (first and not piece.tool_calls):
+            said["content"] = piece.text
+        if piece.reasoning:
+            said["reasoning_content"] = piece.reasoning
+        calls = piece.tool_calls
+        if not self.stream:
+            said = {"content": None, "refusal": None, **said}
+            calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
+        if calls:
+            said["tool_calls"] = calls
+        found: dict[str, Any] = {"delta" if self.stream else "message": ChoiceMessage(**said)}
+        return Choice(index=0, **found, logprobs=self._logprobs(piece, decode), finish_reason=piece.finish)
+
+    def _logprobs(self, piece: Piece, decode: Callable[[Sequence[int]], str]) -> ChoiceLogprobs | None:
+        if not self.logprobs:
+            return None
+        texts = [decode([token]) for token in piece.tokens]
+        rows = [
+            TokenLogprob(token=text, logprob=value, bytes=list(text.encode()), top_logprobs=[])
+            for text, value in zip(texts, piece.logprobs, strict=True)
+        ]
+        return ChoiceLogprobs(content=rows, refusal=None)
 
 
-# Bodies of responses, with the keys of OpenAI's service.
-
-
-class Usage(TypedDict):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class TokenLogprob(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[Any]
-
-
-class ChoiceLogprobs(TypedDict):
-    content: list[TokenLogprob]
-    refusal: None
-
-
-class ChoiceMessage(TypedDict, total=False):
-    content: str | None
-    refusal: None
-    role: str
-    reasoning_content: str
-    tool_calls: list[dict[str, Any]]
-
-
-class Choice(TypedDict):
-    index: int
-    text: NotRequired[str]
-    message: NotRequired[ChoiceMessage]
-    delta: NotRequired[ChoiceMessage]
-    logprobs: ChoiceLogprobs | None
-    finish_reason: str | None
-
-
-Body = TypeVar("Body", bound=_Options)
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
 
 
 def parse_body(content: bytes, kind: type[Body]) -> Body:
@@ -167,6 +258,5 @@ def parse_body(content: bytes, kind: type[Body]) -> Body:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or None
-        raise RequestError(
-            400, printable(f"{where or 'body'}: {first['msg']}"), param=where and printable(where)
-        ) from error
+        text = printable(f"{where or 'body'}: {first['msg'].removeprefix('Value error, ')}")
+        raise RequestError(400, text, param=where and printable(where)) from error

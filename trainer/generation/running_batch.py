@@ -22,11 +22,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from zeromesh.trainer.inference.requests import Finish, Progress, Request
-from zeromesh.trainer.inference.row_cache import RowCache, layers_of
-from zeromesh.trainer.inference.sampling import RowSampler, logprobs_of, widened
-from zeromesh.trainer.inference.settings import most_new_tokens
-from zeromesh.trainer.models.generation import ends_of
+from zeromesh.trainer.generation.requests import Finish, Progress, Request
+from zeromesh.trainer.generation.row_cache import RowCache, layers_of
+from zeromesh.trainer.generation.sampling import RowSampler, logprobs_of, widened
+from zeromesh.trainer.generation.settings import ends_of
 
 
 class ForwardKind(Enum):
@@ -49,8 +48,6 @@ class RunningRow:
     tokens: list[int]
     """The tokens of the prompt, followed by the new ones."""
     logprobs: list[float] = field(default_factory=list)
-    cached: int = 0
-    """The number of tokens whose keys and values are in the cache."""
     reported: int = 0
     """The number of new tokens that earlier progress has reported."""
     finish: Finish | None = None
@@ -68,12 +65,6 @@ class RunningRow:
             self.tokens.append(token)
             self.logprobs.append(logprob)
             self.finish = "stop" if token in self.ends else "length" if len(self.logprobs) >= self.limit else None
-
-    def progress(self) -> Progress:
-        """Return the new tokens since the last report."""
-        begin, self.reported = self.reported, len(self.logprobs)
-        tokens, logprobs = self.tokens[len(self.request.tokens) + begin :], self.logprobs[begin:]
-        return Progress(number=self.request.number, tokens=tokens, logprobs=logprobs, finish=self.finish)
 
 
 class RunningBatch:
@@ -106,11 +97,10 @@ class RunningBatch:
         if hasattr(module.config, "output_router_logits"):
             self._common_arguments["output_router_logits"] = False
         self._waiting: deque[RunningRow] = deque()
-        self._running: list[RunningRow] = []
-        self._cache = RowCache(self._layers)
         self._joining: list[RunningRow] = []
-        self._joining_cache = RowCache(self._layers)
+        self._running: list[RunningRow] = []
         self._ended: list[RunningRow] = []
+        self._joining_cache, self._cache = RowCache(self._layers), RowCache(self._layers)
         self._kind = ForwardKind.IDLE
         self._after_prefill = False
         self.computed = 0
@@ -120,9 +110,9 @@ class RunningBatch:
         """Enqueue a request; the batch owns its checked settings from now on."""
         row = RunningRow(
             request=request,
-            sampler=RowSampler.of(self._module, settings, request.tokens, request.seed, self._device),
+            sampler=RowSampler(self._module, settings, request.tokens, request.seed, self._device),
             ends=ends_of(settings),
-            limit=most_new_tokens(settings, len(request.tokens)),
+            limit=int(settings.max_new_tokens),
             tokens=list(request.tokens),
         )
         self._waiting.append(row)
@@ -134,6 +124,7 @@ class RunningBatch:
                 row.finish = "cancelled"
         self._ended += [row for row in self._waiting if row.finish]
         self._waiting = deque(row for row in self._waiting if not row.finish)
+        self.settle()
 
     @property
     def _rows(self) -> list[RunningRow]:
@@ -147,14 +138,18 @@ class RunningBatch:
     @property
     def open_tokens(self) -> int:
         """The maximal number of tokens that are still to be computed."""
-        return sum(row.left + max(0, len(row.request.tokens) - row.cached) for row in self._rows)
+        prompts = sum(len(row.request.tokens) for row in (*self._waiting, *self._joining))
+        return prompts + sum(row.left for row in self._rows)
 
     def plan(self, *, eager: bool) -> ForwardKind:
         """Choose the next forward. With `eager`, requests join as soon as one row is free, not only when several are."""
         if not self._joining and self._waiting:
             self._admit(eager=eager)
         if self._joining and not self._columns():
-            self._join()
+            lengths = [len(row.request.tokens) - 1 for row in self._joining]
+            self._cache.merge(self._joining_cache, lengths, most_rows=self._most_rows)
+            self._running += self._joining
+            self._joining, self._joining_cache = [], RowCache(self._layers)
         if self._joining and not (self._running and self._after_prefill):
             self._kind = ForwardKind.PREFILL
         else:
@@ -166,15 +161,15 @@ class RunningBatch:
         free = self._most_rows - len(self._running)
         if free < 1 or (self._running and not eager and free < min(len(self._waiting), -(-self._most_rows // 8))):
             return
-        running = max((row.cached + row.left for row in self._running), default=0)
+        widths = [length + row.left for row, length in zip(self._running, self._cache.columns.lengths, strict=True)]
         longest = len(self._waiting[0].tokens)
         for row in list(self._waiting)[: 2 * free]:
             length = len(row.tokens)
-            width = max(running, *(each.limit + len(each.tokens) for each in (*self._joining, row)))
-            rows = len(self._running) + len(self._joining) + 1
-            if len(self._joining) == free or (rows > 1 and rows * width > self._cache_tokens):
+            width = max([*widths, row.limit + length])
+            if len(self._joining) == free or (widths and (len(widths) + 1) * width > self._cache_tokens):
                 break
             if longest <= 2 * length and length <= 2 * longest:
+                widths.append(row.limit + length)
                 self._joining.append(row)
                 self._waiting.remove(row)
 
@@ -185,36 +180,37 @@ class RunningBatch:
         return max(1, len(self._running)), 1
 
     def _columns(self) -> int:
-        """The columns of the next prefill chunk; 0 after the last one."""
-        left = max(len(row.request.tokens) for row in self._joining) - 1 - self._joining_cache.width
+        """Return the columns of the next prefill chunk; 0 after the last one."""
+        left = max(len(row.request.tokens) for row in self._joining) - 1 - self._joining_cache.columns.width
         return min(left, max(1, self._prefill_tokens // len(self._joining)))
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of the planned forward; for an idle batch, a dummy input whose result is dropped."""
-        if self._kind is ForwardKind.IDLE:
-            one = torch.ones(1, 1, dtype=torch.long)
-            return self._arguments(0 * one, one, 0 * one) | {"use_cache": False}
-        rows, cache = self._running, self._cache
+        ids = positions = torch.zeros(1, 1, dtype=torch.long)
+        mask, new = torch.ones(1, 1, dtype=torch.long), 1
+        cache: RowCache | None = None
         if self._kind is ForwardKind.PREFILL:
-            rows, cache, new = self._joining, self._joining_cache, self._columns()
-            begin, end = cache.width, cache.width + new
-            chunks = [row.request.tokens[begin : min(end, len(row.request.tokens) - 1)] for row in rows]
+            cache, new, begin = self._joining_cache, self._columns(), self._joining_cache.columns.width
+            end = begin + new
+            chunks = [row.request.tokens[begin : min(end, len(row.request.tokens) - 1)] for row in self._joining]
             ids = torch.tensor([[*chunk, *[0] * (new - len(chunk))] for chunk in chunks])
-            positions = torch.arange(begin, end).expand(len(rows), -1)
-            mask = torch.ones(len(rows), end, dtype=torch.long)
-        else:
-            new, width = 1, cache.width
-            ids = torch.tensor([row.tokens[-1:] for row in rows])
-            # A finished row may be computed beyond the model's last position; its result is dropped.
-            positions = torch.tensor([[min(row.cached, len(row.tokens) - 1)] for row in rows])
-            mask = (torch.arange(width + 1) >= torch.tensor([[width - row.cached] for row in rows])).long()
+            positions = torch.arange(begin, end).expand(len(chunks), -1)
+            mask = torch.ones(len(chunks), end, dtype=torch.long)
+        elif self._kind is ForwardKind.DECODE:
+            cache, width = self._cache, self._cache.columns.width
+            ids = torch.tensor([row.tokens[-1:] for row in self._running])
+            # A finished row stays at its last position, as the model may have none beyond; its result is dropped.
+            positions = torch.tensor([[len(row.tokens) - 1] for row in self._running])
+            missing = width - torch.tensor(cache.columns.lengths)
+            mask = (torch.arange(width + 1) >= missing[:, None]).long()
+        tensors = {"input_ids": ids, "attention_mask": mask}
+        if self._takes_positions:
+            tensors["position_ids"] = positions
+        found = {name: tensor.to(self._device) for name, tensor in tensors.items()} | self._common_arguments
+        if cache is None:
+            return found | {"use_cache": False}
         cache.make_room(new)
-        return self._arguments(ids, mask, positions) | {"past_key_values": cache}
-
-    def _arguments(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """Return the arguments of a forward except the cache, from tensors `[rows, columns]` on the CPU."""
-        found = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device), **self._common_arguments}
-        return found | ({"position_ids": positions.to(self._device)} if self._takes_positions else {})
+        return found | {"past_key_values": cache}
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose tokens from logits `[rows, vocabulary]` of the last positions. Returns the next tokens and their
@@ -235,23 +231,14 @@ class RunningBatch:
             return
         self._after_prefill = self._kind is ForwardKind.PREFILL
         if self._after_prefill:
-            begin, new = self._joining_cache.width, self._columns()
+            begin, new = self._joining_cache.columns.width, self._columns()
             self.computed += sum(max(0, min(len(row.request.tokens) - 1, begin + new) - begin) for row in self._joining)
             self._joining_cache.added(len(self._joining), new)
         else:
             self.computed += sum(row.finish is None for row in self._running)
             self._cache.added(len(self._running), 1)
             for row, token, logprob in zip(self._running, chosen[0].tolist(), chosen[1].tolist(), strict=True):
-                row.cached += 1
                 row.add(int(token), logprob)
-
-    def _join(self) -> None:
-        for row in self._joining:
-            row.cached = len(row.request.tokens) - 1
-        lengths = [[row.cached for row in rows] for rows in (self._joining, self._running)]
-        self._cache.merge(self._joining_cache, *lengths, most_rows=self._most_rows)
-        self._running += self._joining
-        self._joining, self._joining_cache = [], RowCache(self._layers)
 
     def settle(self) -> None:
         """Remove the rows that have ended."""
@@ -261,7 +248,7 @@ class RunningBatch:
                 self._ended.append(row)
                 self._running[index] = self._running[-1]
                 self._running.pop()
-                self._cache.remove(index, [each.cached for each in self._running])
+                self._cache.remove(index)
 
     def steady_forwards(self, *, fewest: int) -> int:
         """Return the number of forwards with constant shapes: 1 while prompts wait, else until the first row reaches its limit,
@@ -279,4 +266,10 @@ class RunningBatch:
     def progress(self) -> list[Progress]:
         """Return the progress of all requests since the last call."""
         rows, self._ended = [*self._ended, *self._joining, *self._running], []
-        return [row.progress() for row in rows if row.finish or len(row.logprobs) > row.reported]
+        found = []
+        for row in rows:
+            if row.finish or len(row.logprobs) > row.reported:
+                begin, row.reported = row.reported, len(row.logprobs)
+                tokens, logprobs = row.tokens[len(row.request.tokens) + begin :], row.logprobs[begin:]
+                found.append(Progress(number=row.request.number, tokens=tokens, logprobs=logprobs, finish=row.finish))
+        return found

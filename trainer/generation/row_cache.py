@@ -15,18 +15,13 @@ cache, as in transformers' `DynamicCache`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 _FEWEST_COLUMNS = 64
 
@@ -41,26 +36,28 @@ def layers_of(config: PreTrainedConfig) -> int | None:
     return len(layers) if plain and layers else None
 
 
-def numbers_kept(config: PreTrainedConfig, tensor_ranks: int) -> list[int]:
-    """Return for each layer the number of elements of one token's keys and values on a rank."""
-    found = []
-    for layer in config.per_layer_config:
+def token_bytes(config: PreTrainedConfig, *, tensor_ranks: int, stages: int, itemsize: int) -> int:
+    """Return an upper bound of the bytes of a token's keys and values on one of `tensor_ranks` ranks of each of `stages` stages."""
+    most, layers = 0, config.per_layer_config
+    for layer in layers:
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
         width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
         # Latent attention has keys wider than values, and its head_dim is the width of the rotary part.
         keys, values = (max(width, getattr(layer, name, None) or 0) for name in ("qk_head_dim", "v_head_dim"))
-        found.append(-(-heads // tensor_ranks) * (keys + values))
-    return found
+        most = max(most, -(-heads // tensor_ranks) * (keys + values))
+    return -(-len(layers) // stages) * most * itemsize
 
 
-class _Extent:
-    def __init__(self) -> None:
-        self.rows = self.start = self.end = 0
-        self.capacity = _FEWEST_COLUMNS
+@dataclass(slots=True)
+class Columns:
+    """The columns of the buffers that rows use, which all layers share."""
 
-    @property
-    def width(self) -> int:
-        return self.end - self.start
+    lengths: list[int] = field(default_factory=list)
+    """The number of tokens of each row, and in prefill of its columns, padding included."""
+    width: int = 0
+    """The number of columns of the longest row."""
+    end: int = 0
+    capacity: int = _FEWEST_COLUMNS
 
 
 class RowLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -68,16 +65,16 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False
 
-    def __init__(self, extent: _Extent) -> None:
+    def __init__(self, columns: Columns) -> None:
         super().__init__()
-        self._extent = extent
+        self._columns = columns
         self.buffers: list[torch.Tensor] = []
         """The key buffer and the value buffer; none before the first forward, and in layers of other stages."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         for each in (key_states, value_states):
             rows, heads, _, width = each.shape
-            self.buffers.append(each.new_zeros(rows, heads, self._extent.capacity, width))
+            self.buffers.append(each.new_zeros(rows, heads, self._columns.capacity, width))
         self.is_initialized = True
 
     def update(
@@ -87,20 +84,20 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         (keys, values), (rows, _, new, _) = self.buffers, key_states.shape
-        start, end = self._extent.start, self._extent.end
+        end = self._columns.end
+        start = end - self._columns.width
         keys[:rows, :, end : end + new] = key_states
         values[:rows, :, end : end + new] = value_states
         return keys[:rows, :, start : end + new], values[:rows, :, start : end + new]
 
     def get_seq_length(self) -> int:
-        return self._extent.width
+        return self._columns.width
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._extent.width + query_length, 0
+        return self._columns.width + query_length, 0
 
     def get_max_length(self) -> int:
-        """There is no limit."""
-        return -1
+        return -1  # There is no limit.
 
     get_max_cache_shape = get_max_length
 
@@ -114,80 +111,72 @@ class RowCache(Cache):  # type: ignore[misc]
     length_without_layers = True
 
     def __init__(self, layers: int) -> None:
-        self._extent = _Extent()
-        super().__init__(layers=[RowLayer(self._extent) for _ in range(layers)])
-
-    @property
-    def width(self) -> int:
-        """The number of columns of the longest row."""
-        return self._extent.width
+        self.columns = Columns()
+        super().__init__(layers=[RowLayer(self.columns) for _ in range(layers)])
 
     def make_room(self, new: int) -> None:
         """Make room for `new` more columns, before a forward over them."""
-        extent = self._extent
-        if extent.end + new <= extent.capacity:
+        columns = self.columns
+        if columns.end + new <= columns.capacity:
             return
-        needed = extent.width + new
+        needed = columns.width + new
         # Unused columns are reclaimed where they are a quarter of all; otherwise buffers grow by half.
-        longer = extent.capacity if 4 * needed <= 3 * extent.capacity else max(needed, extent.capacity * 3 // 2)
-        self._move(self, rows=None, capacity=longer, end=extent.width)
+        longer = columns.capacity if 4 * needed <= 3 * columns.capacity else max(needed, columns.capacity * 3 // 2)
+        self._move(self, rows=None, capacity=longer, end=columns.width)
 
     def added(self, rows: int, new: int) -> None:
         """Record that a forward over `rows` rows has added `new` columns to all layers of this rank."""
-        self._extent.rows = rows
-        self._extent.end += new
+        columns = self.columns
+        columns.lengths = [length + new for length in columns.lengths or [0] * rows]
+        columns.width += new
+        columns.end += new
 
-    def merge(self, other: RowCache, lengths: Sequence[int], own_lengths: Sequence[int], *, most_rows: int) -> None:
-        """Add one row for each of `lengths`: the first tokens of that row of `other`, from its first column on.
-
-        `own_lengths` are the tokens of the existing rows, `most_rows` is the limit of rows.
-        """
-        extent = self._extent
-        rows, width = extent.rows + len(lengths), max(extent.width, *lengths)
-        wider = width > extent.width
-        held = min((len(layer.buffers[0]) for layer in self._filled()), default=0)
-        if held < rows or width > extent.end:
-            more = min(most_rows, max(rows, 2 * extent.rows)) if held < rows else held
-            self._move(other, rows=more, capacity=max(extent.capacity, width + _FEWEST_COLUMNS), end=width)
-        extent.start = extent.end - width
+    def merge(self, other: RowCache, lengths: Sequence[int], *, most_rows: int) -> None:
+        """Add one row for each of `lengths`: the first tokens of that row of `other`, from its first column on. `most_rows` is the
+        limit of rows."""
+        columns = self.columns
+        before, width = len(columns.lengths), max(columns.width, *lengths)
+        rows, wider = before + len(lengths), width > columns.width
+        held = min((len(layer.buffers[0]) for layer in self.layers if layer.buffers), default=0)
+        if held < rows or width > columns.end:
+            more = min(most_rows, max(rows, 2 * before)) if held < rows else held
+            self._move(other, rows=more, capacity=max(columns.capacity, width + _FEWEST_COLUMNS), end=width)
+        start, end = columns.end - width, columns.end
         for layer, theirs in zip(self.layers, other.layers, strict=True):
             for index, buffer in enumerate(layer.buffers):
-                for row, length in enumerate(own_lengths if wider else ()):
-                    buffer[row, :, extent.start : extent.end - length] = 0
+                for row, length in enumerate(columns.lengths if wider else ()):
+                    buffer[row, :, start : end - length] = 0
                 for row, length in enumerate(lengths):
-                    target = buffer[extent.rows + row, :, extent.start : extent.end]
+                    target = buffer[before + row, :, start:end]
                     target[:, : width - length] = 0
                     if length:
                         target[:, width - length :] = theirs.buffers[index][row, :, :length]
-        extent.rows = rows
+        columns.lengths += lengths
+        columns.width = width
 
-    def remove(self, row: int, lengths: Sequence[int]) -> None:
-        """Remove a row, and move the last row to its place; `lengths` are those of the rows that are left, whose maximum is the
-        width."""
-        extent = self._extent
-        last = extent.rows - 1
-        if row != last:
-            for layer in self._filled():
-                for buffer in layer.buffers:
-                    buffer[row, :, extent.start : extent.end] = buffer[last, :, extent.start : extent.end]
-        extent.rows = last
-        extent.start = extent.end - max(lengths, default=0)
+    def remove(self, row: int) -> None:
+        """Remove a row, and move the last row to its place."""
+        columns = self.columns
+        last, start = len(columns.lengths) - 1, columns.end - columns.width
+        for layer in self.layers if row != last else ():
+            for buffer in layer.buffers:
+                buffer[row, :, start : columns.end] = buffer[last, :, start : columns.end]
+        columns.lengths[row] = columns.lengths[last]
+        columns.lengths.pop()
+        columns.width = max(columns.lengths, default=0)
         if not last:
-            extent.start = extent.end = 0
-
-    def _filled(self) -> Iterator[RowLayer]:
-        return (layer for layer in self.layers if layer.buffers)
+            columns.end = 0
 
     def _move(self, like: RowCache, *, rows: int | None, capacity: int, end: int) -> None:
         """Reallocate buffers with `rows` rows (None: as many as now) and `capacity` columns, and move the contents to end at column
         `end`; new buffers get the shapes of `like`."""
-        extent = self._extent
-        kept, begin = slice(extent.start, extent.end), end - extent.width
+        columns = self.columns
+        kept, used = slice(columns.end - columns.width, columns.end), len(columns.lengths)
         for layer, model in zip(self.layers, like.layers, strict=True):
             moved = []
             for buffer in layer.buffers or model.buffers:
                 moved.append(buffer.new_zeros(rows or len(buffer), buffer.shape[1], capacity, buffer.shape[3]))
                 if layer.buffers:
-                    moved[-1][: extent.rows, :, begin:end] = buffer[: extent.rows, :, kept]
+                    moved[-1][:used, :, end - columns.width : end] = buffer[:used, :, kept]
             layer.buffers, layer.is_initialized = moved, bool(moved)
-        extent.start, extent.end, extent.capacity = begin, end, capacity
+        columns.end, columns.capacity = end, capacity

@@ -7,9 +7,9 @@ import pytest
 import torch
 import transformers as tf
 
-from zeromesh.trainer.inference.requests import Request
-from zeromesh.trainer.inference.running_batch import ForwardKind, RunningBatch
-from zeromesh.trainer.inference.settings import ModelSettings
+from zeromesh.trainer.generation.requests import Request
+from zeromesh.trainer.generation.running_batch import ForwardKind, RunningBatch
+from zeromesh.trainer.generation.settings import ModelSettings
 
 SMALL: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -164,7 +164,7 @@ def test_the_cache_has_a_bound() -> None:
     batch = _batch(model, rows=6, prefill_tokens=512, cache_tokens=45)
     made = _run(model, batch, requests, eager=True, draw=draw)
     assert all(finish for *_, finish in made.values())
-    assert batch._cache.width == 0, "all rows have left"
+    assert batch._cache.columns.width == 0, "all rows have left"
 
 
 def test_what_cannot_join_a_running_batch_is_named() -> None:

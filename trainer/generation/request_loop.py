@@ -9,22 +9,20 @@ Ranks that run one model together are a replica. All ranks make the same rounds:
 A pipeline has as many running batches as stages, so that no stage idles; other layouts have one.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
 
 from zeromesh.options import Placement
-from zeromesh.trainer.inference.requests import Inbox, News, Progress, Request
-from zeromesh.trainer.inference.row_cache import numbers_kept
-from zeromesh.trainer.inference.running_batch import ForwardKind, RunningBatch
-from zeromesh.trainer.inference.settings import most_new_tokens
-from zeromesh.trainer.inference.source import ServedModel
+from zeromesh.trainer.generation.requests import Inbox, News, Progress, Request
+from zeromesh.trainer.generation.row_cache import token_bytes
+from zeromesh.trainer.generation.running_batch import ForwardKind, RunningBatch
+from zeromesh.trainer.generation.settings import ServedModel
 from zeromesh.trainer.model_on_mesh import least_free_bytes
 
 _PREFILL_TOKENS = 2048
@@ -52,26 +50,40 @@ class RequestLoop:
         fields: Mapping[str, Any],
         *,
         rows: int,
-        on_progress: Callable[[Sequence[Progress]], object] = lambda progress: None,
+        on_progress: Callable[[Sequence[Progress]], object],
     ) -> None:
         mesh, engine = placed.mesh, placed.require_engine()
         self._mesh, self._engine, self._module, self._rows = mesh, engine, placed.module, rows
         self._settings, self._fields, self._on_progress = placed.settings, fields, on_progress
         self._pipeline = placed.divided.pipeline
-        batches = mesh.pipeline.size if self._pipeline is not None else 1
-        limits = {"rows": -(-rows // batches), "cache_tokens": _cache_tokens(placed) // batches}
+        stages = mesh.pipeline.size
+        # Half of the memory that is free may be filled with keys and values.
+        each = token_bytes(
+            placed.module.config.get_text_config(),
+            tensor_ranks=mesh.tensor.size,
+            stages=stages,
+            itemsize=engine.options.precision.compute.itemsize,
+        )
         self._batches = [
-            RunningBatch(placed.module, prefill_tokens=_PREFILL_TOKENS, device=mesh.device, **limits)
-            for _ in range(batches)
+            RunningBatch(
+                placed.module,
+                rows=-(-rows // stages),
+                prefill_tokens=_PREFILL_TOKENS,
+                cache_tokens=max(1, least_free_bytes(mesh) // (2 * each)) // stages,
+                device=mesh.device,
+            )
+            for _ in range(stages)
         ]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
         """The maximal number of tokens still to be computed for each open request, by replica; equal on all ranks."""
-        self._queue: list[tuple[Request, GenerationConfig]] = []
+        self._queue: list[tuple[int, Request, GenerationConfig]] = []
+        """Requests that no replica has yet, each with the maximal number of tokens to be computed."""
         self._together = engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
         """True if every forward gathers parameters between replicas."""
 
-    def run(self, inbox: Inbox | None) -> None:
-        """Continue the requests of rank 0's inbox until it is stopped and all requests have ended.
+    def run(self, inbox: Inbox | None) -> int:
+        """Continue the requests of rank 0's inbox until it is stopped and all requests have ended. Returns the number of tokens
+        that this rank has computed, as `RunningBatch.computed` counts them.
 
         Raises:
             CollectiveError: when a rank is gone or late.
@@ -79,78 +91,60 @@ class RequestLoop:
         while True:
             news = self._exchange(inbox)
             for each in news.requests:
-                self._queue.append((each, self._settings.of({**self._fields, **each.fields}, len(each.tokens))))
-            # A client may cancel before any rank has heard of the request.
-            self._cancel(news.cancelled, inbox)
+                settings = self._settings.of({**self._fields, **each.fields}, len(each.tokens))
+                self._queue.append((len(each.tokens) + int(settings.max_new_tokens), each, settings))
+            if news.cancelled:
+                for batch in self._batches:
+                    batch.cancel(news.cancelled)
+                # A client may cancel before any rank has heard of the request.
+                queued = [request.number for _, request, _ in self._queue if request.number in news.cancelled]
+                self._queue = [each for each in self._queue if each[1].number not in queued]
+                self._on_progress([Progress(number=n, tokens=[], logprobs=[], finish="cancelled") for n in queued])
             if news.requests and not news.streams:
-                self._queue.sort(key=_cost_of, reverse=True)
+                self._queue.sort(key=itemgetter(0), reverse=True)
             self._partition()
-            if self._busy:
+            if self._queue or any(self._open):
                 self._forwards(1 if news.streams else _MOST_FORWARDS, eager=news.streams)
             elif news.stopping:
-                return
-
-    @property
-    def computed(self) -> int:
-        """The tokens that this rank has computed so far, as `RunningBatch.computed` counts them."""
-        return sum(batch.computed for batch in self._batches)
-
-    @property
-    def _busy(self) -> bool:
-        return bool(self._queue) or any(self._open)
+                return sum(batch.computed for batch in self._batches)
 
     def _exchange(self, inbox: Inbox | None) -> News:
-        mesh = self._mesh
-        made = [each for batch in self._batches for each in batch.progress()]
-        own: dict[str, Any] = {}
+        """Report the progress of all replicas, and return what rank 0's inbox has received."""
+        mesh, own = self._mesh, dict[str, Any]()
         if inbox is not None:
-            own["news"] = asdict(inbox.take(wait_seconds=0.0 if self._busy else _IDLE_SECONDS))
-        if mesh.model_index == 0:
-            own["made"] = [asdict(each) for each in made]
+            idle = not self._queue and not any(self._open)
+            own["news"] = asdict(inbox.take(wait_seconds=_IDLE_SECONDS if idle else 0.0))
+        new = [asdict(each) for batch in self._batches for each in batch.progress()]
+        own["progress"] = new if mesh.model_index == 0 else []
         rows = mesh.world.gather_json(own, "requests and what was made of them")
-        progress = [Progress(**each) for row in rows for each in row.get("made", ())]
+        progress = [Progress(**each) for row in rows for each in row["progress"]]
         for each in progress:
-            for found in self._open:
-                if each.number in found:
-                    found[each.number] -= len(each.tokens)
+            for costs in self._open:
+                if each.number in costs:
+                    costs[each.number] -= len(each.tokens)
                 if each.finish is not None:
-                    found.pop(each.number, None)
-        self._report(progress, inbox)
+                    costs.pop(each.number, None)
+        self._on_progress(progress)
         news: dict[str, Any] = rows[0]["news"]
         return News(**{**news, "requests": [Request(**each) for each in news["requests"]]})
-
-    def _cancel(self, numbers: Sequence[int], inbox: Inbox | None) -> None:
-        """End requests: running ones with the tokens so far, queued ones with none."""
-        if not numbers:
-            return
-        gone = [request.number for request, _ in self._queue if request.number in numbers]
-        self._queue = [each for each in self._queue if each[0].number not in numbers]
-        for batch in self._batches:
-            batch.cancel(numbers)
-        self._report([Progress(number=each, tokens=[], logprobs=[], finish="cancelled") for each in gone], inbox)
-
-    def _report(self, progress: Sequence[Progress], inbox: Inbox | None) -> None:
-        self._on_progress(progress)
-        if inbox is not None:
-            inbox.deliver(progress)
 
     def _partition(self) -> None:
         """Assign queued requests in order to the replica with the fewest open tokens. With several replicas, none gets
         many more than it can run, since the load of the others is known only at the next exchange."""
         most = self._rows + -(-self._rows // 4) if len(self._open) > 1 else sys.maxsize
         while self._queue:
-            takers = [index for index, found in enumerate(self._open) if len(found) < most]
+            takers = [index for index, costs in enumerate(self._open) if len(costs) < most]
             if not takers:
                 return
             taker = min(takers, key=lambda index: (sum(self._open[index].values()), index))
-            request, settings = queued = self._queue.pop(0)
-            self._open[taker][request.number] = _cost_of(queued)
+            cost, request, settings = self._queue.pop(0)
+            self._open[taker][request.number] = cost
             if taker == self._mesh.data_index:
                 min(self._batches, key=lambda batch: batch.open_tokens).add(request, settings)
 
     def _forwards(self, most: int, *, eager: bool) -> None:
+        """Run up to `most` forwards of each batch, and choose the tokens that follow."""
         for batch in self._batches:
-            batch.settle()
             batch.plan(eager=eager)
         count = self._agreed_forwards(most)
         if self._pipeline is not None:
@@ -175,25 +169,12 @@ class RequestLoop:
         busy = [batch for batch in self._batches if batch.busy]
         if self._pipeline is None:
             own = min(most, max((batch.most_forwards() for batch in busy), default=0))
-            return int(self._mesh.data.all_reduce_max(torch.tensor([own]), "forwards")[0]) if self._together else own
-        own = min((batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy), default=0)
+        else:
+            own = min([most, *(batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy)]) if busy else 0
         if not self._together:
-            return min(most, own)
-        # The fewest among the replicas with work; idle ones join in.
-        fewest = int(
-            self._mesh.data.all_reduce_max(torch.tensor([-min(most, own) if own else -most - 1]), "forwards")[0]
-        )
-        return 0 if -fewest > most else -fewest
-
-
-def _cost_of(queued: tuple[Request, GenerationConfig]) -> int:
-    request, settings = queued
-    return len(request.tokens) + most_new_tokens(settings, len(request.tokens))
-
-
-def _cache_tokens(placed: ServedModel) -> int:
-    """Return the number of tokens whose keys and values fit in half of the device's free memory."""
-    kept = numbers_kept(placed.module.config.get_text_config(), placed.mesh.tensor.size)
-    layers = -(-len(kept) // placed.mesh.pipeline.size)
-    each = layers * max(kept) * placed.require_engine().options.precision.compute.itemsize
-    return max(1, least_free_bytes(placed.mesh) // (2 * each))
+            return own
+        # The most of all replicas, or in a pipeline the fewest of those with work; idle ones join in.
+        fewest = self._pipeline is not None and own > 0
+        agreed = torch.tensor([most + 1 - own if fewest else own])
+        found = int(self._mesh.data.all_reduce_max(agreed, "forwards")[0])
+        return most + 1 - found if self._pipeline is not None and found else found

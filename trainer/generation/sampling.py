@@ -1,30 +1,19 @@
 """Chooses the next token of each row from its logits, by the row's own settings and seed, independently of the other rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RowSampler:
-    """Chooses the tokens of one row, by logits processors and greedy decoding or sampling."""
+    """Chooses the tokens of one row, with transformers' logits processors for its settings, and greedily or by drawing."""
 
-    processors: LogitsProcessorList
-    """Modify logits as transformers' `generate` does: penalties, temperature, top-k and the like."""
-    generator: torch.Generator | None
-    """The random number generator for sampling; None: greedy decoding."""
-
-    @classmethod
-    def of(
-        cls, model: Any, settings: GenerationConfig, prompt: Sequence[int], seed: int, device: torch.device
-    ) -> RowSampler:
-        """Return the sampler of a request, with transformers' logits processors for its settings."""
+    def __init__(
+        self, model: Any, settings: GenerationConfig, prompt: Sequence[int], seed: int, device: torch.device
+    ) -> None:
         ids, count = torch.tensor([prompt], device=device), len(prompt)
         model._prepare_special_tokens(settings, True, device=device)
         # Some processors count the length with the prompt.
@@ -36,26 +25,22 @@ class RowSampler:
             input_ids_length=count,
             inputs_tensor=ids,
         )
-        processors = model._get_logits_processor(
+        self._processors = model._get_logits_processor(
             settings, input_ids_seq_length=count, encoder_input_ids=ids, device=str(device)
         )
-        generator = torch.Generator(device).manual_seed(seed) if settings.do_sample else None
-        return cls(processors=processors, generator=generator)
-
-    @property
-    def is_plain(self) -> bool:
+        self._generator = torch.Generator(device).manual_seed(seed) if settings.do_sample else None
+        self.is_plain = self._generator is None and not self._processors
         """True for greedy decoding without logits processors."""
-        return self.generator is None and not self.processors
 
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Return the next token after `tokens`, from the logits `[vocabulary]` of the last position."""
         ids = torch.tensor([tokens], device=logits.device)
         # Sampling in float64 would draw other tokens than the library, which samples in float32.
-        dtype = logits.dtype if self.generator is None else torch.float32
-        scores: torch.Tensor = self.processors(ids, logits[None].to(dtype, copy=True))[0]
-        if self.generator is None:
+        dtype = logits.dtype if self._generator is None else torch.float32
+        scores: torch.Tensor = self._processors(ids, logits[None].to(dtype, copy=True))[0]
+        if self._generator is None:
             return scores.argmax()
-        return torch.multinomial(_drawable(scores.softmax(dim=-1)), 1, generator=self.generator)[0]
+        return torch.multinomial(_drawable(scores.softmax(dim=-1)), 1, generator=self._generator)[0]
 
 
 class RowDraws(TorchFunctionMode):

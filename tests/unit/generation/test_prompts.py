@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import DataError
-from zeromesh.trainer.inference.prompts import parse_prompts, read_prompts, split_prompt
-from zeromesh.trainer.inference.rounds import partition_prompts
+from zeromesh.trainer.generation.library_loop import partition_prompts
+from zeromesh.trainer.generation.prompts import parse_prompts, read_prompts, split_prompt
 
 
 def test_lines_of_all_kinds() -> None:

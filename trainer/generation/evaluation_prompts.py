@@ -5,7 +5,6 @@ are kept, so that they compare with the labels. An encoder-decoder model gets th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,9 @@ from transformers import GenerationConfig
 from zeromesh.errors import ConfigError, DataError, some
 from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.data.collate import IGNORED_LABEL
+from zeromesh.trainer.generation.library_loop import generate
+from zeromesh.trainer.generation.settings import check_arguments, decoder_positions, ends_of, settings_with
 from zeromesh.trainer.model_on_mesh import PlacedModel
-from zeromesh.trainer.models.generation import decoder_positions, ends_of, settings_with
 
 _NEW_TOKENS = 64
 """The default of `max_new_tokens` where neither the caller, the configuration nor `generation_config.json` gives one."""
@@ -29,53 +29,46 @@ _OF_WHOLE_TEXTS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens
 """Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""
 
 
-def settings_of(
-    model: Any, fields: Mapping[str, Any], processing_class: Any, asked: str = "predict_with_generate"
-) -> GenerationConfig:
-    """Return the generation settings for `asked`: the model's own ones, overridden by `fields`, with a padding token.
+class BatchGeneration:
+    """Generates for the batches of one evaluation; all ranks create it, and call `tokens` for equally many batches.
+
+    Args:
+        fields: of `GenerationConfig`, on top of the model's own.
+        seed: the seed of sampling, combined with the index of a batch's first sample.
+        asked: the setting that enables generation, for error messages.
 
     Raises:
         ConfigError: for a model that does not generate, and for fields that do not exist, have values that transformers refuses, or
-            do not go with evaluations.
+            do not go with evaluations or the layout.
     """
-    if not isinstance(getattr(model, "generation_config", None), GenerationConfig):
-        raise ConfigError(
-            f"{asked}: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
-            "that generates"
-        )
-    refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in _REFUSED.items()}
-    for name in () if model.config.is_encoder_decoder else _OF_WHOLE_TEXTS.keys() & fields.keys():
-        refused[name] = f"{name} counts the padding of prompts; give {_OF_WHOLE_TEXTS[name]}"
-    settings = settings_with(model, fields, refused, asked)
-    if settings.stop_strings and processing_class is None:
-        raise ConfigError(f"{asked}: stop_strings needs a tokenizer; pass processing_class")
-    if settings.pad_token_id is None:
-        found = [getattr(processing_class, "pad_token_id", None), *ends_of(settings), 0]
-        settings.pad_token_id = next(each for each in found if each is not None)
-    if settings.max_new_tokens is None and "max_length" not in fields:
-        settings.max_new_tokens = _NEW_TOKENS
-    return settings
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchGeneration:
-    """Generates for the batches of one evaluation; all ranks create it, and call `tokens` for equally many batches."""
-
-    placed: PlacedModel
-    settings: GenerationConfig
-    seed: str
-    """The seed of sampling, combined with the index of a batch's first sample."""
-    asked: str = "predict_with_generate"
-    """The setting that enables generation, for error messages."""
-
-    def check(self) -> None:
-        """Raise `ConfigError` for settings that do not go with the layout."""
-        self.placed.check_arguments(self._fixed)
-
-    @property
-    def padding(self) -> int:
+    def __init__(
+        self, placed: PlacedModel, fields: Mapping[str, Any], *, seed: str, asked: str = "predict_with_generate"
+    ) -> None:
+        model, tokenizer = placed.module, placed.processing_class
+        if not isinstance(getattr(model, "generation_config", None), GenerationConfig):
+            raise ConfigError(
+                f"{asked}: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
+                "that generates"
+            )
+        refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in _REFUSED.items()}
+        for name in () if model.config.is_encoder_decoder else _OF_WHOLE_TEXTS.keys() & fields.keys():
+            refused[name] = f"{name} counts the padding of prompts; give {_OF_WHOLE_TEXTS[name]}"
+        self.settings = settings = settings_with(model, fields, refused, asked)
+        if settings.stop_strings and tokenizer is None:
+            raise ConfigError(f"{asked}: stop_strings needs a tokenizer; pass processing_class")
+        if settings.pad_token_id is None:
+            found = [getattr(tokenizer, "pad_token_id", None), *ends_of(settings), 0]
+            settings.pad_token_id = next(each for each in found if each is not None)
+        if settings.max_new_tokens is None and "max_length" not in fields:
+            settings.max_new_tokens = _NEW_TOKENS
+        self.padding = int(settings.pad_token_id)
         """The padding token after the end of a prediction."""
-        return int(self.settings.pad_token_id or 0)
+        self._placed, self._seed, self._asked = placed, seed, asked
+        self._fixed: dict[str, Any] = {"generation_config": settings}
+        if settings.stop_strings:
+            self._fixed["tokenizer"] = tokenizer
+        check_arguments(model, self._fixed, placed.mesh if placed.engine is not None else None)
 
     def tokens(self, batch: Mapping[str, Any], samples: Sequence[int], compute: torch.dtype) -> Tensor:
         """Return tokens [samples, length] for a batch on the CPU, on the mesh's device; `samples` are the dataset's indices.
@@ -86,40 +79,40 @@ class BatchGeneration:
         Raises:
             DataError: for a sample without a prompt, with one that is too long, or that shares its row with others.
         """
-        whole = bool(self.placed.module.config.is_encoder_decoder)
+        placed, whole = self._placed, bool(self._placed.module.config.is_encoder_decoder)
         inputs = self.inputs(batch, samples)
         arguments: dict[str, Any] = {
             name: value.to(compute) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
         }
-        seed = number_of(f"{self.seed}/{samples[0]}/predict_with_generate")
-        tokens: Tensor = self.placed.continue_prompts({**arguments, **self._fixed}, partial(seed_all, seed))
+        seed = number_of(f"{self._seed}/{samples[0]}/predict_with_generate")
+        tokens: Tensor = generate(
+            placed.module,
+            placed.mesh,
+            {**arguments, **self._fixed},
+            seed=partial(seed_all, seed),
+            engine=placed.engine,
+            pipeline=placed.divided.pipeline,
+        )
         begun = inputs.get("decoder_input_ids")
         given = inputs["input_ids"].shape[1] if not whole else begun.shape[1] if isinstance(begun, Tensor) else 1
-        self._pad_after_end(tokens[:, given:])
-        return tokens if whole else tokens[:, given:]
-
-    def _pad_after_end(self, new: Tensor) -> None:
-        """Overwrite tokens after the end with the padding token; transformers' beam search uses another one if it is 0."""
+        new = tokens[:, given:]
         if self.settings.eos_token_id is not None:
+            # transformers' beam search pads with another token if the padding token is 0.
             ends = torch.isin(new, torch.tensor(self.settings.eos_token_id, device=new.device)).int()
             new.masked_fill_(ends.cumsum(1) - ends > 0, self.padding)
-
-    @property
-    def _fixed(self) -> dict[str, Any]:
-        beside = {"tokenizer": self.placed.processing_class} if self.settings.stop_strings else {}
-        return {"generation_config": self.settings, **beside}
+        return tokens if whole else new
 
     def inputs(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
         """Return the prompts of a batch, as passed to `tokens`. Raises `DataError` as `tokens` does."""
-        if self.placed.module.config.is_encoder_decoder:
+        if self._placed.module.config.is_encoder_decoder:
             return without_targets(batch)
         inputs, lengths = prompts_of(batch, samples, self.padding)
-        positions, new = decoder_positions(self.placed.module), self.settings.max_new_tokens or 0
+        positions, new = decoder_positions(self._placed.module), self.settings.max_new_tokens or 0
         longest = int(lengths.argmax())
         if positions is not None and int(lengths[longest]) + new > positions:
             raise DataError(
-                f"{self.asked}: the prompt of sample {samples[longest]} has {int(lengths[longest])} tokens, which with "
+                f"{self._asked}: the prompt of sample {samples[longest]} has {int(lengths[longest])} tokens, which with "
                 f"{new} new ones are more than the model's {positions} positions; shorten it, or lower max_new_tokens"
             )
         return inputs

@@ -79,6 +79,13 @@ class Inbox:
         self._open: dict[int, OnProgress] = {}
         self._count = 0
 
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> Inbox:
+        """Return an inbox with these requests, which takes no more."""
+        inbox = cls()
+        inbox._news = News(requests=list(requests), stopping=True)
+        return inbox
+
     def __len__(self) -> int:
         """The number of open requests."""
         with self._changed:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.trainer_cases import llama
-from zeromesh.errors import DataError
-from zeromesh.trainer.loop.batch_generation import BatchGeneration, prompts_of, settings_of, without_targets
+from zeromesh.errors import ConfigError, DataError
+from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration, prompts_of, without_targets
 
 IDS = torch.tensor([[11, 12, 13, 14], [21, 22, 0, 0], [0, 31, 32, 33]])
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 1, 1]])
@@ -54,10 +54,25 @@ def test_inputs_of_a_decoder_that_are_made_of_labels_are_left_out() -> None:
 
 def test_a_prompt_that_leaves_no_room_is_named() -> None:
     model: Any = llama()
-    placed: Any = SimpleNamespace(module=model)
-    settings = settings_of(model, {"max_new_tokens": 30}, None)
-    generation = BatchGeneration(placed=placed, settings=settings, seed="0")
+    placed: Any = SimpleNamespace(module=model, processing_class=None, mesh=None, engine=None)
+    generation = BatchGeneration(placed, {"max_new_tokens": 30}, seed="0")
     with pytest.raises(
         DataError, match="the prompt of sample 4 has 3 tokens, which with 30 new ones are more than the model's 32"
     ):
         generation.tokens({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}, [4, 5, 6], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"do_sample": True, "top_k": -1}, "top_k is -1; give a whole number from 0"),
+        ({"temperature": float("nan")}, "temperature is nan; give a number"),
+        ({"suppress_tokens": [10**6]}, "suppress_tokens is .1000000.; give ids of tokens"),
+        ({"max_length": 9}, "max_length counts the padding of prompts; give max_new_tokens"),
+        ({"num_return_sequences": 2}, "num_return_sequences: 2: a sample has one prediction"),
+    ],
+)
+def test_settings_are_refused_before_an_evaluation_begins(fields: dict[str, Any], message: str) -> None:
+    placed: Any = SimpleNamespace(module=llama(), processing_class=None, mesh=None, engine=None)
+    with pytest.raises(ConfigError, match=f"predict_with_generate: {message}"):
+        BatchGeneration(placed, fields, seed="0")

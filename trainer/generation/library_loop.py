@@ -1,0 +1,276 @@
+"""Transformers' own `generate` on all ranks of a mesh, in any layout, and in static batches for prompts that join no running one.
+
+The library's loop runs on every rank. In a pipeline, each call of the model runs all stages, which gives
+all ranks the same logits. Where parameters are gathered, ranks with different prompts need each other to the end: before a
+call they agree whether some rank continues, and finished ranks take part with a dummy input.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig, GenerationMixin
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
+
+from zeromesh.errors import LayoutError, some
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.options import Placement
+from zeromesh.overrides import tensors_put_aside
+from zeromesh.pipeline.generation import CACHE
+from zeromesh.pipeline.pipeline import Pipeline
+from zeromesh.rng import own_randomness, seed_all
+from zeromesh.trainer.data.feed import require_same_batches
+from zeromesh.trainer.generation.requests import Finish, Progress, Request
+from zeromesh.trainer.generation.sampling import RowDraws, logprobs_of, widened
+from zeromesh.trainer.generation.settings import PLAIN_MODES, ServedModel, encoder_config, ends_of, rope_kinds
+from zeromesh.trainer.models.prepare import in_evaluation_mode
+from zeromesh.zero.engine import ZeroEngine
+
+
+def generate(
+    model: Any,
+    mesh: Mesh,
+    arguments: Mapping[str, Any],
+    *,
+    seed: Callable[[], object] | None,
+    engine: ZeroEngine | None = None,
+    pipeline: Pipeline | None = None,
+    see: Callable[[torch.Tensor], object] = lambda logits: None,
+) -> Any:
+    """Return `model.generate(**arguments)` in evaluation mode; all ranks call it.
+
+    Data ranks may have different prompts. `seed` seeds the sampling, and the generator is restored afterwards. If None, the mode
+    and the generator are the caller's, as in the library. `engine` and `pipeline` are those of a partitioned model.
+    `see` is given the logits [rows, vocabulary] of the last position, as the model computes them, after each of its calls.
+
+    Raises:
+        DataError: if ranks that share a model have different prompts or arguments.
+        LayoutError: for a pipeline whose modules keep tensors between tokens.
+    """
+    arguments = {
+        name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+    }
+    if engine is not None:
+        require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
+    # The library's loop calls the base model inside an adapter's wrapper.
+    looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
+    looped_class = type(looped)
+    calls = _Calls(looped, mesh, engine, pipeline, len(arguments["input_ids"]) if pipeline is not None else 0)
+
+    def called(_model: nn.Module, *ids: Any, **inputs: Any) -> Any:
+        calls.some_rank_goes_on(here=True)
+        # Classifier-free guidance passes the ids as a positional argument.
+        outputs = calls.compute({**inputs, **dict(zip(["input_ids"], ids, strict=False))})
+        # Rotary frequencies, which some models compute lazily, do not depend on the text.
+        if pipeline is not None and (kept := [name for name in put_aside() if not name.endswith("inv_freq")]):
+            raise LayoutError(
+                f"{type(model).__name__} keeps {some(kept, 3)} in its modules between tokens, which microbatches of a pipeline "
+                "would share; generate without parallel.pipeline"
+            )
+        see(outputs.logits[:, -1])
+        return outputs
+
+    mode = in_evaluation_mode(model) if seed is not None else nullcontext()
+    # Tensors that modules keep between tokens belong to this text alone.
+    with mode, torch.no_grad(), tensors_put_aside(model) as put_aside:
+        with own_randomness() if seed is not None else nullcontext():
+            if seed is not None:
+                seed()
+            # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
+            looped.__class__ = type(
+                looped_class.__name__, (looped_class,), {"__call__": called, "__module__": looped_class.__module__}
+            )
+            try:
+                tokens = type(model).generate(model, **arguments)
+            finally:
+                looped.__class__ = looped_class
+        calls.wait_for_others()
+    return tokens
+
+
+class _Calls:
+    """The model calls of one generation, which all ranks that share parameters make together, in all stages of a pipeline. `rows`
+    is the number of this rank's prompts."""
+
+    def __init__(self, model: Any, mesh: Mesh, engine: ZeroEngine | None, pipeline: Pipeline | None, rows: int) -> None:
+        sharded = engine is not None and engine.options.placements.parameters is Placement.SHARDED
+        self._model, self._mesh, self._waits = model, mesh, sharded and mesh.data.size > 1
+        self._microbatches, call = 1, partial(type(model).__call__, model)
+        if pipeline is None or engine is None:
+            self.compute: Callable[[dict[str, Any]], Any] = lambda inputs: call(**inputs)
+            return
+        # The number of microbatches is limited by the stages and by the rows of each data-parallel rank.
+        fewest = -int(mesh.data.all_reduce_max(torch.tensor([-rows]), "prompts to generate")[0])
+        self._microbatches = min(mesh.pipeline.size, fewest)
+        staged = pipeline.generation(microbatches=self._microbatches, call=call)
+
+        def compute(inputs: dict[str, Any]) -> CausalLMOutputWithPast:
+            with engine.evaluation():
+                return CausalLMOutputWithPast(logits=staged(inputs), past_key_values=inputs.get(CACHE))
+
+        self.compute = compute
+
+    def some_rank_goes_on(self, *, here: bool) -> bool:
+        """Agree with the other ranks on whether any of them makes another call."""
+        if not self._waits:
+            return here
+        return int(self._mesh.data.all_reduce(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
+
+    def wait_for_others(self) -> None:
+        """Take part in the remaining calls of other ranks with dummy inputs."""
+        while self._waits and self.some_rank_goes_on(here=False):
+            ids = torch.zeros(self._microbatches, 1, dtype=torch.long, device=self._mesh.device)
+            inputs: dict[str, Any] = {"input_ids": ids}
+            if self._model.config.is_encoder_decoder:
+                width, dtype = encoder_config(self._model).hidden_size, self._model.dtype
+                encoded = torch.zeros(1, 1, width, dtype=dtype, device=self._mesh.device)
+                inputs = {
+                    "encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": ids
+                }  # fmt: skip
+            self.compute({**inputs, "use_cache": False, "return_dict": True})
+
+
+def generate_in_rounds(
+    placed: ServedModel,
+    requests: Sequence[Request],
+    settings: Sequence[GenerationConfig],
+    batch: int,
+    on_progress: Callable[[Sequence[Progress]], object],
+    why: str,
+) -> None:
+    """Generate for requests with equal fields, those of similar length together; all ranks call it. `why` is the reason why they
+    cannot join a running batch."""
+    mesh, has_encoder, first = placed.mesh, placed.module.config.is_encoder_decoder, settings[0]
+    # Padding would change an encoder's result: penalties count it, and a position of padding outside a sliding window attends to
+    # nothing, which gives NaN.
+    one_length = not has_encoder or bool(
+        getattr(encoder_config(placed.module), "sliding_window", None)
+        or first.encoder_repetition_penalty not in (None, 1)
+        or first.encoder_no_repeat_ngram_size
+    )
+    known = "one length" if one_length else "about one length"
+    placed.console.note(f"prompts are generated in batches of {known}: {why}")
+    # A rank without prompts in the last round still gathers parameters with the others.
+    idle = copy.deepcopy(first)
+    idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
+    for numbers in partition_prompts(
+        [len(request.tokens) for request in requests],
+        ranks=mesh.data.size,
+        batch=batch,
+        one_length=one_length,
+        # An encoder's prompts are padded to the longest of all ranks.
+        whole_rounds=one_length and has_encoder,
+    ):
+        own = [requests[number] for number in numbers[mesh.data_index]]
+        asked = settings[own[0].number] if own else idle
+        new = _generate(placed, own or [Request(number=0, tokens=[0])], asked)
+        rows = mesh.data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
+        on_progress([Progress(**each) for row in rows for each in row])
+
+
+def _generate(placed: ServedModel, requests: Sequence[Request], settings: GenerationConfig) -> list[Progress]:
+    """Generate to the end on ranks that differ along data axes; prompts are of equal length, except for an encoder."""
+    _forget_lengths(placed.module)
+    mesh, has_encoder = placed.mesh, placed.module.config.is_encoder_decoder
+    prompts, padding = [torch.tensor(each.tokens) for each in requests], int(settings.pad_token_id or 0)
+    ids = pad_sequence(prompts, batch_first=True, padding_value=padding)
+    mask = pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True)
+    if has_encoder and mesh.data.size > 1:
+        # Some encoders run further lookups for some lengths, and all ranks that gather parameters must agree on them.
+        longest = mesh.data.all_reduce_max(torch.tensor([ids.shape[1]]), "the longest prompt of a round")
+        more = (0, int(longest[0]) - ids.shape[1])
+        ids, mask = pad(ids, more, value=padding), pad(mask, more)
+    arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "generation_config": settings}
+    chosen, seeds = _ChosenTokens(), [each.seed for each in requests]
+    guided = settings.guidance_scale not in (None, 1)  # The model is called twice for a token.
+    if not guided and settings.get_generation_mode() in PLAIN_MODES:
+        arguments["stopping_criteria"] = [chosen]
+    with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
+        tokens = generate(
+            placed.module,
+            mesh,
+            arguments,
+            seed=partial(seed_all, seeds[0]),
+            engine=placed.engine,
+            pipeline=placed.divided.pipeline,
+            see=chosen.see,
+        )
+    begin = 1 if has_encoder else ids.shape[1]
+    logprobs = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
+    rows = zip(requests, tokens[:, begin:].tolist(), logprobs, strict=True)
+    return [_until_end(each.number, row, values, settings) for each, row, values in rows]
+
+
+class _ChosenTokens:
+    """A stopping criterion that never stops, but records log-probabilities, with the logits of a single position in memory."""
+
+    def __init__(self) -> None:
+        self.logprobs: list[torch.Tensor] = []
+        """The log-probabilities of the new tokens, one tensor `[rows]` per position."""
+        self._logits = torch.empty(0)
+
+    def see(self, logits: torch.Tensor) -> None:
+        self._logits = widened(logits)
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        self.logprobs.append(logprobs_of(self._logits, input_ids[:, -1].to(self._logits.device)))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def _until_end(number: int, row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> Progress:
+    """Return the progress of a row, cut after its end token or before the first token with logits that are not finite."""
+    ends = ends_of(settings)
+    count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
+    kept = count or len(row)
+    finish: Finish = "stop" if count else "length"
+    unknown = next((place for place, value in enumerate((logprobs or [])[:kept]) if math.isnan(value)), None)
+    if unknown is not None:
+        kept, finish = unknown, "not_finite"
+    return Progress(number=number, tokens=row[:kept], logprobs=logprobs and logprobs[:kept], finish=finish)
+
+
+def _forget_lengths(module: Any) -> None:
+    """Reset rotary embeddings that grow with the length of the text to those of a new model."""
+    if "dynamic" not in rope_kinds(module.config):
+        return
+    for part in module.modules():
+        for name, original in list(part.named_buffers(recurse=False)):
+            prefix, found, _ = name.rpartition("original_inv_freq")
+            if found:
+                part.get_buffer(f"{prefix}inv_freq").copy_(original)
+                setattr(part, f"{prefix}max_seq_len_cached", part.original_max_seq_len)
+
+
+def partition_prompts(
+    lengths: Sequence[int], *, ranks: int, batch: int, one_length: bool = False, whole_rounds: bool = False
+) -> list[list[list[int]]]:
+    """Return for each round the indices of the prompts that each rank generates together.
+
+    In a round a rank has at most `batch`. Prompts are dealt in turn, the longest first, so that the ranks' total lengths differ by
+    at most one prompt. The prompts of a rank, or with `whole_rounds` of all ranks, in a round have similar lengths, or with
+    `one_length` equal ones.
+    """
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
+    if not one_length:
+        size = ranks * batch
+        rounds = [order[begin : begin + size] for begin in range(0, len(order), size)]
+        return [[each[rank::ranks] for rank in range(ranks)] for each in rounds]
+    # Each rank gets a whole batch at a time.
+    groups = []
+    for _, each in groupby(order, key=lambda number: lengths[number]):
+        alike = list(each)
+        size = min(batch, -(-len(alike) // ranks))
+        groups.append([alike[begin : begin + size] for begin in range(0, len(alike), size)])
+    if not whole_rounds:
+        groups = [sorted(chain.from_iterable(groups), key=lambda part: -len(part) * lengths[part[0]])]
+    dealt = [parts[begin : begin + ranks] for parts in groups for begin in range(0, len(parts), ranks)]
+    return [[*parts, *[[]] * (ranks - len(parts))] for parts in dealt]

@@ -1,0 +1,324 @@
+"""The settings of a generation: a model's own `GenerationConfig`, overridden by fields of the user, and their checks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation import GenerationMode
+
+from zeromesh.errors import ConfigError, DataError, summary
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.data.tokenizer import Tokenizer
+from zeromesh.trainer.generation.row_cache import layers_of
+from zeromesh.trainer.generation.sampling import RowSampler
+from zeromesh.trainer.model_on_mesh import PlacedModel
+from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.user_model import positive
+
+_NEW_TOKENS = 128
+"""The default of `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one."""
+_DECIDED_HERE = {  # Fields of `GenerationConfig` that are refused, and what to use instead.
+    "num_return_sequences": "give a prompt several times",
+    "max_time": "give max_new_tokens",
+    "stop_strings": "give eos_token_id, or cut the text",
+    "return_dict_in_generate": "results have tokens and logprobs",
+    "output_scores": "results have logprobs",
+    "output_logits": "results have logprobs",
+    "output_attentions": "results have none",
+    "output_hidden_states": "results have none",
+}
+_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items()}
+PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+"""Decoding methods that continue a prompt by one text, a token at a time."""
+_LIBRARY_LOOP_ONLY = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
+"""Fields that affect only transformers' own decoding loop."""
+_RELATIVE_POSITIONS = ("bloom", "mpt")
+"""Models with relative positions only, which left padding does not shift."""
+_CACHE_WINDOWS = ("moshi",)
+"""Models whose sliding window is implemented by dropping cache entries, not by a mask."""
+_STAGED_ARGUMENTS = frozenset(
+    {"input_ids", "attention_mask", "token_type_ids", "generation_config", "logits_processor", "stopping_criteria"}
+) | {"prefix_allowed_tokens_fn", "streamer", "tokenizer"}
+"""Arguments of `generate` beside fields of `GenerationConfig` that a pipeline accepts."""
+_UNSTAGED_SETTINGS = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
+"""Fields of `GenerationConfig` that a pipeline does not support."""
+_ON_THE_HUB = (
+    *(GenerationMode.GROUP_BEAM_SEARCH, GenerationMode.CONSTRAINED_BEAM_SEARCH),
+    *(GenerationMode.CONTRASTIVE_SEARCH, GenerationMode.DOLA_GENERATION),
+)
+"""Generation modes whose code transformers loads from the Hub."""
+
+
+class ModelSettings:
+    """Validates the settings of requests to one model: its own ones, overridden by the request's fields.
+
+    Args:
+        module: the whole model, before a pipeline stage drops its other modules.
+        mesh: the mesh over which the model is divided; None: none.
+    """
+
+    def __init__(self, module: Any, mesh: Mesh | None) -> None:
+        self._module, self._mesh = module, mesh
+        self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
+        self._tried: set[str] = set()
+
+    def of(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
+        """Return the settings to continue a prompt of `prompt_tokens` tokens; `tried` chooses a token by them once.
+
+        Raises:
+            ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
+            DataError: for a prompt that is too long for them.
+        """
+        settings = settings_with(self._module, fields, _REFUSED, "generate")
+        # The library's defaults for unset fields, such as top_k=50; lengths are decided below.
+        defaults = settings._get_default_generation_params()
+        vocabulary = _vocabulary(self._module)
+        settings.update(**{**defaults, "max_length": None}, defaults_only=True)
+        if settings.pad_token_id is None:
+            settings.pad_token_id = next(iter(ends_of(settings)), 0)
+        if "pad_token_id" not in fields and not 0 <= settings.pad_token_id < vocabulary:
+            settings.pad_token_id = 0  # Unused, but models look it up.
+        longest = 0 if self._module.config.is_encoder_decoder else prompt_tokens
+        positions = decoder_positions(self._module)
+        if settings.max_new_tokens is None and settings.max_length is None:
+            most = sys.maxsize if positions is None else max(1, positions - longest)
+            settings.max_new_tokens = min(_NEW_TOKENS, most)
+        if positions is not None and settings.max_length is not None and "max_length" not in fields:
+            settings.max_length = min(settings.max_length, positions)
+        wanted = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
+        if positions is not None and wanted > positions:
+            raise DataError(
+                f"the prompt has {longest} tokens, which with the new ones become {wanted}, and the model has {positions} "
+                f"positions; shorten it, or lower {'max_length' if settings.max_new_tokens is None else 'max_new_tokens'}"
+            )
+        if self._module.config.is_encoder_decoder:
+            config = encoder_config(self._module)
+            known = positive(config, "max_encoder_position_embeddings", "max_position_embeddings") or prompt_tokens
+            if prompt_tokens > known:
+                raise DataError(
+                    f"the prompt has {prompt_tokens} tokens, and the model's encoder has {known} positions; shorten it"
+                )
+        elif settings.max_new_tokens is None:
+            settings.max_new_tokens, settings.max_length = max(1, settings.max_length - prompt_tokens), None
+        check_arguments(self._module, {"generation_config": settings}, self._mesh)
+        if tried:
+            self._try(settings, fields)
+        return settings
+
+    def _try(self, settings: GenerationConfig, fields: Mapping[str, Any]) -> None:
+        """Choose one token by new fields, as a running batch would, so that they cannot fail inside a batch."""
+        tried = {name: value for name, value in fields.items() if name != "max_new_tokens"}
+        key = json.dumps(tried, sort_keys=True, default=repr)
+        module, prompt = self._module, [0]
+        own = type(module)._get_logits_processor is not GenerationMixin._get_logits_processor
+        if own or key in self._tried:
+            return
+        try:
+            sampler = RowSampler(module, copy.deepcopy(settings), prompt, 0, torch.device("cpu"))
+            if not self.why_unbatched(settings):
+                sampler.choose(torch.zeros(module.config.get_text_config().vocab_size), prompt)
+        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+            text = summary(error)
+            raise ConfigError(f"generate: {text}{'' if any(name in text for name in fields) else _OWN}") from error
+        self._tried.add(key)
+
+    def why_unbatched(self, settings: GenerationConfig) -> str:
+        """Return the reason why requests with these settings cannot join a running batch of this model; empty if they can. All
+        ranks return the same."""
+        module, name = self._module, type(self._module).__name__
+        mode = settings.get_generation_mode()
+        if mode not in PLAIN_MODES:
+            return f"{mode.value} goes on with several texts of a prompt"
+        if not settings.use_cache:
+            return "use_cache is false"
+        found = [field for field in _LIBRARY_LOOP_ONLY if getattr(settings, field, None)]
+        if found:
+            return f"{found[0]} is a matter of the library's own loop"
+        if module.config.is_encoder_decoder:
+            return f"{name} has an encoder"
+        if type(module).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
+            return f"{name} prepares its inputs in a way of its own"
+        takes = inspect.signature(module.forward).parameters
+        if "past_key_values" not in takes or "attention_mask" not in takes or layers_of(module.config) is None:
+            return f"{name} keeps something else than keys and values between tokens"
+        if "position_ids" not in takes and module.config.model_type not in _RELATIVE_POSITIONS:
+            return f"{name} counts positions from the first column of a batch"
+        if module.config.model_type in _CACHE_WINDOWS:
+            return f"{name} looks at what its cache keeps of a window"
+        if self._looks_ahead:
+            return f"{name} has attention that also looks at later tokens"
+        changing = rope_kinds(module.config) & {"dynamic", "longrope"}
+        if changing:
+            return (
+                f"{name} turns positions by frequencies that depend on the longest text ({', '.join(sorted(changing))})"
+            )
+        return ""
+
+
+_OWN = " (the model's generation_config.json says so)"
+_SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+_IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
+"""Token ids of small model copies are often beyond the vocabulary, where they have no effect; a negative one stands for none."""
+
+
+def _wrong_values(settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int) -> list[str]:
+    """Return the reasons why values are wrong. An int becomes a float where the library expects one."""
+    found: dict[str, str] = {}
+    kinds = {name: type(default) for name, default in settings._get_default_generation_params().items()}
+    for name, kind in {**kinds, **dict.fromkeys(_SHARES, float), "max_new_tokens": int, "min_new_tokens": int}.items():
+        value = getattr(settings, name, None)
+        if value is None or kind not in (int, float):
+            continue
+        least, most = 0 if kind is int or name in _SHARES else -math.inf, 1 if name in _SHARES else math.inf
+        if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
+            found[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
+        else:
+            setattr(settings, name, kind(value))
+    for name in (*_IDS, *_IDS_OF_MODELS):
+        value = getattr(settings, name, None)
+        ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
+        most = vocabulary if name in _IDS or name in fields else sys.maxsize
+        least = 0 if name in _IDS else -sys.maxsize
+        if not all(type(each) is int and least <= each < most for each in ids):
+            found[name] = f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
+    return [f"{name} is {text}{'' if name in fields else _OWN}" for name, text in found.items()]
+
+
+@dataclass(kw_only=True)
+class ServedModel(PlacedModel):
+    """This rank's part of a model for generation, which holds nothing but parameters in memory."""
+
+    settings: ModelSettings
+    tokenizer: Tokenizer | None
+
+
+def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequence[int]], str]) -> list[str]:
+    """Add end tokens to a model's saved generation settings; returns a note for each new one. `name` decodes tokens."""
+    settings: Any = getattr(pretrained_of(model), "generation_config", None)
+    notes = []
+    for token in tokens if settings is not None else ():
+        if token not in ends_of(settings):
+            settings.eos_token_id = [*ends_of(settings), token]
+            notes.append(
+                f"generation_config.eos_token_id: {token} ({name([token])!r}) is added, as it ends the answers"
+            )
+    return notes
+
+
+def ends_of(settings: GenerationConfig) -> list[int]:
+    """Return the ids of the end-of-text tokens in generation settings."""
+    ends = settings.eos_token_id
+    return [ends] if isinstance(ends, int) else list(ends or ())
+
+
+def settings_with(model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], asked: str) -> GenerationConfig:
+    """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons.
+
+    Raises `ConfigError`, which begins with `asked` (the source of the request), for refused, unknown and invalid fields.
+    """
+    settings: GenerationConfig = copy.deepcopy(model.generation_config)
+    settings.update(use_cache=True, **dict.fromkeys(refused))
+    try:
+        unknown = settings.update(**{name: value for name, value in fields.items() if name not in refused})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
+    problems = [text for name, text in refused.items() if fields.get(name)]
+    problems += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
+    problems += _wrong_values(settings, fields, _vocabulary(model))
+    if problems:
+        raise ConfigError([f"{asked}: {each}" for each in problems])
+    return settings
+
+
+def _vocabulary(model: Any) -> int:
+    return getattr(model.config.get_text_config(), "vocab_size", None) or sys.maxsize
+
+
+def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh | None) -> None:
+    """Check the arguments of `generate`, with the same result on every rank; `mesh` is None for a model that is not partitioned.
+
+    Raises `ConfigError` for a model that does not generate and arguments that do not go with the layout, and `DataError` for
+    prompts that are padded on the right.
+    """
+    if not callable(getattr(model, "generate", None)):
+        raise ConfigError(
+            f"{type(model).__name__} has no generate; it generates where it is a Hugging Face model with a head"
+        )
+    if "synced_gpus" in arguments:
+        raise ConfigError("generate: synced_gpus is decided here, ranks are kept together; leave it out")
+    mask, config = arguments.get("attention_mask"), getattr(model, "config", None)
+    if (
+        isinstance(mask, torch.Tensor)
+        and not getattr(config, "is_encoder_decoder", False)
+        and not bool(mask[:, -1].all())
+    ):
+        raise DataError("generate: a prompt ends with padding (attention_mask 0); pad prompts on the left")
+    staged = mesh is not None and mesh.shape.divides("blocks")
+    # Several ranks compute the same tokens together.
+    shared = mesh is not None and mesh.model_size > 1
+    settings = copy.deepcopy(arguments.get("generation_config") or getattr(model, "generation_config", None))
+    if not isinstance(settings, GenerationConfig):
+        if not shared:
+            return
+        raise ConfigError(f"generate: generation_config is a {type(settings).__name__}, not a GenerationConfig")
+    rest = settings.update(**{name: value for name, value in arguments.items() if hasattr(settings, name)})
+    mode = settings.get_generation_mode()
+    if mode in _ON_THE_HUB and not (arguments.get("trust_remote_code") or arguments.get("custom_generate")):
+        raise ConfigError(
+            f"generate: {mode.value} is code on the Hub, which transformers itself no longer has; use beams or sampling, or "
+            "load it: trainer.generate(trust_remote_code=True)"
+        )
+    if not shared:
+        return
+    if settings.max_time is not None:
+        raise ConfigError("generate: max_time ends ranks of one model at different tokens; use max_new_tokens")
+    if not staged:
+        return
+    where = "under parallel.pipeline"
+    unknown = [name for name in arguments if not hasattr(settings, name) and name not in _STAGED_ARGUMENTS]
+    if unknown or rest:
+        named = ", ".join([*unknown, *rest])
+        raise ConfigError(f"generate: {named} is not possible {where}; prompts are input_ids and attention_mask")
+    if mode not in PLAIN_MODES:
+        raise ConfigError(
+            f"generate: {mode.value} is not possible {where}; allowed are greedy search and sampling (num_beams: 1)"
+        )
+    found = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
+    if settings.guidance_scale not in (None, 1):
+        found.append("guidance_scale")  # Guidance has a second cache, and stages keep one.
+    if settings.cache_implementation not in (None, "dynamic"):
+        found.append(f"cache_implementation: {settings.cache_implementation}")
+    if found:
+        raise ConfigError(f"generate: {', '.join(found)} is not possible {where}; leave it out")
+
+
+def decoder_positions(module: Any) -> int | None:
+    """Return the number of positions of a model's decoder, or None if unlimited or unknown."""
+    config = module.config.get_text_config(decoder=True)
+    # Dynamic rotary frequencies scale with the text beyond the trained length.
+    if "dynamic" in rope_kinds(config):
+        return None
+    return positive(config, "max_decoder_position_embeddings", "max_position_embeddings") or None
+
+
+def encoder_config(module: Any) -> Any:
+    """Return the configuration of a model's encoder, which may differ from the model's."""
+    return getattr(module.get_encoder(), "config", module.config).get_text_config(encoder=True)
+
+
+def rope_kinds(config: Any) -> set[str]:
+    """Return the rotary embedding types (`rope_type`) in a configuration, over all layers."""
+    given = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    groups = [given, *(each for each in given.values() if isinstance(each, Mapping))]
+    return {str(each["rope_type"]) for each in groups if each.get("rope_type")}
