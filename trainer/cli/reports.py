@@ -83,11 +83,12 @@ def run_init(options: argparse.Namespace) -> int:
     """List the example configurations, or write one without replacing a file; returns the exit code."""
     found = examples()
     if options.name is None:
+        width = max(map(len, found))
         for name, path in sorted(found.items()):
             # The first line of an example is a comment about it, except in JSON, which has no comments.
             first = path.read_text(encoding="utf-8").partition("\n")[0]
             about = first.removeprefix("# ") if first.startswith("# ") else f"in JSON: {path.name}"
-            print_lines([f"{name:{max(map(len, found))}}  {about}"])
+            print_lines([f"{name:{width}}  {about}"])
         print_lines(["zeromesh init NAME writes one of them here"])
         return 0
     path = Path(found[options.name].name)
