@@ -172,7 +172,8 @@ class SampleOrder:
     def dataset_index(self, sample: int) -> int:
         """Return the dataset index of global sample `sample`, in [0, length) unless endless."""
         if self.parts:
-            lengths, weights = zip(*self.parts, strict=True)
+            lengths = [length for length, _ in self.parts]
+            weights = tuple(weight for _, weight in self.parts)
             cycle, place = divmod(sample, sum(weights))
             parts, turns = _mixture_table(weights)
             part = int(parts[place])

@@ -44,12 +44,10 @@ _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types.
     """The optimizer that `prepare` returns: a `ShardedOptimizer` that steps when accelerate's accumulation is complete."""
 
-    optimizer: ShardedOptimizer
-
     @property
     def step_was_skipped(self) -> bool:
         """True if the latest step made no update, because gradients under a loss scale were not finite."""
-        return self.optimizer.skipped
+        return bool(self.optimizer.skipped)
 
 
 class PreparedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate has no types.

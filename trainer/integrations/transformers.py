@@ -53,7 +53,6 @@ class _NoStates:
 class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainers is known by `on_zeromesh`.
     """The mixin of `on_zeromesh` for transformers' trainers. All ranks make the same calls, `save_model` too."""
 
-    accelerator: Any
     gather_function: Any
     optimizer: Any
 

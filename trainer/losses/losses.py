@@ -96,8 +96,8 @@ def make_loss(
     `smoothing`, the share of each target that is spread over all classes, the loss is computed from the model's logits. Raises
     `ConfigError` for smoothing of a loss with unknown targets, and for models without a loss.
     """
+    kind: Any = getattr(model, "loss_type", None)
     if smoothing:
-        kind = str(getattr(model, "loss_type", None))
         causal = False if kind in _LABELLED else _shifts_labels(model)
         if compute_loss is not None or pretrained_of(model) is None or causal is None:
             whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
