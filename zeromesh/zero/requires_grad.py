@@ -7,7 +7,7 @@ the state of parameters without a gradient: trained again, it continues with its
 
 from collections.abc import Mapping, Sequence
 
-from zeromesh.comm.torch_transport import open_transport
+from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import RingRequest, Transport
 from zeromesh.errors import CheckpointError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
