@@ -32,6 +32,8 @@ from zeromesh.offload import DONE, ReleasableBuffer, SparePages, TieredTensor, T
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.step_recorder import Collective, CommAccount
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferRequest:
@@ -234,16 +236,28 @@ def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool)
 class Reducer:
     """The slots in which gradient buckets wait for their reduction over the group; `sequence` numbers the buckets from 0.
 
-    This base class serves a group of one rank, which needs no sums and no slots: gradients are accumulated in place.
+    A single rank has no group, no sums and no slots: gradients are accumulated in place. A group has send buffers and, on gloo,
+    as many receive buffers; reductions finish in launch order. On a device, work on a slot is ordered by streams: `finish` makes
+    the compute stream wait, not the host.
     """
 
-    def __init__(self, *, on_stream: bool = False) -> None:
-        """Take `on_stream`: gradients lie on a device, where finishing a reduction makes the stream wait, not the host."""
-        self.on_stream = on_stream
+    def __init__(
+        self, device: torch.device = _CPU, group: ProcessSet | None = None, ring: RingRequest | None = None
+    ) -> None:
+        """Allocate the slots of `ring` on `device` for a group."""
+        self.on_stream = is_accelerator(device)
+        self.finished = 0
+        slots, nbytes = (ring.slots, ring.nbytes) if ring is not None and group is not None else (0, 0)
+        self._members = group
+        self._slots, self._receive = (
+            [allocate_lasting(nbytes, torch.uint8, device) for _ in range(count)]
+            for count in (slots, 0 if self.on_stream else slots)
+        )
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         """Return the bytes of the slot for `sequence`; None while a peer still reads its old contents, unless `block`."""
-        raise LayoutError(f"a group of one rank has no gradient slots (sequence {sequence})")
+        # The caller finishes launched reductions before it blocks, so no slot is missing while it blocks.
+        return self._slots[sequence % len(self._slots)] if sequence < self.finished + len(self._slots) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
         """Start to sum `filled` over the group.
@@ -252,29 +266,9 @@ class Reducer:
         of it if `out` is as long as `filled`; `add` adds to `out`. Sums run in rank order, one addition after the other in the
         dtype of `out`, so that every transport gives the same bits.
         """
-        raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
-
-
-class CollectiveReducer(Reducer):
-    """A reducer with `slots` send buffers and, on gloo, as many receive buffers. Reductions finish in launch order.
-
-    On a device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host.
-    """
-
-    def __init__(self, ring: RingRequest, group: ProcessSet, device: torch.device) -> None:
-        super().__init__(on_stream=group.on_stream)
-        self.group = group
-        self.finished = 0
-        sets = 1 if group.on_stream else 2
-        made = [allocate_lasting(ring.nbytes, torch.uint8, device) for _ in range(sets * ring.slots)]
-        self._slots, self._receive = made[: ring.slots], made[ring.slots :]
-
-    def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
-        # The caller finishes launched reductions before it blocks, so no slot is missing while it blocks.
-        return self._slots[sequence % len(self._slots)] if sequence < self.finished + len(self._slots) else None
-
-    def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
-        group, kind, sums = self.group, Collective.REDUCE_SCATTER, out
+        group, kind, sums = self._members, Collective.REDUCE_SCATTER, out
+        if group is None:
+            raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
         whole = out.numel() == filled.numel()
         row, received = kind, filled
         if group.on_stream and filled.dtype == out.dtype:
@@ -335,8 +329,7 @@ class Transport:
         self._spare, self._queue = SparePages(), deque[GatherBuffer]()
         members = None if name == "local" else group
         self.buffers = [GatherBuffer(each, device, self._spare, members, self._queue) for each in requests]
-        on_device = is_accelerator(device)
-        self.reducer = Reducer(on_stream=on_device) if members is None else CollectiveReducer(ring, members, device)
+        self.reducer = Reducer(device, members, ring)
 
     def poll(self) -> None:
         """Advance started work without waiting, at the end of a pass, when no gather follows at once."""
