@@ -249,7 +249,7 @@ class Reducer:
         self.finished = 0
         slots, nbytes = (ring.slots, ring.nbytes) if ring is not None and group is not None else (0, 0)
         self._members = group
-        self._slots, self._receive = (
+        self._send, self._receive = (
             [allocate_lasting(nbytes, torch.uint8, device) for _ in range(count)]
             for count in (slots, 0 if self.on_stream else slots)
         )
@@ -257,7 +257,7 @@ class Reducer:
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         """Return the bytes of the slot for `sequence`; None while a peer still reads its old contents, unless `block`."""
         # The caller finishes launched reductions before it blocks, so no slot is missing while it blocks.
-        return self._slots[sequence % len(self._slots)] if sequence < self.finished + len(self._slots) else None
+        return self._send[sequence % len(self._send)] if sequence < self.finished + len(self._send) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
         """Start to sum `filled` over the group.
