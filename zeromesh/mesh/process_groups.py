@@ -14,7 +14,7 @@ from zeromesh.environment import INTERFACE, LaunchEnvironment, export, setting
 from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import Axis, MeshShape
-from zeromesh.mesh.network_interfaces import address_towards, interface_of, is_loopback
+from zeromesh.mesh.network_interfaces import interface_for
 from zeromesh.mesh.run_store import START_SECONDS, run_store
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.watchdog import Watchdog
@@ -228,18 +228,3 @@ def _leave_default() -> None:
     if _DEFAULT.made_here and not _DEFAULT.in_doubt and dist.is_initialized():
         _DEFAULT.made_here = False
         dist.destroy_process_group()
-
-
-def interface_for(store: dist.distributed_c10d.Store, environment: LaunchEnvironment) -> str | None:
-    """Return this host's interface that other hosts can reach; None if not found. All ranks of several hosts call this.
-
-    This is the interface towards the master. On the master's host, where that may be the loopback, it is the interface towards a
-    rank on another host, which the store tells; the loopback itself if there is none.
-    """
-    own = address_towards(environment.master_address)
-    store.set(f"route/{environment.rank}", own or "")
-    if own is None or is_loopback(own):
-        routes = (store.get(f"route/{other}").decode() for other in range(environment.world_size))
-        elsewhere = next((address for address in routes if address and not is_loopback(address)), None)
-        own = address_towards(elsewhere) if elsewhere else own
-    return interface_of(own) if own else None
