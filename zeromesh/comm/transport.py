@@ -26,8 +26,8 @@ import torch
 
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError
 from zeromesh.intervals import Interval
-from zeromesh.mesh.collectives import CollectiveCall
-from zeromesh.mesh.process_set import InFlight, ProcessSet
+from zeromesh.mesh.collectives import CollectiveCall, Launched
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import DONE, ReleasableBuffer, SparePages, TieredTensor, Transfer, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.step_recorder import Collective, CommAccount
@@ -93,7 +93,7 @@ class GatherBuffer:
         )
         self._memory: ReleasableBuffer | None = None
         self._reading: Transfer | None = None
-        self._flight: InFlight | None = None
+        self._flight: Launched | None = None
         self._live = False
         if group is not None:
             self._own = slice(group.index * count // group.size, (group.index + 1) * count // group.size)
