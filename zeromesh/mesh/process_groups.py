@@ -56,7 +56,6 @@ class MeshGroups:
         self._rank = environment.rank
         self._groups: dict[tuple[GroupPurpose, tuple[int, ...], str], dist.ProcessGroup | None] = {}
         """Groups by purpose, ranks, and the name of the process set that alone uses them; None if this rank is no member."""
-        self._more: list[dist.ProcessGroup] = []
         self._joined = False
         self.watch: Watchdog | None = None
         self.works: DeviceWorks | None = None
@@ -148,7 +147,7 @@ class MeshGroups:
             if self.works is not None:
                 self.works.connect(group, dist.get_process_group_ranks(group))
             if group is not dist.group.WORLD:
-                self._more.append(group)
+                self._groups["data", tuple(dist.get_process_group_ranks(group)), f"adopted {len(self._groups)}"] = group
 
     def leave(self, *, default: bool = False) -> None:
         """Leave the board and this mesh's groups; with `default` also the default group, if this module created it and no other
@@ -158,7 +157,6 @@ class MeshGroups:
         process ends. Without `default`, ranks need not leave at the same time.
         """
         groups, self._groups = [group for group in self._groups.values() if group is not None], {}
-        more, self._more = self._more, []
         watch, self.watch = self.watch, None
         joined, self._joined = self._joined, False
         _DEFAULT.users -= joined
@@ -167,7 +165,7 @@ class MeshGroups:
             watch.close()
         if not dist.is_initialized() or (watch is not None and watch.in_doubt):
             return
-        for group in reversed([*groups, *more]):
+        for group in reversed(groups):
             dist.destroy_process_group(group)
         if default and joined and not _DEFAULT.users:
             _leave_default()
