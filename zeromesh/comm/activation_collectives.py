@@ -1,4 +1,4 @@
-"""Collectives on activations: `Exchange`, and its versions over process groups and over memory shared by CPU ranks of a host.
+"""Collectives on activations: `Exchange` over process groups, and `SharedExchange` over memory shared by CPU ranks of a host.
 
     exchange = open_exchange(group, device, "auto")
     pending = exchange.all_reduce_async(partial)                                # starts; compute meanwhile
