@@ -169,8 +169,8 @@ class ProcessSet:
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
         """Sum a small CPU tensor over the set, in place; bitwise the same on all ranks."""
-        call = CollectiveCall(tensor, tensor, what, purpose="control", counts_as=Collective.AGREEMENT, times=self.size)
-        call.op = op
+        counts_as, times = Collective.AGREEMENT, self.size
+        call = CollectiveCall(tensor, tensor, what, purpose="control", counts_as=counts_as, times=times, op=op)
         self.start(Collective.ALL_REDUCE, call).wait()
         return tensor
 
