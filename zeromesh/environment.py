@@ -267,24 +267,25 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
     # A step may be smaller than its job, and the interactive step of `salloc` has one task: the step's count is used.
     total = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, world_size, local_rank = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
-    local_world_size, master = _slurm_local_world_size(environ, world_size), environ.get("MASTER_ADDR")
+    counts, nodes_of_step = (
+        environ.get("SLURM_STEP_TASKS_PER_NODE"),
+        _first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    )
+    if counts and environ.get("SLURM_NODEID"):
+        local_world_size = _tasks_on_node(counts, _integers(environ, ["SLURM_NODEID"])[0])
+    elif environ.get("SLURM_NTASKS_PER_NODE"):
+        # --ntasks-per-node sets this, as an upper limit: a small step may hold fewer tasks.
+        local_world_size = min(world_size, _integers(environ, ["SLURM_NTASKS_PER_NODE"])[0])
+    elif world_size == 1 or environ.get(nodes_of_step) == "1":
+        local_world_size = world_size
+    else:
+        raise ConfigError(_missing(["SLURM_NTASKS_PER_NODE (or SLURM_STEP_TASKS_PER_NODE and SLURM_NODEID)"], environ))
+    master = environ.get("MASTER_ADDR")
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
     if not master and not nodes and world_size > 1:
         raise ConfigError(_missing(["SLURM_STEP_NODELIST (or SLURM_JOB_NODELIST, or MASTER_ADDR)"], environ))
     master = master or (first_host(nodes) if nodes else LOOPBACK)
     return LaunchEnvironment(rank, world_size, local_rank, local_world_size, master, _job_port(environ), "slurm")
-
-
-def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> int:
-    counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if counts and environ.get("SLURM_NODEID"):
-        return _tasks_on_node(counts, _integers(environ, ["SLURM_NODEID"])[0])
-    # --ntasks-per-node sets this, as an upper limit: a small step may hold fewer tasks.
-    if environ.get("SLURM_NTASKS_PER_NODE"):
-        return min(world_size, _integers(environ, ["SLURM_NTASKS_PER_NODE"])[0])
-    if world_size == 1 or environ.get(_first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")) == "1":
-        return world_size
-    raise ConfigError(_missing(["SLURM_NTASKS_PER_NODE (or SLURM_STEP_TASKS_PER_NODE and SLURM_NODEID)"], environ))
 
 
 def _read_mpi(environ: Mapping[str, str], names: Sequence[str], launcher: Launcher) -> LaunchEnvironment:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeromesh.comm.torch_transport import open_transport
+from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, RingRequest, Transport, choose_transport
 from zeromesh.errors import ConfigError
 from zeromesh.flat.redistribute import one_after_another, redistribute, replicated

@@ -1,4 +1,4 @@
-"""Collectives on activations: `Exchange`, and its versions over process groups and over memory shared by CPU ranks of a host.
+"""Collectives on activations: `Exchange` over process groups, and `SharedExchange` over memory shared by CPU ranks of a host.
 
     exchange = open_exchange(group, device, "auto")
     pending = exchange.all_reduce_async(partial)                                # starts; compute meanwhile
@@ -78,7 +78,7 @@ class Pending:
 
 
 class Exchange:
-    """Collectives on activations of any dtype and shape over a process set; this base class serves a set of one rank.
+    """Collectives on activations of any dtype and shape over a process set.
 
     All ranks call the same methods in the same order, with equal dtypes and shapes (except along `dim`, where `sizes` gives each
     rank's length); results may be waited for in any order, or never. A tensor must not change until its result has been waited for.
@@ -86,9 +86,11 @@ class Exchange:
     Nothing is recorded for autograd.
     """
 
-    size = 1
-    index = 0
-    """This rank's position in the set."""
+    def __init__(self, group: ProcessSet | None = None) -> None:
+        """Take a process set, whose collectives are gloo's on CPUs and NCCL's on CUDA; None: a set of one rank."""
+        self.size, self.index = (group.size, group.index) if group is not None else (1, 0)
+        """The number of ranks, and this rank's position in the set."""
+        self._members = group
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """Return the sum over the ranks as a new tensor of the same shape and dtype."""
@@ -126,10 +128,6 @@ class Exchange:
             raise LayoutError(f"{where}: sizes are {list(lengths)}; allowed are {size} that add up to {length}")
         return self._start(ExchangeKind.SCATTERED_SUM, tensor, dim, lengths)
 
-    def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        """Begin an exchange; `lengths` are the lengths that each rank sends or receives along `dim`, if the kind has one."""
-        return Pending(lambda: self._combine(kind, [tensor.detach()], dim, lengths))
-
     def _shapes(
         self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: Sequence[int]
     ) -> list[tuple[int, ...]]:
@@ -146,39 +144,37 @@ class Exchange:
             parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
         return sum_in_ranks(parts)
 
-
-class GroupExchange(Exchange):
-    """The exchange over a process group: gloo on CPU, NCCL on CUDA."""
-
-    def __init__(self, group: ProcessSet) -> None:
-        self.size, self.index, self._group = group.size, group.index, group
-        self._what = {kind: f"{kind.phrase} of activations over axis {group.name}" for kind in ExchangeKind}
-
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        """Begin the collective. On a device it never writes into the caller's tensor, which autograd may have saved."""
-        tensor, size, on_device = tensor.detach(), self.size, self._group.on_stream
+        """Begin an exchange; `lengths` are the lengths that each rank sends or receives along `dim`, if the kind has one.
+
+        On a device it never writes into the caller's tensor, which autograd may have saved.
+        """
+        tensor, size = tensor.detach(), self.size
+        if self._members is None:
+            return Pending(lambda: self._combine(kind, [tensor], dim, lengths))
+        on_device = self._members.on_stream
         if kind is ExchangeKind.SCATTERED_SUM and on_device and len(set(lengths)) == 1:
             pieces = torch.stack(torch.split(tensor, lengths[0], dim))
             out = torch.empty_like(pieces[0])
-            return self._begin(kind, Collective.REDUCE_SCATTER, out, pieces, lambda: out)
+            return self._begin(self._members, kind, Collective.REDUCE_SCATTER, out, pieces, lambda: out)
         if kind is ExchangeKind.SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
             own, sent = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
             received, counts = sent.new_empty(size, own.numel()), [part.numel() for part in parts]
             result = lambda: sum_in_ranks([part.view(own.shape) for part in received])  # noqa: E731
-            return self._begin(kind, Collective.ALL_TO_ALL, received, sent, result, sent=counts)
+            return self._begin(self._members, kind, Collective.ALL_TO_ALL, received, sent, result, sent=counts)
         own = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
         if kind is not ExchangeKind.GATHER and on_device:
             cut = (dim, sum(lengths[: self.index]), lengths[self.index]) if lengths else None
             result = lambda: own if cut is None else own.narrow(*cut).contiguous()  # noqa: E731
-            return self._begin(kind, Collective.ALL_REDUCE, own, own, result)
+            return self._begin(self._members, kind, Collective.ALL_REDUCE, own, own, result)
         shapes = self._shapes(kind, tensor, dim, lengths)
         sizes = list(map(math.prod, shapes))
         if on_device or (kind is ExchangeKind.GATHER and dim == 0):
             whole = tensor.new_empty(sum(sizes))
             parts = [part.view(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
             result = lambda: self._combine(kind, parts, dim, lengths) if dim else whole.view(-1, *tensor.shape[1:])  # noqa: E731
-            return self._begin(kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
+            return self._begin(self._members, kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
         # This rank's part is used where it is, since nothing writes to it.
         moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
         sizes[self.index] = 0
@@ -188,10 +184,11 @@ class GroupExchange(Exchange):
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
         times = moved / max(1, others.numel())
-        return self._begin(kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
+        return self._begin(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
 
     def _begin(
         self,
+        group: ProcessSet,
         kind: ExchangeKind,
         row: Collective,
         out: torch.Tensor,
@@ -199,8 +196,8 @@ class GroupExchange(Exchange):
         result: Callable[[], torch.Tensor],
         **how: Any,
     ) -> Pending:
-        call = CollectiveCall(out.view(-1), given.view(-1), self._what[kind], counts_as=kind.collective, **how)
-        flight = self._group.start(row, call)
+        what = f"{kind.phrase} of activations over axis {group.name}"
+        flight = group.start(row, CollectiveCall(out.view(-1), given.view(-1), what, counts_as=kind.collective, **how))
 
         def read() -> torch.Tensor:
             flight.wait()
@@ -241,7 +238,8 @@ class SharedExchange(Exchange):
     """
 
     def __init__(self, group: ProcessSet) -> None:
-        self.size, self.index, self._group = group.size, group.index, group
+        super().__init__(group)
+        self._group = group
         self._ring = SharedRing(group, "activations")
         self._flying: dict[int, weakref.ref[Pending]] = {}
 
@@ -321,6 +319,4 @@ def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName =
         StorageError: when memory is short.
     """
     name = choose_transport(kind, group, device)
-    if name == "local":
-        return Exchange()
-    return SharedExchange(group) if name == "shared" else GroupExchange(group)
+    return SharedExchange(group) if name == "shared" else Exchange(None if name == "local" else group)

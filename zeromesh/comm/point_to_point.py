@@ -21,10 +21,10 @@ from datetime import timedelta
 import torch
 
 from zeromesh.errors import CollectiveError
-from zeromesh.mesh.collectives import CollectiveCall
+from zeromesh.mesh.collectives import CollectiveCall, Launched
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_groups import groups_in_turn, leave_group, make_group
-from zeromesh.mesh.process_set import InFlight, ProcessSet
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 
 HEADER_BYTES = 2048
@@ -54,9 +54,9 @@ class Incoming:
 
     def __init__(self, line: _Line, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
         self._line, self._kind, self._specs, self.what = line, kind, specs, what
-        self._header: tuple[torch.Tensor, InFlight] | None = None
+        self._header: tuple[torch.Tensor, Launched] | None = None
         self._tensors: list[torch.Tensor] = []
-        self._flights: list[InFlight] | None = None
+        self._flights: list[Launched] | None = None
 
     def advance(self, *, block: bool) -> bool:
         """Begin to receive once the shapes are known; returns True if it has begun, so that the next message may begin too."""
@@ -96,9 +96,9 @@ class _Line:
         """The specifications sent so far, by kind of message; equal on both ends."""
         self.queue: deque[Incoming] = deque()
         """Messages requested by the receiver, in the order of arrival."""
-        self._flying: deque[tuple[torch.Tensor, InFlight]] = deque()
+        self._flying: deque[tuple[torch.Tensor, Launched]] = deque()
 
-    def start(self, tensor: torch.Tensor, what: str) -> InFlight:
+    def start(self, tensor: torch.Tensor, what: str) -> Launched:
         # Bytes suit every backend, unlike dtypes; at least one, since an empty message could not be waited for.
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
         index, received = self._pair.index, (len(flat), 0)

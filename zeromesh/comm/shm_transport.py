@@ -1,4 +1,6 @@
-"""The transport of CPU ranks on one host: gathered parameters and gradient slots lie in memory shared by all of them.
+"""The transport of CPU ranks on one host, whose parameters and gradient slots lie in memory shared by all of them.
+
+`open_transport` opens a transport of any kind.
 
     arena   one segment      | bucket 0: shard 0 | shard 1 | bucket 1: ... |     each rank writes its shards, all read all
     words   one segment      per bucket and rank: written, done
@@ -195,3 +197,16 @@ class SharedTransport(Transport):
         for segment in self._segments:
             segment.close()
         self._reducer.ring.close()
+
+
+def open_transport(
+    name: str, group: ProcessSet, device: torch.device, requests: Sequence[BufferRequest], ring: RingRequest
+) -> Transport:
+    """Allocate the buffers and slots of a group. Every rank of it calls this with the same requests.
+
+    Raises:
+        StorageError: when memory is short.
+    """
+    if name == "shared":
+        return SharedTransport(group, requests, ring)
+    return Transport(name, group, device, requests, ring)

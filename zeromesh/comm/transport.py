@@ -1,27 +1,38 @@
-"""Transports own the memory that they move: their base class, for a group of one rank, and the choice of a transport for a group.
+"""Transports own the memory that they move. Those here use torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks.
 
 A transport allocates the flat buffers to gather and the slots to reduce, so that it can avoid transfers: on one host, gathered
-parameters are shared pages, and a reduction reads the other ranks' slots.
+parameters are shared pages, and a reduction reads the other ranks' slots (`shm_transport`).
 
     GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> retire
     Reducer        slots  |  sequence n  |  sequence n+1    acquire -> fill -> launch -> Reduction.finish
 
 All ranks of the group make the same calls in the same order. No transport knows about parameters.
+
+gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all, half the
+bytes, and a local sum in rank order in the dtype of the sum. A device does the same if the dtype of the transfer is narrower than
+that of the sum; otherwise NCCL's own reduce-scatter is used.
 """
 
+from __future__ import annotations
+
 import platform
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from zeromesh.errors import ConfigError, LayoutError
+from zeromesh.errors import CollectiveError, ConfigError, LayoutError
 from zeromesh.intervals import Interval
+from zeromesh.mesh.collectives import CollectiveCall, Launched
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import ReleasableBuffer, SparePages, TieredTensor, Transfer, allocate_lasting
+from zeromesh.offload import DONE, ReleasableBuffer, SparePages, TieredTensor, Transfer, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.step_recorder import Collective, CommAccount
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +59,15 @@ class RingRequest:
 
 
 class GatherBuffer:
-    """A flat buffer whose shards belong to the ranks of the group.
+    """A flat buffer whose shards belong to the ranks of a group, filled by an all-gather.
 
-    This base class serves a group of one rank, and parameters that every rank updates itself: private memory that always holds
+    Without a group, as for a single rank and for parameters that every rank updates itself, it is private memory that always holds
     everything while it is allocated.
+
+    Gathers start once this rank's shard is in place, in the order of the calls; `queue` holds the waiting ones. A device runs
+    collectives of all groups in launch order, and blocks in each until all ranks have launched it. So its gathers start at fixed
+    places of the program: at once if a stream waits for the shard, else when the next gather is requested or this one is needed;
+    the host then waits for the shard.
     """
 
     full: torch.Tensor
@@ -59,13 +75,28 @@ class GatherBuffer:
     _own = slice(None)
     """The slice of this rank's shard."""
 
-    def __init__(self, request: BufferRequest, device: torch.device, spare: SparePages) -> None:
+    def __init__(
+        self,
+        request: BufferRequest,
+        device: torch.device,
+        spare: SparePages,
+        group: ProcessSet | None = None,
+        queue: deque[GatherBuffer] | None = None,
+    ) -> None:
         """Allocate the buffer; released buffers give their pages to `spare`."""
         count, dtype = request.padded, request.dtype
         self.persistent = request.persistent
+        self._what, self._group, self._queue = (
+            f"all-gather of {request.name}",
+            group,
+            deque() if queue is None else queue,
+        )
         self._memory: ReleasableBuffer | None = None
         self._reading: Transfer | None = None
+        self._flight: Launched | None = None
         self._live = False
+        if group is not None:
+            self._own = slice(group.index * count // group.size, (group.index + 1) * count // group.size)
         if self.persistent:
             # Zeros: padding belongs to no rank, and persistent memory may hold the master weights themselves.
             self.full = allocate_lasting(count, dtype, device)
@@ -85,34 +116,69 @@ class GatherBuffer:
 
     def begin_write(self) -> None:
         """Wait until no rank reads the current contents."""
+        if self._group is not None:
+            self.wait()
 
     def end_write(self) -> None:
         """Mark this rank's shard as new; gathered copies on other ranks are then out of date."""
+        self._live = self._live and self._group is None
 
     def gather(self, shard: TieredTensor) -> None:
         """Start to fill `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype on any tier."""
-        if self._memory is not None and not self._live:
+        if self._live or self._flight is not None or (self._group is not None and self._reading is not None):
+            return
+        if self._memory is not None:
             self._memory.take()
+        self._reading = DONE if self._memory is None else shard.read(0, self.own())
+        if self._group is None:
             self._live = True
-            self._reading = shard.read(0, self.full)
+            return
+        while self._group.on_stream and self._queue:
+            self._queue.popleft().start()
+        self._queue.append(self)
+        self.poll()
 
     def poll(self) -> None:
         """Advance a started gather as far as possible without waiting."""
+        while self._queue and (reading := self._queue[0]._reading) is not None:
+            # On a device a stream may wait for this rank's shard, else it must be in place or have failed.
+            on_stream = self._group is not None and self._group.on_stream
+            if not (reading is DONE or reading.on_device if on_stream else reading.done()):
+                return
+            self._queue.popleft().start()
+
+    def start(self) -> None:
+        """Start the all-gather, once this rank's shard is in place."""
+        reading, self._reading = self._reading, None
+        if reading is not None and self._group is not None:
+            with reading.ordering():
+                call = CollectiveCall(self.full, self.own(), self._what)
+                self._flight = self._group.start(Collective.ALL_GATHER, call)
 
     def wait(self) -> None:
         """Wait until `full` is complete and current."""
-        if self._reading is not None:
+        if self._group is None and self._reading is not None:
             self._reading.wait()
+        while self._group is not None and self._reading is not None:
+            self._queue.popleft().start()
+        if self._flight is not None:
+            self._flight.wait()
+            self._flight, self._live = None, True
 
     def release(self) -> None:
         """Free the memory unless the buffer is persistent. This rank reads no more before the next gather."""
-        if self._memory is not None and self._live:
+        if self._memory is not None and (self._live or self._group is not None):
             self.wait()
             self._memory.give_back()
             self._live = False
 
     def retire(self) -> None:
         """Mark the current contents as no longer read by this rank, so that their owners may write."""
+
+    def settle(self) -> None:
+        """Make a device's current stream wait for a gather in flight, since memory is freed in the order of that stream."""
+        if self._flight is not None and self._group is not None and self._group.on_stream:
+            self._flight.wait()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -170,16 +236,28 @@ def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool)
 class Reducer:
     """The slots in which gradient buckets wait for their reduction over the group; `sequence` numbers the buckets from 0.
 
-    This base class serves a group of one rank, which needs no sums and no slots: gradients are accumulated in place.
+    A single rank has no group, no sums and no slots: gradients are accumulated in place. A group has send buffers and, on gloo,
+    as many receive buffers; reductions finish in launch order. On a device, work on a slot is ordered by streams: `finish` makes
+    the compute stream wait, not the host.
     """
 
-    def __init__(self, *, on_stream: bool = False) -> None:
-        """Take `on_stream`: gradients lie on a device, where finishing a reduction makes the stream wait, not the host."""
-        self.on_stream = on_stream
+    def __init__(
+        self, device: torch.device = _CPU, group: ProcessSet | None = None, ring: RingRequest | None = None
+    ) -> None:
+        """Allocate the slots of `ring` on `device` for a group."""
+        self.on_stream = is_accelerator(device)
+        self.finished = 0
+        slots, nbytes = (ring.slots, ring.nbytes) if ring is not None and group is not None else (0, 0)
+        self._members = group
+        self._send, self._receive = (
+            [allocate_lasting(nbytes, torch.uint8, device) for _ in range(count)]
+            for count in (slots, 0 if self.on_stream else slots)
+        )
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         """Return the bytes of the slot for `sequence`; None while a peer still reads its old contents, unless `block`."""
-        raise LayoutError(f"a group of one rank has no gradient slots (sequence {sequence})")
+        # The caller finishes launched reductions before it blocks, so no slot is missing while it blocks.
+        return self._send[sequence % len(self._send)] if sequence < self.finished + len(self._send) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
         """Start to sum `filled` over the group.
@@ -188,29 +266,82 @@ class Reducer:
         of it if `out` is as long as `filled`; `add` adds to `out`. Sums run in rank order, one addition after the other in the
         dtype of `out`, so that every transport gives the same bits.
         """
-        raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
+        group, kind, sums = self._members, Collective.REDUCE_SCATTER, out
+        if group is None:
+            raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
+        whole = out.numel() == filled.numel()
+        row, received = kind, filled
+        if group.on_stream and filled.dtype == out.dtype:
+            if whole:
+                row = kind = Collective.ALL_REDUCE
+            else:
+                received = torch.empty_like(out) if add else out
+            parts: Sequence[torch.Tensor] = [received]
+        else:
+            row = Collective.ALL_TO_ALL
+            if group.on_stream:
+                received = torch.empty_like(filled)
+            else:
+                received = self._receive[sequence % len(self._receive)][: filled.nbytes].view(filled.dtype)
+            parts = received.chunk(group.size)
+            length = filled.numel() // group.size
+            sums = out[group.index * length : (group.index + 1) * length] if whole else out
+        call = CollectiveCall(received, filled, "reduction of gradients", purpose="reduce", counts_as=kind)
+        flight = group.start(row, call)
+
+        def free() -> None:
+            self.finished += 1
+
+        def gather_sums() -> None:
+            call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
+            group.start(Collective.ALL_GATHER, call).wait()
+
+        return Reduction(
+            traffic=group.traffic,
+            kind=kind,
+            parts=lambda: parts,
+            sums=sums,
+            add=add,
+            arrived=flight.done,
+            wait=flight.wait,
+            free=free,
+            complete=gather_sums if sums.numel() != out.numel() else None,
+        )
 
 
 class Transport:
-    """The buffers and slots of one group; this base class serves a group of one rank, which communicates nothing."""
+    """The buffers and slots of one group, which move by collectives, or not at all under the name `local`."""
 
-    name = "local"
     buffers: Sequence[GatherBuffer]
     reducer: Reducer
     share = 1.0
     """The fraction of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
 
-    def __init__(self, requests: Sequence[BufferRequest], device: torch.device) -> None:
-        self._spare = SparePages()
-        self.buffers = [GatherBuffer(request, device, self._spare) for request in requests]
-        self.reducer = Reducer(on_stream=is_accelerator(device))
+    def __init__(
+        self,
+        name: str,
+        group: ProcessSet,
+        device: torch.device,
+        requests: Sequence[BufferRequest],
+        ring: RingRequest,
+    ) -> None:
+        self.name = name
+        self._spare, self._queue = SparePages(), deque[GatherBuffer]()
+        members = None if name == "local" else group
+        self.buffers = [GatherBuffer(each, device, self._spare, members, self._queue) for each in requests]
+        self.reducer = Reducer(device, members, ring)
 
     def poll(self) -> None:
         """Advance started work without waiting, at the end of a pass, when no gather follows at once."""
         self._spare.give_back()
+        if self._queue:
+            self._queue[0].poll()
 
     def close(self) -> None:
         """Free the resources that are not freed with the tensors."""
+        with suppress(CollectiveError):  # The caller has already seen the error of a gather.
+            for buffer in self.buffers:
+                buffer.settle()
 
 
 TransportName = Literal["auto", "shared", "gloo", "nccl"]

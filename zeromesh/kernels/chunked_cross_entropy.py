@@ -292,7 +292,11 @@ class HeadPass:
             part = logits[block]
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
             self.change.apply_(wide)
-            statistics[:, block] = _statistics(wide, local[block])
+            # The largest logit m, the sum of exp(logit - m), and the logit of the target or 0.
+            own, picked = _picked(wide, local[block])
+            chosen, largest = wide.gather(1, picked).squeeze(1).masked_fill_(~own, 0), wide.amax(dim=1)
+            total = wide.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
+            statistics[:, block] = torch.stack((largest, total, chosen))
         everyone = exchange.all_gather_async(statistics.unsqueeze(0), 0).wait()
         largest = everyone[:, 0].amax(dim=0)
         total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
@@ -367,15 +371,6 @@ def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: floa
 def _picked(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a mask of the targets `local` [rows] that have a column in `part`, and a valid column index for each, `[rows, 1]`."""
     return (local >= 0) & (local < part.shape[1]), local.clamp(0, part.shape[1] - 1).unsqueeze(1)
-
-
-def _statistics(part: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return [3, rows]: largest logit m, sum of exp(logit - m), logit of the target or 0; `part` becomes exp(logit - m)."""
-    own, picked = _picked(part, local)
-    chosen = part.gather(1, picked).squeeze(1).masked_fill_(~own, 0)
-    largest = part.amax(dim=1)
-    total = part.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
-    return torch.stack((largest, total, chosen))
 
 
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:

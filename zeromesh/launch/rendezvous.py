@@ -426,20 +426,6 @@ class Follower:
         return WorkersFailed(message=message, exit_code=1)
 
 
-def _role(nodes: Nodes, processes: int, notify: Notify, stopped: Stopped) -> Leader | Follower:
-    """Number 0 leads; without numbers, the first launcher that can listen at the endpoint does."""
-    host = nodes.where[0]
-    if nodes.most == 1 or nodes.rank == 0:
-        return Leader(nodes, processes, notify, stopped)
-    if nodes.rank is None and is_here(host):
-        try:
-            return Leader(nodes, processes, notify, stopped)
-        except ConfigError as error:
-            if not (isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE):
-                raise
-    return Follower(nodes, processes, stopped)
-
-
 def launch_workers(
     arguments: Sequence[str],
     *,
@@ -459,7 +445,15 @@ def launch_workers(
         ConfigError: when this host must serve the endpoint, and cannot.
     """
     with noted_signals((signal.SIGINT,) if talks else ()) as requests:
-        others = _role(nodes, processes, notify, lambda: bool(requests.first))
+        stopped, must_lead = lambda: bool(requests.first), nodes.most == 1 or nodes.rank == 0
+        others: Leader | Follower = Follower(nodes, processes, stopped)
+        if must_lead or (nodes.rank is None and is_here(nodes.where[0])):
+            try:
+                others = Leader(nodes, processes, notify, stopped)
+            except ConfigError as error:  # Without numbers, the first launcher that can listen at the endpoint leads.
+                cause = error.__cause__
+                if must_lead or not (isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE):
+                    raise
         return run_starts(arguments, others, requests, passes)
 
 

@@ -147,14 +147,7 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
     """
     plan.check(plan.hosts)
     with noted_signals() as requests:
-        leader = _SshLeader(plan, notify, requests)
-        try:
-            found = leader.first_start()
-            while isinstance(found, RankRange):
-                found = leader.next_start(None)
-        finally:
-            leader.close()
-        return requests.exit_code() or found
+        return run_starts((), _SshLeader(plan, notify, requests), requests)
 
 
 class _SshLeader(Leader):

@@ -8,6 +8,7 @@ of `given`, and its `finish` decodes the received bytes into `out`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,10 @@ class CollectiveCall:
     ranks: Sequence[int] = ()
     index: int = 0
     group: dist.ProcessGroup | None = None
+    timed: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Makes the block that counts the seconds of waiting."""
+    arrive: Callable[[AsyncWork], object] = lambda work: work.wait()
+    """Waits for a work: the host on CPUs, the current stream on a device."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,24 @@ class Launched:
     works: Sequence[AsyncWork]
     nbytes: int
     finish: Callable[[], object] = lambda: None
+    over: bool = False
+
+    def done(self) -> bool:
+        """Return True if `wait` would return at once. It is never called on a device."""
+        return self.over or all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Wait for the collective; on a device the current stream waits, not the host. Only the first call waits.
+
+        Raises:
+            CollectiveError: when a peer is gone, late, or the collective fails.
+        """
+        if not self.over:
+            with self.call.timed():
+                for work in self.works:
+                    self.call.arrive(work)
+                self.finish()
+            self.over, self.works, self.finish = True, (), lambda: None
 
 
 def _broadcasts(call: CollectiveCall) -> Launched:

@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -174,8 +173,18 @@ class DeviceWorks:
             self._break(error)
 
     def _break(self, error: CollectiveError) -> None:
-        """Abort the communicators so that the host returns from its wait and raises `error`; if it does not, end the process."""
-        where = self._write_trace()
+        """Abort the communicators so that the host returns from its wait and raises `error`; if it does not, end the process. The
+        flight recorder's latest collectives of this rank are written before, and named in the error."""
+        where, dump = "", getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
+        if dump is not None and self._traces is not None:
+            path = self._traces / f"{TRACE}{dist.get_rank()}"
+            tool = f"torchfrtrace --prefix {TRACE} {self._traces}"
+            where = f". The latest collectives of this rank are in {path}; {tool} compares those of all"
+            try:
+                self._traces.mkdir(parents=True, exist_ok=True)
+                write_whole(path, dump(), sync=False)
+            except (OSError, RuntimeError) as failure:
+                where = f". The latest collectives could not be written to {path}: {failure}"
         found = CollectiveError(f"{error}{where}")
         self._watch.broken, self._watch.in_doubt = found, True
         self._watch.fail(found)
@@ -188,20 +197,6 @@ class DeviceWorks:
             sys.excepthook(CollectiveError, found, None)  # `become_worker` records errors there for the launcher.
             sys.stderr.flush()
             os._exit(1)
-
-    def _write_trace(self) -> str:
-        """Write the flight recorder's latest collectives of this rank; returns the text for the error message."""
-        dump: Any = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-        if dump is None or self._traces is None:
-            return ""
-        path = self._traces / f"{TRACE}{dist.get_rank()}"
-        try:
-            self._traces.mkdir(parents=True, exist_ok=True)
-            write_whole(path, dump(), sync=False)
-        except (OSError, RuntimeError) as error:
-            return f". The latest collectives could not be written to {path}: {error}"
-        tool = f"torchfrtrace --prefix {TRACE} {self._traces}"
-        return f". The latest collectives of this rank are in {path}; {tool} compares those of all"
 
 
 def _abort(group: dist.ProcessGroup) -> None:

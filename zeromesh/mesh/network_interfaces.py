@@ -6,10 +6,11 @@ By default, gloo takes the address of the host's own name, often the loopback or
 import ipaddress
 import socket
 from contextlib import suppress
+from typing import Any
 
 import psutil
 
-from zeromesh.environment import LOOPBACK
+from zeromesh.environment import LOOPBACK, LaunchEnvironment
 from zeromesh.errors import ConfigError
 
 _ROUTE_PORT = 9  # discard; nothing is sent
@@ -85,9 +86,19 @@ def is_loopback(host: str) -> bool:
     return host.lower() == "localhost"
 
 
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has `address`, without an alias's suffix."""
-    return by_address().get(address.partition("%")[0])
+def interface_for(store: Any, environment: LaunchEnvironment) -> str | None:
+    """Return this host's interface that other hosts can reach; None if not found. All ranks of several hosts call this.
+
+    This is the interface towards the master. On the master's host, where that may be the loopback, it is the interface towards a
+    rank on another host, which the store tells; the loopback itself if there is none.
+    """
+    own = address_towards(environment.master_address)
+    store.set(f"route/{environment.rank}", own or "")
+    if own is None or is_loopback(own):
+        routes = (store.get(f"route/{other}").decode() for other in range(environment.world_size))
+        elsewhere = next((address for address in routes if address and not is_loopback(address)), None)
+        own = address_towards(elsewhere) if elsewhere else own
+    return by_address().get(own.partition("%")[0]) if own else None
 
 
 def interfaces() -> dict[str, list[str]]:

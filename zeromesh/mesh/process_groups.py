@@ -14,7 +14,7 @@ from zeromesh.environment import INTERFACE, LaunchEnvironment, export, setting
 from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import Axis, MeshShape
-from zeromesh.mesh.network_interfaces import address_towards, interface_of, is_loopback
+from zeromesh.mesh.network_interfaces import interface_for
 from zeromesh.mesh.run_store import START_SECONDS, run_store
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.watchdog import Watchdog
@@ -56,7 +56,6 @@ class MeshGroups:
         self._rank = environment.rank
         self._groups: dict[tuple[GroupPurpose, tuple[int, ...], str], dist.ProcessGroup | None] = {}
         """Groups by purpose, ranks, and the name of the process set that alone uses them; None if this rank is no member."""
-        self._more: list[dist.ProcessGroup] = []
         self._joined = False
         self.watch: Watchdog | None = None
         self.works: DeviceWorks | None = None
@@ -148,7 +147,7 @@ class MeshGroups:
             if self.works is not None:
                 self.works.connect(group, dist.get_process_group_ranks(group))
             if group is not dist.group.WORLD:
-                self._more.append(group)
+                self._groups["data", tuple(dist.get_process_group_ranks(group)), f"adopted {len(self._groups)}"] = group
 
     def leave(self, *, default: bool = False) -> None:
         """Leave the board and this mesh's groups; with `default` also the default group, if this module created it and no other
@@ -158,7 +157,6 @@ class MeshGroups:
         process ends. Without `default`, ranks need not leave at the same time.
         """
         groups, self._groups = [group for group in self._groups.values() if group is not None], {}
-        more, self._more = self._more, []
         watch, self.watch = self.watch, None
         joined, self._joined = self._joined, False
         _DEFAULT.users -= joined
@@ -167,7 +165,7 @@ class MeshGroups:
             watch.close()
         if not dist.is_initialized() or (watch is not None and watch.in_doubt):
             return
-        for group in reversed([*groups, *more]):
+        for group in reversed(groups):
             dist.destroy_process_group(group)
         if default and joined and not _DEFAULT.users:
             _leave_default()
@@ -228,18 +226,3 @@ def _leave_default() -> None:
     if _DEFAULT.made_here and not _DEFAULT.in_doubt and dist.is_initialized():
         _DEFAULT.made_here = False
         dist.destroy_process_group()
-
-
-def interface_for(store: dist.distributed_c10d.Store, environment: LaunchEnvironment) -> str | None:
-    """Return this host's interface that other hosts can reach; None if not found. All ranks of several hosts call this.
-
-    This is the interface towards the master. On the master's host, where that may be the loopback, it is the interface towards a
-    rank on another host, which the store tells; the loopback itself if there is none.
-    """
-    own = address_towards(environment.master_address)
-    store.set(f"route/{environment.rank}", own or "")
-    if own is None or is_loopback(own):
-        routes = (store.get(f"route/{other}").decode() for other in range(environment.world_size))
-        elsewhere = next((address for address in routes if address and not is_loopback(address)), None)
-        own = address_towards(elsewhere) if elsewhere else own
-    return interface_of(own) if own else None

@@ -146,23 +146,20 @@ class ProcessMesh:
             record_collectives(traces)
         self._links.join(self.rank)
         self.one_host = len({place.host for place in self.places}) == 1
-        self.watch = self._links.watch = self._make_watch(store, timeout_seconds)
-        if is_accelerator(self.device):
+        board, on_device = self._shared_board(store) if self.one_host else None, is_accelerator(self.device)
+        shared = board is not None
+        if board is None:
+            if self.one_host:
+                self.one_host = self._shares_memory = False
+            published = rows(self.environment) or store
+            board = StoreBoard(published, published.clone(), self.rank, stale_seconds=timeout_seconds)
+            dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
+        self.watch = Watchdog(board, self.rank, timeout_seconds, compare_events=shared, one_order=on_device)
+        self._links.watch = self.watch
+        if on_device:
             self._links.works = DeviceWorks(self.device, self.watch, traces=traces)
         if self.rank == 0 and (warning := far_warning(self.shape, self.places)):
             _LOGGER.warning("%s", warning)
-
-    def _make_watch(self, store: Store, timeout_seconds: float) -> Watchdog:
-        on_device = is_accelerator(self.device)
-        if self.one_host:
-            board = self._shared_board(store)
-            if board is not None:
-                return Watchdog(board, self.rank, timeout_seconds, compare_events=True, one_order=on_device)
-            self.one_host = self._shares_memory = False
-        store = rows(self.environment) or store
-        published = StoreBoard(store, store.clone(), self.rank, stale_seconds=timeout_seconds)
-        dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
-        return Watchdog(published, self.rank, timeout_seconds, compare_events=False, one_order=on_device)
 
     def _shared_board(self, store: Store) -> StatusBoard | None:
         """Create the board in a segment of rank 0; None when some rank cannot map it."""

@@ -16,6 +16,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,35 +33,6 @@ from zeromesh.telemetry.watchdog import Watchdog
 _ABSENT = "(absent)"
 _SHOWN = 8
 _LENGTH = 100
-
-
-class InFlight:
-    """A collective in flight. Only the first call of `wait` waits."""
-
-    def __init__(self, ranks: ProcessSet, call: CollectiveCall, launched: Launched | None) -> None:
-        self._ranks, self._call, self._launched = ranks, call, launched
-
-    def done(self) -> bool:
-        """Return True if `wait` would return at once. It is never called on a device."""
-        return self._launched is None or all(work.is_completed() for work in self._launched.works)
-
-    def wait(self) -> None:
-        """Wait for the collective; on a device the current stream waits, not the host.
-
-        Raises:
-            CollectiveError: when a peer is gone, late, or the collective fails.
-        """
-        launched, ranks, call = self._launched, self._ranks, self._call
-        if launched is None or call.counts_as is None:
-            return
-        with ranks.traffic.timed(call.counts_as):
-            for work in launched.works:
-                if ranks.works is not None and call.purpose != "control":
-                    ranks.works.order(work, ranks.ranks, call.what)
-                else:
-                    ranks.watch.wait_work(work, ranks.ranks, call.what)
-            launched.finish()
-        self._launched = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +68,7 @@ class ProcessSet:
         """True if parameters and gradients move on streams of a device."""
         return self.works is not None
 
-    def start(self, kind: Collective, call: CollectiveCall) -> InFlight:
+    def start(self, kind: Collective, call: CollectiveCall) -> Launched:
         """Start a collective through its row in `COLLECTIVES`; `call` is filled in, and belongs to the collective from then on.
 
         Raises:
@@ -110,15 +82,18 @@ class ProcessSet:
             place = call.out[begin : begin + received[self.index]]
             call.given = place if place.data_ptr() == given.data_ptr() else place.copy_(given)
         if groups is None:
-            return InFlight(self, call, None)
+            return Launched(call, (), 0)
         call.sent = call.sent or (given.numel() // size,) * size
         call.ranks, call.index, call.group = self.ranks, self.index, groups[call.purpose]
-        counted = call.counts_as = call.counts_as or kind
+        counted = call.counts_as or kind
+        call.timed = partial(self.traffic.timed, counted)
+        wait = self.works.order if self.works is not None and on_stream else self.watch.wait_work
+        call.arrive = partial(wait, peers=self.ranks, what=call.what)
         with self.traffic.timed(counted):
             launched = COLLECTIVES[kind, on_stream](call)
         if call.times:
             self.traffic.count(counted, round(call.times * launched.nbytes))
-        return InFlight(self, call, launched)
+        return launched
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's `values`, in the order of the set; all ranks pass the same number of values."""
@@ -194,8 +169,8 @@ class ProcessSet:
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> torch.Tensor:
         """Sum a small CPU tensor over the set, in place; bitwise the same on all ranks."""
-        call = CollectiveCall(tensor, tensor, what, purpose="control", counts_as=Collective.AGREEMENT, times=self.size)
-        call.op = op
+        counts_as, times = Collective.AGREEMENT, self.size
+        call = CollectiveCall(tensor, tensor, what, purpose="control", counts_as=counts_as, times=times, op=op)
         self.start(Collective.ALL_REDUCE, call).wait()
         return tensor
 

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import nn
 
-from zeromesh.comm.torch_transport import open_transport
+from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, RingRequest, Transport, choose_transport
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, build_layout

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import nn
 
-from zeromesh.comm.torch_transport import open_transport
+from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import RingRequest, Transport
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zeromesh.comm.activation_collectives import open_exchange
-from zeromesh.comm.torch_transport import open_transport
+from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, RingRequest
 from zeromesh.flat.redistribute import one_after_another, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh

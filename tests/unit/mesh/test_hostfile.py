@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.launch.ssh import BEGIN, Host, HostStream, Output, read_hosts
-from zeromesh.mesh import network_interfaces, process_groups
+from zeromesh.mesh import network_interfaces
 from zeromesh.mesh.run_store import LocalRowStore
 from zeromesh.trainer.cli.main import _parse, main
 
@@ -215,21 +215,21 @@ def test_the_interface_is_the_one_that_leads_to_the_others(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], loopback: bool
 ) -> None:
     routes: Any = Routes(addresses, loopback)
-    monkeypatch.setattr(process_groups, "address_towards", routes.towards)
-    monkeypatch.setattr(process_groups, "interface_of", lambda address: f"to {address}")
+    monkeypatch.setattr(network_interfaces, "address_towards", routes.towards)
+    monkeypatch.setattr(network_interfaces, "by_address", lambda: {each: f"to {each}" for each in addresses})
     found: dict[int, Any] = {}
     for rank in reversed(range(len(addresses))):
         routes.rank = rank
         routes.stored.update({f"route/{lower}": "127.0.0.1" for lower in range(rank)})
         place = {"RANK": str(rank), "WORLD_SIZE": str(len(addresses)), "MASTER_ADDR": "master", "MASTER_PORT": "1"}
-        found[rank] = process_groups.interface_for(routes, read_environment(place))
+        found[rank] = network_interfaces.interface_for(routes, read_environment(place))
     assert [found[rank] for rank in range(len(addresses))] == [f"to {address}" for address in addresses]
 
 
 def test_this_host_has_a_loopback() -> None:
     assert network_interfaces.address_towards("127.0.0.1") == "127.0.0.1"
-    assert network_interfaces.interface_of("127.0.0.1") == "lo"
-    assert network_interfaces.interface_of("203.0.113.1") is None
+    assert network_interfaces.by_address()["127.0.0.1"] == "lo"
+    assert "203.0.113.1" not in network_interfaces.by_address()
     assert network_interfaces.address_towards("no host has this name") is None
 
 

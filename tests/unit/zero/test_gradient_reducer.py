@@ -38,7 +38,8 @@ class StreamReducer(Reducer):
     """Reductions of two equal ranks, seen from the first. No host may ask whether they have come."""
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__(on_stream=True)
+        super().__init__()
+        self.on_stream = True
         self.slots = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
         self.finished = 0
         self.events: list[tuple[str, int]] = []
@@ -172,7 +173,9 @@ class TestAHostThatIsAhead:
     def test_sums_of_microbatches_are_made_bucket_by_bucket(self) -> None:
         (bucket,) = buckets = [bucket_of(0, ranks=1)]
         options = ZeroOptions(stage=2, accumulation=2, precision=Precision(compute=torch.bfloat16))
-        reducer, reduced = reducer_of(Reducer(on_stream=True), options, ranks=1)
+        alone = Reducer()
+        alone.on_stream = True
+        reducer, reduced = reducer_of(alone, options, ranks=1)
         for number, places in enumerate(([1], [1, 0])):
             reducer.begin(buckets, reduce=True, first=number == 0, last=True)
             arrive(reducer, bucket, 1.0, places)

@@ -182,6 +182,7 @@ class TracedExchange(Exchange):
     """The collectives of tensor rank 0, recorded without peers."""
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self.size = size
         self.meter: Meter | None = None
 
