@@ -176,7 +176,8 @@ def forget_gradient(parameter: Tensor) -> None:
 def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> None:
     """Put the model's floating-point tensors on the meta device, with parameters in the dtype `compute`."""
     made: dict[int, nn.Parameter] = {}
-    main = _main_dtype(model)
+    counts = Counter(each.dtype for each in model.parameters() if each.is_floating_point())
+    main = max(counts, key=counts.__getitem__, default=torch.float32)
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is None:
@@ -191,11 +192,6 @@ def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> N
             if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:
                 undo.callback(module._buffers.__setitem__, leaf, buffer)
                 module._buffers[leaf] = torch.empty_like(buffer, device="meta")
-
-
-def _main_dtype(model: nn.Module) -> torch.dtype:
-    counts = Counter(each.dtype for each in model.parameters() if each.is_floating_point())
-    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 def _shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
