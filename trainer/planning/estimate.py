@@ -397,7 +397,15 @@ class _LayoutCosts:
                 kind.value, nbytes / number, ranks=ranks, hosts=hosts, ranks_on_host=self._busy
             )
 
-        total = count * self._sum_seconds(memory)
+        # A rank accumulates a microbatch's gradients, or copies them to buckets for reduction.
+        accumulated = 0.0
+        sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
+        for dtype, (elements, own) in memory.trained.items():
+            if shard == 1 or options.sums_before_reducing:
+                accumulated += elements * (dtype.itemsize + sums)
+            else:
+                accumulated += elements * 2 * dtype.itemsize + own * sums
+        total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._busy)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
         if shard > 1:
@@ -414,17 +422,6 @@ class _LayoutCosts:
         # The first gather and the last reduction overlap with nothing.
         least = total / (number * count)
         return max(total - compute, min(total, least))
-
-    def _sum_seconds(self, memory: MemoryModel) -> float:
-        """Return the seconds in which a rank accumulates a microbatch's gradients, or copies them to buckets for reduction."""
-        options, moved = self._options, 0.0
-        sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
-        for dtype, (whole, own) in memory.trained.items():
-            if self._layout.shard == 1 or options.sums_before_reducing:
-                moved += whole * (dtype.itemsize + sums)
-            else:
-                moved += whole * 2 * dtype.itemsize + own * sums
-        return self._machine.moved_seconds(moved, ranks_on_host=self._busy)
 
     def _offload_seconds(self, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of transfers of parameters and activations from and to tiers that are not hidden behind computing."""
