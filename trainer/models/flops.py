@@ -66,7 +66,12 @@ class ModelFlops:
         heads = positive(config, "num_attention_heads", "n_head")
         width = positive(config, "hidden_size", "n_embd")
         size = positive(config, "head_dim") or (width // heads if heads else 0)
-        return cls(dense=dense, attention=12.0 * heads * size, windows=_windows(config) if heads else ())
+        layers = positive(config, "num_hidden_layers", "n_layer") if heads else 0
+        window = positive(config, "sliding_window") or math.inf
+        kinds = getattr(config, "layer_types", None) or ["attention" if window == math.inf else "sliding"] * layers
+        attending = [kind for kind in kinds if heads and not any(word in kind for word in _NO_ATTENTION)]
+        windows = tuple(float(window) if "sliding" in kind else math.inf for kind in attending)
+        return cls(dense=dense, attention=12.0 * heads * size, windows=windows)
 
     def of_step(self, tokens: int, length: float) -> float:
         """Return the FLOPs of `tokens` tokens in sequences of `length`."""
@@ -106,14 +111,3 @@ def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     while (took := seconds(size)) < _LONG_ENOUGH and size < 16384:
         size *= 2
     return 2.0 * size**3 / took
-
-
-def _windows(config: Any) -> tuple[float, ...]:
-    layers = positive(config, "num_hidden_layers", "n_layer")
-    window = positive(config, "sliding_window") or math.inf
-    kinds = getattr(config, "layer_types", None) or ["attention" if window == math.inf else "sliding"] * layers
-    return tuple(
-        float(window) if "sliding" in kind else math.inf
-        for kind in kinds
-        if not any(word in kind for word in _NO_ATTENTION)
-    )

@@ -24,7 +24,7 @@ from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
 from zeromesh.pipeline.schedule import Action, Kind, make_schedule, simulate
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
-from zeromesh.trainer.planning.layouts import TIERS, Layout
+from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject, UnitLayouts
 from zeromesh.trainer.planning.tracing.meter import Segment
@@ -51,8 +51,6 @@ class Estimate:
     """Seconds of a step by phase. Idle time of pipeline stages counts as communication."""
     bubble: float = 0.0
     """The pipeline bubble as a fraction of the step."""
-    rank: int = 0
-    """The pipeline rank with the most bytes."""
 
     @property
     def device_bytes(self) -> int:
@@ -119,7 +117,6 @@ class Estimator:
         self.subject, self.machine, self.host = subject, machine, host
         self.device = torch.device(machine.device.kind)
         self.collective_seconds = cache(machine.collective_seconds)
-        self._options: dict[object, ZeroOptions] = {}
         self._memory: dict[object, MemoryModel] = {}
         self._seconds: dict[object, tuple[float, ...]] = {}
         self._stages: dict[object, Sequence[Chunk]] = {}
@@ -136,23 +133,18 @@ class Estimator:
 
     def options(self, layout: Layout) -> ZeroOptions:
         """Return the engine's options for a layout."""
-        key = (layout.stage, layout.accumulation, layout.prefetch, *(getattr(layout, name) for name in TIERS))
-        if key not in self._options:
-            zero, staging = self.subject.zero, self.subject.zero.offload.staging_bytes
-            if staging is None and not self.machine.is_cpu:
-                staging = max(STAGING_BYTES, self.machine.device.memory_bytes // STAGING_SHARE)
-            offload = replace(
-                zero.offload,
-                optimizer=layout.optimizer,
-                parameters=layout.parameters if layout.gathers else TierChoice(),
-                activations=layout.activations,
-                staging_bytes=staging,
-            )
-            accumulation, prefetch = layout.accumulation, layout.prefetch
-            self._options[key] = replace(
-                zero, stage=layout.stage, accumulation=accumulation, prefetch=prefetch, offload=offload
-            )
-        return self._options[key]
+        zero, staging = self.subject.zero, self.subject.zero.offload.staging_bytes
+        if staging is None and not self.machine.is_cpu:
+            staging = max(STAGING_BYTES, self.machine.device.memory_bytes // STAGING_SHARE)
+        offload = replace(
+            zero.offload,
+            optimizer=layout.optimizer,
+            parameters=layout.parameters if layout.gathers else TierChoice(),
+            activations=layout.activations,
+            staging_bytes=staging,
+        )
+        accumulation, prefetch = layout.accumulation, layout.prefetch
+        return replace(zero, stage=layout.stage, accumulation=accumulation, prefetch=prefetch, offload=offload)
 
     def states(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
         """Return the memory of the states of a rank with these units."""
@@ -275,7 +267,6 @@ class _LayoutCosts:
             disk=disk,
             phases=phases,
             bubble=bubble,
-            rank=self._ranks[most],
         )
 
     def _own(self, rank: int) -> Sequence[Chunk]:
@@ -406,7 +397,15 @@ class _LayoutCosts:
                 kind.value, nbytes / number, ranks=ranks, hosts=hosts, ranks_on_host=self._busy
             )
 
-        total = count * self._sum_seconds(memory)
+        # A rank accumulates a microbatch's gradients, or copies them to buckets for reduction.
+        accumulated = 0.0
+        sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
+        for dtype, (elements, own) in memory.trained.items():
+            if shard == 1 or options.sums_before_reducing:
+                accumulated += elements * (dtype.itemsize + sums)
+            else:
+                accumulated += elements * 2 * dtype.itemsize + own * sums
+        total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._busy)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
         if shard > 1:
@@ -423,17 +422,6 @@ class _LayoutCosts:
         # The first gather and the last reduction overlap with nothing.
         least = total / (number * count)
         return max(total - compute, min(total, least))
-
-    def _sum_seconds(self, memory: MemoryModel) -> float:
-        """Return the seconds in which a rank accumulates a microbatch's gradients, or copies them to buckets for reduction."""
-        options, moved = self._options, 0.0
-        sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
-        for dtype, (whole, own) in memory.trained.items():
-            if self._layout.shard == 1 or options.sums_before_reducing:
-                moved += whole * (dtype.itemsize + sums)
-            else:
-                moved += whole * 2 * dtype.itemsize + own * sums
-        return self._machine.moved_seconds(moved, ranks_on_host=self._busy)
 
     def _offload_seconds(self, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of transfers of parameters and activations from and to tiers that are not hidden behind computing."""

@@ -47,9 +47,7 @@ class HostCopies(Section):
     """Copies between the memory of a device and pinned host memory."""
 
     to_device: Positive
-    """Bytes per second."""
     to_host: Positive
-    """Bytes per second."""
     latency_seconds: NotNegative = 0.0
 
 
@@ -108,9 +106,7 @@ class DiskRates(Section):
     """The disk of `offload.directory`, which the ranks of a host share, without the page cache."""
 
     read: Positive
-    """Bytes per second."""
     written: Positive
-    """Bytes per second."""
     latency_seconds: NotNegative = 0.0
 
 

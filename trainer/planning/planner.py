@@ -139,13 +139,21 @@ class Planner:
                 f"no layout has {counted(ranks, 'rank')}{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
             )
         rows += self._offloaded(rows, room)
+        fitting = sorted((row for row in rows if row.fits), key=_place)
+        first = [
+            replace(row, estimate=self._estimator.estimate(row.estimate.layout))
+            if row.estimate.layout.pipeline > 1
+            else row
+            for row in fitting[:_SIMULATED]
+        ]
+        others = sorted((row for row in rows if not row.fits), key=lambda row: row.estimate.device_bytes)
         return Plan(
             subject=self._subject.model_name,
             parameters=self._subject.parameters,
             machine=self._machine.name,
             ranks=ranks,
             room=room,
-            rows=self._ranked(rows),
+            rows=[*sorted(first, key=_place), *fitting[_SIMULATED:], *others],
             refused=dict(self._refused),
         )
 
@@ -297,18 +305,6 @@ class Planner:
                     insort(seconds, fits.estimate.seconds)
                     break
         return found
-
-    def _ranked(self, rows: Sequence[PlanRow]) -> list[PlanRow]:
-        fitting = sorted((row for row in rows if row.fits), key=_place)
-        first = [
-            replace(row, estimate=self._estimator.estimate(row.estimate.layout))
-            if row.estimate.layout.pipeline > 1
-            else row
-            for row in fitting[:_SIMULATED]
-        ]
-        first.sort(key=_place)
-        others = sorted((row for row in rows if not row.fits), key=lambda row: row.estimate.device_bytes)
-        return [*first, *fitting[_SIMULATED:], *others]
 
 
 def _most(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:

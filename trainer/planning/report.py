@@ -25,7 +25,11 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
     lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
-    alike = _alike(fitting)
+    # Rows with equal milliseconds and equal first two digits differ by less than a plan's accuracy.
+    groups: dict[str, list[PlanRow]] = {}
+    for row in fitting:
+        groups.setdefault(f"{round(row.estimate.seconds, 3):.2g}", []).append(row)
+    alike = list(groups.values())
     table = _table(plan, alike[:shown], width) if fitting else []
     left = sum(map(len, alike[shown:]))
     if left > 0:
@@ -39,14 +43,6 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     after += [f"  {layout}: not possible: {reason}" for reason, layout in plan.refused.items()]
     after += [*([""] if len(after) > 1 else []), *_advice(plan, more)]
     return [*wrapped(lines, width), *table, *wrapped(after, width)]
-
-
-def _alike(rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-    """Group rows with equal milliseconds and equal first two digits, below the accuracy of a plan."""
-    groups: dict[str, list[PlanRow]] = {}
-    for row in rows:
-        groups.setdefault(f"{round(row.estimate.seconds, 3):.2g}", []).append(row)
-    return list(groups.values())
 
 
 def _table(plan: Plan, rows: Sequence[Sequence[PlanRow]], width: int | None, title: str = "layout") -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise, product
@@ -16,7 +16,7 @@ from zeromesh.errors import ConfigError, DataError, LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
-from zeromesh.pipeline.stages.model_anatomy import Anatomy, examine
+from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.data.tokenizer import BYTES
 from zeromesh.trainer.losses.losses import Loss
@@ -143,31 +143,24 @@ class Subject:
 
     def _units_of_stages(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> UnitLayouts:
         """Return the layouts of the units of a rank with these stages, for `parts` data ranks; equal ones are one object."""
-        units: Iterable[UnitPlan] = self.units(tensor)
-        if len(cut) > 1 and self._anatomy is not None:
-            units = _on_stages(units, self._anatomy, stages, cut)
+        units: Sequence[UnitPlan] = self.units(tensor)
+        if len(cut) > 1 and (anatomy := self._anatomy) is not None:
+            blocks, last = f"{anatomy.blocks}.", len(cut) - 1
+            own = {f"{blocks}{index}" for stage in stages for index in cut[stage]}
+            ends = (*(anatomy.before if 0 in stages else ()), *(anatomy.after if last in stages else ()))
+            begins = tuple(f"{end}." for end in ends)
+            every, units = units, []
+            for unit in every:
+                specs = tuple(
+                    spec for spec in unit.specs if any(name.startswith(begins) for name in (spec.fqn, *spec.aliases))
+                )
+                if unit.module in own:
+                    units.append(unit)
+                elif not unit.module.startswith(blocks) and (specs or unit.module == ROOT):
+                    units.append(replace(unit, specs=specs))
         # Equal blocks share one tuple of specs, and so one list.
         layouts = [self._layouts(unit.specs, parts) for unit in units]
         return self._alike.setdefault(tuple(map(id, layouts)), layouts)
-
-
-def _on_stages(
-    units: Iterable[UnitPlan], anatomy: Anatomy, stages: Sequence[int], cut: Sequence[range]
-) -> Iterator[UnitPlan]:
-    """Yield the units with parameters on these stages, and the root."""
-    prefix, last = f"{anatomy.blocks}.", len(cut) - 1
-    own = {f"{prefix}{index}" for stage in stages for index in cut[stage]}
-    ends = (*(anatomy.before if 0 in stages else ()), *(anatomy.after if last in stages else ()))
-    begins = tuple(f"{end}." for end in ends)
-    for unit in units:
-        if unit.module in own:
-            yield unit
-        elif not unit.module.startswith(prefix):
-            specs = tuple(
-                spec for spec in unit.specs if any(name.startswith(begins) for name in (spec.fqn, *spec.aliases))
-            )
-            if specs or unit.module == ROOT:
-                yield replace(unit, specs=specs)
 
 
 def _layouts_of(specs: tuple[ParameterSpec, ...], parts: int) -> list[BucketLayout]:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.small_copy import apart
@@ -51,24 +50,20 @@ def _check_resume(each: Verification) -> Found:
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto", "asynchronous": False})
     named = config.run.model_copy(update={"name": "verify-resume"})
     config = config.model_copy(update={"run": named, "checkpoint": checkpoint})
-    last = Recorder()
-    each.run(config, Recorder(leaves_after=2, saves=True))
-    each.run(_other_layout(config, each.mesh), Recorder(leaves_after=3, saves=True))
-    each.run(config, last)
-    differences = list(differences_of(last, each.plain, config.optimizer.lr, run="resume", first=3))
-    return differences, "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
-
-
-def _other_layout(config: TrainerConfig, mesh: Mesh) -> TrainerConfig:
-    """Return another layout of as many ranks: data parallelism alone or, where that is the user's, another stage."""
-    divided = mesh.shard.size < mesh.world_size
+    # The other layout of as many ranks is data parallelism alone or, where that is the user's, another stage.
+    divided = each.mesh.shard.size < each.mesh.world_size
     values = config.model_dump(mode="json")
     values["parallel"] |= {"replicate": 1, "shard": "auto", "tensor": 1, "pipeline": 1, "sequence": False, "plan": None}
     values["parallel"] |= {"schedule": "1f1b", "chunks": 1, "stages": None}
     stage = values["zero"]["stage"] = config.zero.stage if divided else 1 if config.zero.stage == 3 else 3
     if stage < 3:
         values["offload"]["parameters"] = {"tier": "none", "fraction": 1.0}
-    return TrainerConfig.model_validate(values)
+    last = Recorder()
+    each.run(config, Recorder(leaves_after=2, saves=True))
+    each.run(TrainerConfig.model_validate(values), Recorder(leaves_after=3, saves=True))
+    each.run(config, last)
+    differences = list(differences_of(last, each.plain, config.optimizer.lr, run="resume", first=3))
+    return differences, "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
 
 
 class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -6,7 +6,6 @@ Small sizes keep the divisibility by tensor ranks, heads, key-value heads, exper
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -216,8 +215,16 @@ def _first_working_copy(
         (sizes, max(layers, 8)),
         ({}, layers),
     )
-    check = partial(_require_loss, config=config)
-    found = first_copy(made, build, reductions, check, most=LARGEST, seed=config.run.seed)
+
+    def require_loss(model: nn.Module) -> None:
+        sample = _make_samples(model, config, 2, _LENGTH)[1]
+        with InFloat64(), torch.no_grad():
+            outputs: Any = copy.deepcopy(model).double()(**{name: value[None] for name, value in sample.items()})
+            loss = getattr(outputs, "loss", None)
+            if loss is not None and not bool(torch.isfinite(loss)):
+                raise ValueError("its loss is not finite")
+
+    found = first_copy(made, build, reductions, require_loss, most=LARGEST, seed=config.run.seed)
     if not isinstance(found, list):
         count = sum(each.numel() for each in found.parameters())
         return found, (f"{type(found).__name__} of {count:,} parameters: {_described(made, found.config)}",)
@@ -226,16 +233,6 @@ def _first_working_copy(
         f"class, of at most {LARGEST:,} parameters, and call verify()",
         where="verify",
     )
-
-
-def _require_loss(model: nn.Module, config: TrainerConfig) -> None:
-    sample = _make_samples(model, config, 2, _LENGTH)[1]
-    small = copy.deepcopy(model).double()
-    with InFloat64(), torch.no_grad():
-        outputs: Any = small(**{name: value[None] for name, value in sample.items()})
-        loss = getattr(outputs, "loss", None)
-        if loss is not None and not bool(torch.isfinite(loss)):
-            raise ValueError("its loss is not finite")
 
 
 def _described(made: Any, small: Any) -> str:

@@ -1,12 +1,14 @@
 """Layouts, what they need and take, and their order."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from model_zoo.small_models import small_model
 
 from tests.unit.planning.test_machine import MACHINE, SMALL
+from tests.unit.tools.browser import Browser, find_browser, looks_of
 from zeromesh.errors import ConfigError
 from zeromesh.offload import Purpose
 from zeromesh.optim.fused_optimizer import GroupRules
@@ -19,8 +21,8 @@ from zeromesh.trainer.planning.auto import fixed_fields, subject_of
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, Estimator
 from zeromesh.trainer.planning.layouts import FIELDS, Layout, with_layout
 from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.planner import Planner
-from zeromesh.trainer.planning.report import plan_json, plan_lines
+from zeromesh.trainer.planning.planner import GIB, Planner
+from zeromesh.trainer.planning.report import plan_charts, plan_json, plan_lines, plan_picture
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import predict_memory
@@ -138,3 +140,35 @@ def test_auto_is_short_for_a_place_in_a_list() -> None:
     assert config.parallel.auto == ("batch.micro_size", "zero.stage")
     with pytest.raises(ConfigError, match=r"parallel\.auto"):
         load_config(None, ["parallel.auto=[run.seed]"])
+
+
+# The picture: everything drawn is in the plan.
+
+
+def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
+    plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
+    best = plan.rows[0].estimate
+    memory, times = (chart.figure for chart in plan_charts(plan, shown=2))
+    bars, seconds = ({each.name: each.x[0] for each in figure.data} for figure in (memory, times))
+    assert sum(bars.values()) == pytest.approx(best.device_bytes / GIB)
+    assert sum(seconds.values()) == pytest.approx(best.seconds)
+    # No color without a name beside it: each chart has a legend of its own.
+    assert all(each.showlegend is not False for figure in (memory, times) for each in figure.data)
+
+
+def test_the_layouts_stand_in_a_table(subject: Subject) -> None:
+    """Whole, however narrow the screen is, and the page loads nothing."""
+    plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
+    page = plan_picture(plan, shown=3)
+    for row in plan.rows[:3]:
+        assert f"<td>{row.estimate.layout}</td>" in page
+    assert "default-src &#x27;none&#x27;" in page
+
+
+@pytest.mark.skipif(find_browser() is None, reason="there is no Chromium on this machine")
+def test_it_fits_a_phone_and_a_wide_screen(subject: Subject, tmp_path: Path) -> None:
+    plan = Planner(subject, MACHINE, fixed={}).plan(4)
+    page = tmp_path / "plan.html"
+    page.write_text(plan_picture(plan), encoding="utf-8")
+    with Browser(str(find_browser()), tmp_path / "browser") as browser:
+        assert looks_of(browser, page) == []

@@ -100,6 +100,20 @@ def test_a_deep_model_is_its_blocks_many_times() -> None:
     assert not any(each.is_meta for each in deep.parameters())
 
 
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_experts_are_chosen_evenly_and_multiplied_by_groups(kind: str, compute: torch.dtype) -> None:
+    """As a configuration builds them: the library counts tokens of experts by an operator that a CPU has for floats alone."""
+    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    few, many = (
+        trace_microbatch(each, _tokens(), make_loss(each), compute)
+        for each in (_llama(model_type=kind, **{**experts, "num_experts_per_tok": n}) for n in (1, 2))
+    )
+    width = 32 if kind == "qwen3_moe" else 160
+    one_expert = 6 * 3 * _LLAMA["hidden_size"] * width * 2 * 64  # Three products, forward and for both gradients.
+    assert many.work.flops - few.work.flops == pytest.approx(6 * one_expert, rel=1e-6)
+
+
 def test_tensor_ranks_exchange_what_they_divide() -> None:
     model, batch = _llama(), _tokens()
     whole = trace_microbatch(model, batch, make_loss(model), torch.float32)

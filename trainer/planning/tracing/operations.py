@@ -110,10 +110,15 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
         return pytree.tree_map_only(
             Tensor,
             lambda made: _empty_like(made) if made.is_floating_point() or made.is_complex() else made,
-            func(*args, **kwargs),
+            _call_with_values(func, args, kwargs),
         )
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
+    if func.overloadpacket is _aten._grouped_mm and tensors[0].dtype != torch.bfloat16:
+        # The meta kernel of experts' products knows bfloat16 alone.
+        narrow = tuple(each.to(torch.bfloat16) for each in args[:2])
+        others = [*narrow, *tensors[2:]]
+        return _without_floats(func, (*narrow, *args[2:]), kwargs, others).to(tensors[0].dtype)
     real = {id(each): each for each in tensors if not each.is_meta}
     if not real:
         out = func(*args, **kwargs)
@@ -127,6 +132,16 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
         return back[id(tensor)] if id(tensor) in back else _found(func, args, tensors, tensor)
 
     return pytree.tree_map_only(Tensor, from_meta, func(*args, **kwargs))
+
+
+def _call_with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError:
+        # The CPU counts integers, such as the experts of tokens, as floating-point numbers alone.
+        dtype = next(each.dtype for each in args if isinstance(each, Tensor))
+        out = func(*pytree.tree_map_only(Tensor, Tensor.double, args), **kwargs)
+        return pytree.tree_map_only(Tensor, lambda made: made.to(dtype), out)
 
 
 def _found(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:

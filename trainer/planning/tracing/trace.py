@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -106,7 +106,13 @@ class Tracer:
                     f"{type(self.model).__name__} cannot be run without values, so its memory and time cannot be predicted: "
                     f"{summary(error)}; give the layout yourself"
                 ) from error
-        return Trace(segments=tuple(_expand(meter.segments(), self._blocks)))
+        found = {each.name: each for each in meter.segments()}
+        order = {name: number for number, name in enumerate(found)}
+        ran = [(name, stand) for name, stand in self._blocks if stand in found]
+        lists = {stand.rpartition(".")[0]: order[stand] for _, stand in reversed(ran)}
+        ran.sort(key=lambda each: lists[each[1].rpartition(".")[0]])
+        blocks = [replace(found[stand], name=name) for name, stand in ran]
+        return Trace(segments=(found[BEFORE], *blocks, found[AFTER]))
 
     def plan(self, zero: ZeroOptions, tensor: int) -> ModelPlan:
         """Divide the model of one tensor rank into units. Equal blocks have the same specs.
@@ -176,7 +182,8 @@ def forget_gradient(parameter: Tensor) -> None:
 def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> None:
     """Put the model's floating-point tensors on the meta device, with parameters in the dtype `compute`."""
     made: dict[int, nn.Parameter] = {}
-    main = _main_dtype(model)
+    counts = Counter(each.dtype for each in model.parameters() if each.is_floating_point())
+    main = max(counts, key=counts.__getitem__, default=torch.float32)
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is None:
@@ -191,11 +198,6 @@ def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> N
             if buffer is not None and buffer.is_floating_point() and not buffer.is_meta:
                 undo.callback(module._buffers.__setitem__, leaf, buffer)
                 module._buffers[leaf] = torch.empty_like(buffer, device="meta")
-
-
-def _main_dtype(model: nn.Module) -> torch.dtype:
-    counts = Counter(each.dtype for each in model.parameters() if each.is_floating_point())
-    return counts.most_common(1)[0][0] if counts else torch.float32
 
 
 def _shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
@@ -259,15 +261,3 @@ def _kind(block: nn.Module) -> object:
         ]
         found.append((name, type(module), tuple(sizes), tuple(sorted(settings))))
     return tuple(found)
-
-
-def _expand(segments: Sequence[Segment], blocks: Sequence[tuple[str, str]]) -> Iterator[Segment]:
-    """Yield the segments of the whole model from those of the shortened one."""
-    found = {each.name: each for each in segments}
-    order = {name: number for number, name in enumerate(found)}
-    ran = [(name, stand) for name, stand in blocks if stand in found]
-    lists = {stand.rpartition(".")[0]: order[stand] for _, stand in reversed(ran)}
-    yield found[BEFORE]
-    for name, stand in sorted(ran, key=lambda each: lists[each[1].rpartition(".")[0]]):
-        yield replace(found[stand], name=name)
-    yield found[AFTER]
