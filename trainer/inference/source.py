@@ -20,11 +20,10 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from zeromesh.trainer.inference.settings import ModelSettings
 from zeromesh.trainer.model_on_mesh import PlacedModel
-from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, directory_of, pin_sources, read_configuration
 from zeromesh.trainer.models.generation import check_arguments
 from zeromesh.trainer.models.hub_form import HubForm
-from zeromesh.trainer.models.prepare import prepare_model
+from zeromesh.trainer.models.prepare import prepare_model, use_attention
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console

@@ -1,11 +1,16 @@
-"""The trial, on a small copy, that packed documents do not affect each other.
+"""Packed documents: the trial, on a small copy, that they do not affect each other, and the boundaries that flash attention gets.
 
 Restarting position ids separate documents only in models that derive masks from them. Other models mix the tokens:
-their masks ignore positions, or recurrence or convolution mixes tokens.
+their masks ignore positions, or recurrence or convolution mixes tokens. The separation costs
+
+    eager, sdpa       a mask of [batch, 1, sequence, sequence], with which sdpa takes a kernel that is slower than flash attention
+    flex_attention    a mask of blocks, which transformers derives from the position ids
+    flash_attention   nothing, as the kernel takes document boundaries. transformers derives them for a batch of one sequence
+                      only, and synchronises the device in every layer; here they come from position ids on the CPU
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,3 +115,32 @@ def _differ(together: Sequence[Tensor], alone: Sequence[Tensor], row: int, begin
             if not torch.allclose(part.double(), other.double(), rtol=_TOLERANCE, atol=_TOLERANCE):
                 return True
     return False
+
+
+def with_documents(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the document boundaries of packed sequences to a batch, if `model` uses flash attention.
+
+    For `position_ids` `[batch, sequence]` that restart inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
+    of documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the
+    longest. Other batches are unchanged. Raises `ConfigError` for a model whose forward takes no further keywords.
+    """
+    inside, positions = pretrained_of(model), batch.get("position_ids")
+    if inside is None or "flash" not in str(getattr(inside.config, "_attn_implementation", None)):
+        return batch
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or "cu_seq_lens_q" in batch:
+        return batch
+    if batch.get("attention_mask") is not None:
+        return batch
+    begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten()
+    if len(starts) == len(positions):
+        return batch
+    kinds = {each.kind for each in inspect.signature(type(inside).forward).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        raise ConfigError(
+            f"{type(inside).__name__}.forward hands nothing on to flash attention, which would see the documents of a "
+            "sequence as one; set data.separate_documents: false, or model.attention: sdpa"
+        )
+    ends = nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
+    longest = int(ends.diff().max())
+    return {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

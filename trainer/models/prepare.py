@@ -1,6 +1,6 @@
 """The changes that a run makes to a model's modules before training, and their reversal.
 
-These are the training mode, the dtype of linear layers' products, and recomputed and compiled blocks.
+These are the training mode, the attention implementation, the dtype of linear layers' products, and recomputed and compiled blocks.
 
 Activation checkpointing keeps the inputs of blocks only, and runs blocks again in backward. It is always the non-reentrant form of
 torch, around `forward` and not around the call of the module: hooks on a block then run once, outside of the recomputation, which
@@ -17,17 +17,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, summary
 from zeromesh.kernels.cpu_matmul import linear, product_dtype
 from zeromesh.offload import Tiers, allocate_lasting
 from zeromesh.offload.accelerator import device_name, is_accelerator, multiplies_float8
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.options import ZeroOptions
 from zeromesh.rng import HostState
-from zeromesh.trainer.config.sections.model import ModelSection
+from zeromesh.trainer.config.sections.model import Attention, ModelSection
+from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import Compile
+from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.units.plan import block_modules
 
 Mode = Literal["none", "block", "selective"]
@@ -226,6 +230,67 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+_ATTENTION = "model.attention"
+_FLASH = {
+    "flash_attention_2": ("flash-attn (pip install flash-attn --no-build-isolation)", is_flash_attn_2_available),
+    "flash_attention_3": (
+        "flash-attn-3 (pip install flash-attn-3, from PyTorch's index, or built from flash-attention's folder hopper)",
+        is_flash_attn_3_available,
+    ),
+}
+"""The package of each implementation, and the function that tells if it is installed."""
+
+
+def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """Set a transformers model's attention implementation to `name`; returns a function that restores the previous one.
+
+    Raises `ConfigError` if the model, the device, the dtype `compute` or a missing package does not allow it.
+    """
+    inside = pretrained_of(model)
+    if inside is None:
+        raise ConfigError(
+            f"{type(model).__name__} is no model of transformers, and computes as it does", where=_ATTENTION
+        )
+    if name in _FLASH:
+        package, available = _FLASH[name]
+        computes = str(compute).removeprefix("torch.")
+        missing = (
+            f"{name} needs {package}, or kernels (pip install kernels), with which transformers fetches it from the Hub"
+        )
+        for refused, reason in (
+            (not is_accelerator(device), f"{name} computes on GPUs, and this run on {device.type.upper()}; take sdpa"),
+            (not (available() or is_kernels_available()), missing),
+            (compute.itemsize != 2, f"{name} computes in bfloat16 and float16, and precision.compute is {computes}"),
+        ):
+            if refused:
+                raise ConfigError(reason, where=_ATTENTION)
+    elif name == "flex_attention" and not is_accelerator(device):
+        raise ConfigError("flex_attention has no backward on CPUs; take sdpa", where=_ATTENTION)
+    parts = (inside, *(each for each in inside.modules() if isinstance(each, PreTrainedModel)))
+    configs = {id(each.config): each.config for each in parts}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+
+    def undo() -> None:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+
+    try:
+        with quiet_library():
+            inside.set_attn_implementation(name)
+    except Exception as error:
+        undo()
+        raise ConfigError(
+            f"{type(inside).__name__} cannot compute by {name}: {summary(error)}", where=_ATTENTION
+        ) from error
+    taken = inside.config._attn_implementation
+    # If the package is missing but `kernels` is installed, transformers loads the same kernel from the Hub under
+    # another name.
+    if taken != name and not (name in _FLASH and "flash" in str(taken)):
+        undo()
+        raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_ATTENTION)
+    return undo
 
 
 def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str) -> int:
