@@ -35,10 +35,9 @@ from zeromesh.trainer.generation.request_loop import RequestLoop
 from zeromesh.trainer.generation.requests import Inbox, Progress, Request
 from zeromesh.trainer.generation.settings import ModelSettings, ServedModel, check_arguments, decoder_positions
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
-from zeromesh.trainer.models.attention import use_attention
 from zeromesh.trainer.models.build import build_model, directory_of, pin_sources, read_configuration
 from zeromesh.trainer.models.hub_form import HubForm
-from zeromesh.trainer.models.prepare import prepare_model
+from zeromesh.trainer.models.prepare import prepare_model, use_attention
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console

@@ -377,19 +377,14 @@ def _fields(cls: type) -> dict[str, Any]:
 _READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\s*["'](\w+)["']""")
 
 
-def _read_names(cls: type) -> set[str]:
-    """Return the attributes of a configuration that the modeling code reads, declared or not."""
-    folder = Path(inspect.getfile(cls)).parent
-    texts = [path.read_text(encoding="utf-8") for path in folder.glob("*.py")]
-    found = {one or other for text in texts for one, other in _READS.findall(text)}
-    return {name for name in found if not callable(getattr(cls, name, None))}
-
-
 def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = ()) -> None:
     """Raise `ConfigError` for settings that neither the configuration class, the modeling code nor the `stored` values know. A
     whole number that is written as a float becomes an integer where the class declares one."""
     declared, problems = _fields(cls), []
-    known = declared.keys() | _read_names(cls)
+    # The modeling code may read attributes that the class does not declare.
+    code = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(cls)).parent.glob("*.py")]
+    reads = {one or other for text in code for one, other in _READS.findall(text)}
+    known = declared.keys() | {name for name in reads if not callable(getattr(cls, name, None))}
     for name, value in settings.items():
         if name not in known and name not in stored:
             near = _nearest(name, sorted(known), 0.6)

@@ -1,6 +1,6 @@
 """The changes that a run makes to a model's modules before training, and their reversal.
 
-These are the training mode, the dtype of linear layers' products, and recomputed and compiled blocks.
+These are the training mode, the attention implementation, the dtype of linear layers' products, and recomputed and compiled blocks.
 
 Activation checkpointing keeps the inputs of blocks only, and runs blocks again in backward. It is always the non-reentrant form of
 torch, around `forward` and not around the call of the module: hooks on a block then run once, outside of the recomputation, which
@@ -8,26 +8,31 @@ is what an engine that gathers a block's parameters needs.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
+from inspect import Parameter, signature
 from types import MethodType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, summary
 from zeromesh.kernels.cpu_matmul import linear, product_dtype
 from zeromesh.offload import Tiers, allocate_lasting
 from zeromesh.offload.accelerator import device_name, is_accelerator, multiplies_float8
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.options import ZeroOptions
 from zeromesh.rng import GeneratorStates, own_randomness
-from zeromesh.trainer.config.sections.model import ModelSection
+from zeromesh.trainer.config.sections.model import Attention, ModelSection
+from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import Compile
+from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.units.plan import block_modules
 
 Mode = Literal["none", "block", "selective"]
@@ -231,6 +236,67 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+_ATTENTION = "model.attention"
+_FLASH = {
+    "flash_attention_2": ("flash-attn (pip install flash-attn --no-build-isolation)", is_flash_attn_2_available),
+    "flash_attention_3": (
+        "flash-attn-3 (pip install flash-attn-3, from PyTorch's index, or built from flash-attention's folder hopper)",
+        is_flash_attn_3_available,
+    ),
+}
+"""The package of each implementation, and the function that tells if it is installed."""
+
+
+def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, device: torch.device) -> Callable[[], None]:
+    """Set a transformers model's attention implementation to `name`; returns a function that restores the previous one.
+
+    Raises `ConfigError` if the model, the device, the dtype `compute` or a missing package does not allow it.
+    """
+    inside = pretrained_of(model)
+    if inside is None:
+        raise ConfigError(
+            f"{type(model).__name__} is no model of transformers, and computes as it does", where=_ATTENTION
+        )
+    if name in _FLASH:
+        package, available = _FLASH[name]
+        computes = str(compute).removeprefix("torch.")
+        missing = (
+            f"{name} needs {package}, or kernels (pip install kernels), with which transformers fetches it from the Hub"
+        )
+        for refused, reason in (
+            (not is_accelerator(device), f"{name} computes on GPUs, and this run on {device.type.upper()}; take sdpa"),
+            (not (available() or is_kernels_available()), missing),
+            (compute.itemsize != 2, f"{name} computes in bfloat16 and float16, and precision.compute is {computes}"),
+        ):
+            if refused:
+                raise ConfigError(reason, where=_ATTENTION)
+    elif name == "flex_attention" and not is_accelerator(device):
+        raise ConfigError("flex_attention has no backward on CPUs; take sdpa", where=_ATTENTION)
+    parts = (inside, *(each for each in inside.modules() if isinstance(each, PreTrainedModel)))
+    configs = {id(each.config): each.config for each in parts}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+
+    def undo() -> None:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+
+    try:
+        with quiet_library():
+            inside.set_attn_implementation(name)
+    except Exception as error:
+        undo()
+        raise ConfigError(
+            f"{type(inside).__name__} cannot compute by {name}: {summary(error)}", where=_ATTENTION
+        ) from error
+    taken = inside.config._attn_implementation
+    # If the package is missing but `kernels` is installed, transformers loads the same kernel from the Hub under
+    # another name.
+    if taken != name and not (name in _FLASH and "flash" in str(taken)):
+        undo()
+        raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_ATTENTION)
+    return undo
+
+
 def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str) -> int:
     """Set the linear layers of `model` to multiply in the fastest dtype for `compute`; returns the number of changed layers.
 
@@ -334,3 +400,35 @@ def prepare_model(
     away = store.away_of(count)
     notes.append(f"offload: inputs of {away} of {count} recomputed blocks rest on {choice.tier}")
     return away, tuple(notes)
+
+
+def with_documents(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Add the document boundaries of packed sequences to a batch, if `model` uses flash attention.
+
+    Flash attention takes boundaries at no cost. transformers derives them for a batch of one sequence only, and synchronises the
+    device in every layer; here they come from position ids on the CPU.
+
+    For `position_ids` `[batch, sequence]` that restart inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
+    of documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the
+    longest. Other batches are unchanged. Raises `ConfigError` for a model whose forward takes no further keywords.
+    """
+    inside, positions = pretrained_of(model), batch.get("position_ids")
+    if inside is None or "flash" not in str(getattr(inside.config, "_attn_implementation", None)):
+        return batch
+    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or "cu_seq_lens_q" in batch:
+        return batch
+    if batch.get("attention_mask") is not None:
+        return batch
+    begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten()
+    if len(starts) == len(positions):
+        return batch
+    kinds = {each.kind for each in signature(type(inside).forward).parameters.values()}
+    if Parameter.VAR_KEYWORD not in kinds:
+        raise ConfigError(
+            f"{type(inside).__name__}.forward hands nothing on to flash attention, which would see the documents of a "
+            "sequence as one; set data.separate_documents: false, or model.attention: sdpa"
+        )
+    ends = nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
+    longest = int(ends.diff().max())
+    return {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

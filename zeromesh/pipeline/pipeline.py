@@ -38,7 +38,7 @@ class MicrobatchWork:
     """Returns a context manager that is entered around each of the microbatch's forwards."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True)
 class ZeroRunner:
     """Runs the actions of one step's microbatches as passes of the engine."""
 

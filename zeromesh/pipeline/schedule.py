@@ -162,9 +162,12 @@ def make_schedule(
             return iter(forwards)
         if name == "gpipe":
             return chain(forwards, backwards)
-        # The last rank begins its first backward when the first round has reached the last of its chunks.
+        # The last rank begins its first backward when the first round has reached the last of its chunks. Then a forward and a
+        # backward come in turn.
         ahead = (chunks - 1) * rounds[0].length + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
-        alternating = _alternate(forwards, backwards, ahead=ahead)
+        ahead = min(ahead, len(forwards))
+        in_turn = chain(*zip(forwards[ahead:], backwards, strict=False))
+        alternating = chain(forwards[:ahead], in_turn, backwards[len(forwards) - ahead :])
         return _with_weights(alternating, weights, rank) if name == "zero_bubble" else alternating
 
     actions_of_ranks = tuple(tuple(actions(rank)) for rank in range(ranks))
@@ -181,14 +184,6 @@ def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: in
             due -= 1
             yield next(later)
     yield from later
-
-
-def _alternate(forwards: list[Action], backwards: list[Action], *, ahead: int) -> Iterator[Action]:
-    """Yield `ahead` forwards, then a forward and a backward in turn, then the remaining backwards."""
-    ahead = min(ahead, len(forwards))
-    yield from forwards[:ahead]
-    yield from chain(*zip(forwards[ahead:], backwards, strict=False))
-    yield from backwards[len(forwards) - ahead :]
 
 
 Times = Callable[[int, Action], float]

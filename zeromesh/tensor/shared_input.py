@@ -75,13 +75,6 @@ class _Reading:
         else:
             self.total.view(-1, self.total.shape[-1]).addmm_(grad.reshape(-1, grad.shape[-1]), weight)
 
-    def collected(self, grad: torch.Tensor | None) -> torch.Tensor | None:
-        """Return the gradient of the input: the sum over layers plus `grad`, which came by autograd."""
-        total, self.total = self.total, None
-        if total is None or grad is None:
-            return grad if total is None else total
-        return total.add_(grad)
-
 
 @dataclass(eq=False, slots=True)
 class SharedInput:
@@ -179,7 +172,9 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         reading: _Reading = ctx.reading
         exchange, members, (x,) = reading.source.exchange, reading.source.members, ctx.saved_tensors
-        grad = reading.collected(grad)
+        summed, reading.total = reading.total, None
+        if summed is not None:  # `grad` came by autograd alone.
+            grad = summed if grad is None else summed.add_(grad)
         wanted = sorted(reading.gradients)
         shared = reading.mode != "sum"
         whole = exchange.all_gather_async(x, sequence_dim(x)) if shared and wanted else None

@@ -1,4 +1,4 @@
-"""Which implementation computes attention, and what flash and flex attention are told of packed documents.
+"""The implementation of attention, and what flash and flex attention are told of packed documents.
 
 Flash attention has no CPU kernel: a stand-in has transformers' own function call it, and computes what such a kernel does.
 """
@@ -18,9 +18,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.models import attention
-from zeromesh.trainer.models.attention import use_attention, with_documents
-from zeromesh.trainer.models.prepare import _KEPT_NAMES
+from zeromesh.trainer.models import prepare
+from zeromesh.trainer.models.prepare import _KEPT_NAMES, use_attention, with_documents
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STAND_IN = "stand_in_for_flash"
@@ -46,7 +45,7 @@ def llama(**fields: Any) -> tf.LlamaForCausalLM:
 def test_what_cannot_be_had_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, name: Any, device: torch.device, compute: torch.dtype, packages: bool, words: str
 ) -> None:
-    monkeypatch.setattr(attention, "is_kernels_available", lambda: packages)
+    monkeypatch.setattr(prepare, "is_kernels_available", lambda: packages)
     with pytest.raises(ConfigError, match=words):
         use_attention(llama(), name, compute, device)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -222,16 +222,21 @@ class Stages:
         """Inside the block the model runs as this chunk, on the tensors `received` from the previous stage; none for the first
         stage. `balance`: compute the experts' balance loss, if the model has one."""
         stage = self.own[chunk]
-        names = self._balance if balance else None
+        names = self._balance if balance and stage + 1 == self.count else None
+        function = None if names is None else names[_BALANCE]
         slot, blocks = self._slot, self.ranges[stage]
         slot.inject_at = blocks.start - 1
         slot.capture_at = blocks.stop if stage + 1 < self.count else -1
         slot.received = received[0] if received else None
         try:
             self._arrange(stage)
-            with nullcontext() if names is None or stage + 1 < self.count else _counting(names, received[1]):
-                yield
+            if names is not None and function is not None:
+                # The router logits of earlier stages count in the model's balance loss.
+                names[_BALANCE] = lambda logits, *args, **kwargs: function((*received[1], *logits), *args, **kwargs)
+            yield
         finally:
+            if names is not None:
+                names[_BALANCE] = function
             slot.received = slot.captured = None
             self._arrange(None)
 
@@ -299,14 +304,3 @@ def _balance_names(model: nn.Module) -> dict[str, Any] | None:
             model, "it is not known how it balances its experts; set output_router_logits to false to train without"
         )
     return names
-
-
-@contextmanager
-def _counting(names: dict[str, Any], earlier: torch.Tensor) -> Iterator[None]:
-    """Inside the block, include the router logits of `earlier` stages in the model's balance loss."""
-    function = names[_BALANCE]
-    names[_BALANCE] = lambda logits, *args, **kwargs: function((*earlier, *logits), *args, **kwargs)
-    try:
-        yield
-    finally:
-        names[_BALANCE] = function

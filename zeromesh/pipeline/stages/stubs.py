@@ -130,17 +130,18 @@ class NanStub(Stub):
         to_meta = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
         with torch.no_grad(), WithoutValues():  # type: ignore[no-untyped-call]
             output = self._copy[0](*to_meta[0], **to_meta[1])
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: self._nan(tensor, device), output)
 
-    def _nan(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Return NaN (zero for integers) in the shape and dtype of `like`, from which models take dtypes of masks. Models may
-        write into the results of embeddings. A head's result is large, and is one number expanded to the shape."""
-        shape = like.shape if self._before else ()
-        if not like.is_floating_point():
-            return torch.zeros(shape, dtype=like.dtype, device=device).expand(like.shape)
-        received = self._slot.received
-        dtype = like.dtype if received is None else received.dtype
-        return torch.full(shape, float("nan"), dtype=dtype, device=device).expand(like.shape)
+        def nan(like: torch.Tensor) -> torch.Tensor:
+            # Models take dtypes of masks from it, and may write into the results of embeddings. A head's result is large, and is
+            # one number expanded to the shape.
+            shape = like.shape if self._before else ()
+            if not like.is_floating_point():
+                return torch.zeros(shape, dtype=like.dtype, device=device).expand(like.shape)
+            received = self._slot.received
+            dtype = like.dtype if received is None else received.dtype
+            return torch.full(shape, float("nan"), dtype=dtype, device=device).expand(like.shape)
+
+        return pytree.tree_map_only(torch.Tensor, nan, output)
 
 
 def meta_copy(module: nn.Module) -> nn.Module:

@@ -140,23 +140,19 @@ class AttentionDivision:
         own = vars(attention)
         local_queries = tuple(share.queries.length for share in self.shares)
         local_keys = tuple(share.keys.length for share in self.shares)
-        found = False
-        for attribute in _QUERY_COUNTS:
-            if own.get(attribute) == self.queries:
-                found = True
-                yield attribute, local_queries
-        for attribute in _KEY_COUNTS:
-            if own.get(attribute) == self.keys:
-                yield attribute, local_keys
+        width = next((own[attribute] for attribute in _WIDTHS if isinstance(own.get(attribute), int)), 0)
+        width = width or own.get("split_size", 0) // self.queries
+        counts = (
+            (_QUERY_COUNTS, self.queries, local_queries),
+            (_KEY_COUNTS, self.keys, local_keys),
+            (_FEATURES, self.queries * width, tuple(queries * width for queries in local_queries)),
+        )
+        found = {name: local for names, count, local in counts for name in names if count and own.get(name) == count}
+        yield from found.items()
         if "num_key_value_groups" in own:
             groups = zip(local_queries, local_keys, strict=True)
             yield "num_key_value_groups", tuple(queries // keys for queries, keys in groups)
-        width = next((own[attribute] for attribute in _WIDTHS if isinstance(own.get(attribute), int)), 0)
-        width = width or own.get("split_size", 0) // self.queries
-        for attribute in _FEATURES:
-            if width and own.get(attribute) == self.queries * width:
-                yield attribute, tuple(queries * width for queries in local_queries)
-        if stacked and not found and hasattr(own.get("config"), "num_attention_heads"):
+        if stacked and not found.keys() & set(_QUERY_COUNTS) and hasattr(own.get("config"), "num_attention_heads"):
             # Its code splits the projection by the head counts of its configuration.
             yield "config.num_attention_heads", local_queries
 
