@@ -29,7 +29,7 @@ from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.device_batch import DeviceBatch
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss, whole_count
-from zeromesh.trainer.models.prepare import in_evaluation_mode, with_documents, with_documents
+from zeromesh.trainer.models.prepare import in_evaluation_mode, with_documents
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
 

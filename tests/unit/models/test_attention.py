@@ -19,7 +19,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.models import prepare
-from zeromesh.trainer.models.prepare import _KEPT_NAMES, use_attention, with_documents, with_documents
+from zeromesh.trainer.models.prepare import _KEPT_NAMES, use_attention, with_documents
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STAND_IN = "stand_in_for_flash"
