@@ -218,8 +218,8 @@ def _difference_when_divided(
     """
     barrier, left = threading.Barrier(plan.size), [torch.empty(0)] * plan.size
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
-    # A model that has run may hold tensors that cannot be copied.
-    copies = [copy.deepcopy(whole) for _ in range(plan.size)]
+    # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.
+    reference, *copies = (copy.deepcopy(whole) for _ in range(1 + plan.size))
 
     def passed(model: nn.Module, parts: Mapping[str, ParameterPart]) -> _Passed:
         results, outputs = recorded(model, lambda: run(model))
@@ -245,7 +245,7 @@ def _difference_when_divided(
                 raise
             return _Passed(failed=_where(error, model))
 
-    expected = passed(whole, {})
+    expected = passed(reference, {})
     with ThreadPoolExecutor(plan.size) as pool:
         ranks = list(pool.map(rank, range(plan.size)))
     if failed := next((each.failed for each in ranks if each.failed), ""):

@@ -100,6 +100,18 @@ def _lfm2() -> nn.Module:
     return _on_meta(tf.Lfm2ForCausalLM, tf.Lfm2Config(**sizes, **layers, vocab_size=67))
 
 
+def _recurrent_gemma() -> nn.Module:
+    """A block of this model keeps the state of its last forward, which cannot be copied; it cannot share the sequence out."""
+    sizes = {
+        "hidden_size": 32,
+        "lru_width": 32,
+        "intermediate_size": 88,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+    }
+    return _on_meta(tf.RecurrentGemmaForCausalLM, tf.RecurrentGemmaConfig(**sizes, vocab_size=67))
+
+
 @pytest.mark.parametrize(
     ("model", "divided"),
     [
@@ -108,8 +120,9 @@ def _lfm2() -> nn.Module:
         (_trocr, (4 + 2) * 2 + (8 + 2) * 2 + 1),
         (_gpt2, (2 + 2) * 3 + 2),
         (_lfm2, (4 + 2 + 3) * 2 + 2),
+        (_recurrent_gemma, 4 + 3 * 3),
     ],
-    ids=["mbart", "vit", "trocr", "gpt2", "lfm2"],
+    ids=["mbart", "vit", "trocr", "gpt2", "lfm2", "keeps states"],
 )  # fmt: skip
 def test_attention_and_mlps_are_recognised_and_equal(model: Any, divided: int) -> None:
     made = model()
