@@ -333,7 +333,7 @@ def _at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 HOUSE = structure_report.sources(ROOT)
-LINES = 58_300
+LINES = 53_960
 """What the three floors may have: features come as rows and files of what is there."""
 
 
