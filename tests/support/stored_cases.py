@@ -27,6 +27,7 @@ from zeromesh.checkpoint.loader import places_of
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
+from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.offload.io.direct_io import BLOCK
 
@@ -147,13 +148,11 @@ class Axis:
         self._all(json.dumps(value), lambda given: found.extend(map(json.loads, given)))
         return found
 
-    def start(
-        self, kind: object, out: torch.Tensor, given: torch.Tensor, what: str, *, received: Any, sent: Any
-    ) -> Any:
+    def start(self, kind: object, call: CollectiveCall) -> Any:
         def take(everyone: list[Any]) -> None:
-            out.copy_(torch.cat([torch.split(values, lengths)[self.index] for values, lengths in everyone]))
+            call.out.copy_(torch.cat([torch.split(values, lengths)[self.index] for values, lengths in everyone]))
 
-        self._all((given, sent), take)
+        self._all((call.given, call.sent), take)
         return SimpleNamespace(wait=lambda: None)
 
 

@@ -458,7 +458,8 @@ class ZeroEngine:
     def close(self) -> None:
         """Remove the hooks, release shared memory and remove files."""
         self._hooks.remove()
-        self.optimizer_step.before_change = lambda bucket: None  # The callback's owner often references the engine.
+        # The callbacks' owners reference what calls them.
+        self.optimizer_step.before_change = self._passes.gradients.on_summed = lambda bucket: None
         self._states.clear()
         self._tiers.close()
         for transport in dict.fromkeys((self._wider, self.transport, self.reduction)):
