@@ -156,7 +156,7 @@ class TieredTensor:
         return self._move(start, data, write=True)
 
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
-        if len(self.parts) == 1 and data.numel() == self.numel:
+        if len(self.parts) == 1 and not start and data.numel() == self.numel:
             return _move(self.dtype, self.parts[0], data, write=write)
         # Parts in the same memory go first: a copy from elsewhere begins after them, so work ordered after it has both.
         parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.lies_on(data.device))

@@ -199,7 +199,11 @@ def run_whole(
 ) -> None:
     """Call `compute` as `UpdateStream.run` does, once, with all elements of the operands in the memory of `device`, which does
     not bound them."""
-    tensors = [each.tensor.load(device) for each in operands]
+    tensors = []
+    for each in operands:  # What is only written need not be read.
+        found = each.tensor.whole(device) if each.mode is Access.WRITE else each.tensor.load(device)
+        length, dtype = each.tensor.numel, each.tensor.dtype
+        tensors.append(torch.empty(length, dtype=dtype, device=device) if found is None else found)
     compute(StreamRow(key=(0, 0), start=0, end=operands[0].tensor.numel, operands=tuple(operands)), [*tensors])
     for operand, tensor in zip(operands, tensors, strict=True):
         if operand.mode is not Access.READ:

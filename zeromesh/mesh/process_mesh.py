@@ -122,7 +122,8 @@ class ProcessMesh:
         """Post this rank's activity on the board: `post(activity, unit, step=...)`, see `Watchdog.post`."""
 
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
-        process, patience = self.environment.rank, _STARTS_AS_LONG * timeout_seconds
+        launched, patience = self.environment, _STARTS_AS_LONG * timeout_seconds
+        process = launched.rank
         store: Any = self._links.store(patience)
         asked = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
         usual = store.timeout
@@ -151,7 +152,7 @@ class ProcessMesh:
         if board is None:
             if self.one_host:
                 self.one_host = self._shares_memory = False
-            published = rows(self.environment) or store
+            published = rows(launched) or store  # Processes have met under their launch numbers.
             board = StoreBoard(published, published.clone(), self.rank, stale_seconds=timeout_seconds)
             dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
         self.watch = Watchdog(board, self.rank, timeout_seconds, compare_events=shared, one_order=on_device)

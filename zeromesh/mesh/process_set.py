@@ -77,7 +77,8 @@ class ProcessSet:
         groups, size, given = self.require_member(), len(self.ranks), call.given
         on_stream = self.works is not None and call.purpose != "control"
         received = call.received = call.received or (call.out.numel() // size,) * size
-        if groups is None or (kind is Collective.ALL_GATHER and (not on_stream or len(set(received)) > 1)):
+        placed = groups is None or (kind is Collective.ALL_GATHER and (not on_stream or len(set(received)) > 1))
+        if placed and given is not call.out:
             begin = sum(received[: self.index])
             place = call.out[begin : begin + received[self.index]]
             call.given = place if place.data_ptr() == given.data_ptr() else place.copy_(given)

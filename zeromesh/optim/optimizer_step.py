@@ -472,13 +472,12 @@ class OptimizerStep:
 
         with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
             bucket.buffer.begin_write()
-            rows = list(self._rows(bucket))
             if optimizer.whole:
-                run_whole(rows[0].operands, compute, self._mesh.device)
+                run_whole(self._uses(bucket, averaging=averages is not None), compute, self._mesh.device)
             else:
                 # If no tensor is offloaded, nothing is read ahead.
                 ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
-                self._stream.run(rows, compute, ahead)
+                self._stream.run(list(self._rows(bucket)), compute, ahead)
             bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:

@@ -4,9 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import zeromesh
 from tests.distributed.contract.shard_cases import LOOPS, LOSSES
 from tests.support.workers import Workers
+from zeromesh.errors import PhaseError
+from zeromesh.trainer.shard import engine_of
 
 EXACT = 1e-9
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -123,3 +128,21 @@ def test_checkpoint_goes_on_over_other_ranks(workers: Workers, tmp_path: Path) -
 @pytest.mark.parametrize("adapted", [False, True])
 def test_generate_with_other_prompts_on_each_rank(workers: Workers, adapted: bool) -> None:
     assert all(workers.run(2, "shard_cases:generated", adapted=adapted))
+
+
+def test_names_are_compared_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of all parameters of a large model take longer than a short step."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    zeromesh.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine, weight = engine_of(model), model[1].weight
+    engine.require_same_parameters()
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "named_parameters", lambda: pytest.fail("names were compared"))
+        engine.require_same_parameters()
+    model[1].weight = nn.Parameter(torch.ones(2, 2))
+    for _ in range(2):
+        with pytest.raises(PhaseError, match=r"1\.weight was added, removed or replaced"):
+            engine.require_same_parameters()
+    model[1].weight = weight
+    engine.require_same_parameters()
+    zeromesh.unshard(model)

@@ -12,6 +12,7 @@ from tests.support.mesh_cases import _open
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.transport import choose_transport
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.run_store import run_store
 from zeromesh.offload import TieredTensor
 
 
@@ -75,21 +76,26 @@ def another_order(mesh: Mesh) -> dict[str, Any]:
         device=mesh.device,
         timeout_seconds=10,
     )
+    # A launcher that knows of one host only, as of processes that cannot share memory.
+    launched = replace(again.environment, rank=mesh.processes[mesh.rank], local_world_size=mesh.world_size)
+    run_store(launched)
+    apart = Mesh(mesh.shape, launched, device=mesh.device, timeout_seconds=10)
     refused = ""
     try:
         Mesh(mesh.shape, mesh.environment, device=mesh.device, timeout_seconds=10, order=[0, 2, 1, 3])
     except ValueError as error:
         refused = str(error)
     found = {
-        "rank": [mesh.rank, mesh.environment.rank, again.rank, dist.get_rank()],
+        "rank": [mesh.rank, mesh.environment.rank, again.rank, apart.rank, dist.get_rank()],
         "processes": list(mesh.processes),
         "kinds": [choose_transport("auto", group, mesh.device) for group in (mesh.tensor, mesh.shard, mesh.world)],
         "sum": exchange.all_reduce_async(torch.tensor([float(mesh.rank)])).wait().item(),
         "ranks": [row[0] for row in mesh.world.gather_integers([mesh.rank])],
         "refused": refused,
     }
-    again.world.barrier("both are there")
-    again.close()
+    for other in (again, apart):
+        other.world.barrier("all are there")
+        other.close()
     return found
 
 

@@ -1,8 +1,12 @@
 """A mesh of several axes, joined: its sets by name, torch's object for it, ranks that follow the hosts, the account of traffic."""
 
 import pytest
+import torch
 
 from tests.support.workers import PoolOptions, Workers
+from zeromesh.environment import read_environment
+from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.step_recorder import Collective, StepRecorder, added
 from zeromesh.trainer.monitoring.step_stats import traffic_table
 
@@ -38,13 +42,22 @@ def test_ranks_follow_the_hosts(workers: Workers) -> None:
     with workers.fresh(PoolOptions(size=4, tensor=2, hosts=-2)) as pool:
         for process, found in enumerate(pool.run("process_mesh_cases:another_order")):
             rank = [0, 2, 1, 3][process]
-            assert found["rank"] == [rank] * 4
+            assert found["rank"] == [rank] * 5
             assert found["processes"] == [0, 2, 1, 3]
             assert found["kinds"] == ["shared", "gloo", "gloo"]
             assert found["sum"] == (1.0 if rank < 2 else 5.0)
             assert found["ranks"] == [0, 1, 2, 3]
             assert "order of ranks: [0, 2, 1, 3] was asked for" in found["refused"]
             assert "numbers the processes [0, 1, 2, 3], which stays" in found["refused"]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_a_rank_alone_is_its_own_sum(shape: tuple[int, ...]) -> None:
+    world = Mesh(MeshShape(), read_environment({}), device=torch.device("cpu"), timeout_seconds=5).world
+    values = torch.full(shape, 2.5)
+    world.all_reduce_async(values, "sum")()
+    for found in (world.all_reduce(values, "sum"), world.all_reduce_max(values, "maximum")):
+        assert torch.equal(found, torch.full(shape, 2.5))
 
 
 @pytest.mark.parametrize("kind", ["shared", "gloo"])

@@ -223,7 +223,7 @@ def test_others_elements_are_not_touched(tiers: Tiers, tier: str) -> None:
     for start, end in ((-1, 5), (5, 11), (6, 5)):
         with pytest.raises(ValueError, match="do not lie in 10"):
             part.slice(start, end)
-    for start, count in ((-1, 5), (tensor.numel - 4, 5)):
+    for start, count in ((-1, 5), (tensor.numel - 4, 5), (1, tensor.numel)):
         with pytest.raises(ValueError, match=f"do not lie in {tensor.numel}"):
             tensor.read(start, torch.ones(count))
         with pytest.raises(ValueError, match=f"do not lie in {tensor.numel}"):

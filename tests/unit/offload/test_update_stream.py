@@ -30,6 +30,7 @@ from zeromesh.offload import (
     Transfer,
     UpdateStream,
     WaitTime,
+    run_whole,
     stream_bytes,
     update_stream,
 )
@@ -580,3 +581,23 @@ def test_a_tensor_beside_is_taken_as_it_is(tiers: Tiers) -> None:
     assert torch.equal(beside, numbers.model)
     assert pool_of(found).all_come_back()
     assert numbers.right()
+
+
+@pytest.mark.parametrize("count", [0, 5])
+def test_all_elements_at_once_are_read_only_where_they_count(
+    tiers: Tiers, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states, copy = (tiers.allocate(count, dtype, FILE, Purpose.MASTER, "numbers") for dtype in (F32, BF16))
+    states.write(0, values(count, F32, 1)).wait()
+    monkeypatch.setattr(copy, "read", lambda *_: pytest.fail("the copy was read"))
+    uses = [StreamOperand(tensor=states, mode=Access.UPDATE), StreamOperand(tensor=copy, mode=Access.WRITE)]
+
+    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        assert (row.start, row.end) == (0, count)
+        tensors[1].copy_(tensors[0].add_(1))
+
+    run_whole(uses, compute, CPU)
+    monkeypatch.undo()
+    expected = values(count, F32, 1) + 1
+    assert torch.equal(states.load(CPU), expected)
+    assert torch.equal(copy.load(CPU), expected.bfloat16())
