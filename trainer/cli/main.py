@@ -292,8 +292,8 @@ def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float
 
 
 def _pair(text: str, allowed: str, *, alone: bool = False) -> tuple[int, int]:
-    first, colon, last = text.partition(":")
-    last = first if alone and not colon else last
+    first, _, last = text.partition(":")
+    last = first if alone and not last else last
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
         raise argparse.ArgumentTypeError(f"got {text!r}; allowed {allowed}")
     return int(first), int(last)

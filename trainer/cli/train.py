@@ -26,7 +26,7 @@ from zeromesh.environment import (
     read_environment,
     setting,
 )
-from zeromesh.errors import ConfigError, ZeromeshError, counted, printable, printable_lines
+from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, printable, printable_lines
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached, supervise
@@ -150,7 +150,9 @@ def _take_start(options: argparse.Namespace) -> None:
     if any(each.name.lower().endswith(picture_endings()) for each in beginning):
         kind, head = "pictures", "image_classification"
     else:
-        columns = find_text(options.data, where="--data").columns()
+        columns = frozenset[str]()
+        with suppress(DataError):  # What is wrong with paths is told with the configuration's other problems.
+            columns = find_text(options.data, where="data.train").columns()
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
         labelled = "label" in columns and head in ("sequence_classification", "masked_lm")

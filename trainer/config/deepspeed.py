@@ -105,7 +105,8 @@ class Translation:
         """Return an integer setting, which may be written 1e3; None if it is absent or, after a refusal, invalid."""
         limit = "" if most == _LARGEST_COUNT else f" and <= {most}"
         allowed = f"an integer >= {least}{limit}"
-        number = self.number(name, allowed, lambda number: number.is_integer() and least <= number <= most)
+        whole = not isinstance(self(name), str)
+        number = self.number(name, allowed, lambda number: whole and number.is_integer() and least <= number <= most)
         return None if number is None else int(number)
 
     def choice(self, name: str, choices: Mapping[str, Any], *, required: bool = False) -> Any:
@@ -145,7 +146,7 @@ def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) ->
         value = read(row.name)
         if row.fate is Fate.REFUSED and value not in row.neutral:
             read.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
-        if row.as_it_is and value is not None:
+        if row.as_it_is:
             read.values[row.keys[0]] = value
     for decide in (_batch, _optimizer, _schedule, _precision_and_zero, _offload, _others):
         read.values.update(decide(read))
@@ -311,6 +312,8 @@ def _precision_and_zero(read: Translation) -> Pairs:
     stage = read.count("zero_optimization.stage", 0)
     if "zero_optimization.stage" not in read.automatic:
         yield "zero.stage", stage or 0
+    if read("zero_optimization.overlap_comm") is not None:  # DeepSpeed's default is null.
+        yield "zero.overlap", read("zero_optimization.overlap_comm")
     for name, least in (("zero_optimization.zero_hpz_partition_size", 2), ("zero_optimization.mics_shard_size", 1)):
         size = read(name)
         if type(size) is not int or size < least:

@@ -173,7 +173,7 @@ amp: refused unless off: Apex is not there; set bf16 or fp16
 ## ZeRO
 [zero_optimization]
 stage -> zero.stage: as it is; without it 0
-overlap_comm = zero.overlap: as it is
+overlap_comm -> zero.overlap: as it is
 offload_optimizer.device -> offload.optimizer: none; cpu: host; nvme: file
 offload_optimizer.nvme_path -> offload.directory: as it is
 offload_optimizer.ratio -> offload.optimizer: the part that is offloaded

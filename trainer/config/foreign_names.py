@@ -62,7 +62,6 @@ parallel.tensor: tp tensor_parallel_size
 parallel.pipeline: pp pipeline_parallel_size
 tracking.backends: *report_to
 tracking.project: *project
-tracking.name: *run_name
 hub.push: push_to_hub
 hub.repository: hub_model_id
 no key, as weights are not quantized here (zero.stage 3 and offload.parameters make room): load_in_4bit load_in_8bit \
@@ -81,7 +80,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Foreign names by their equivalent here, if they differ: a key, or an instruction."""
 ARGUMENTS = {key: name[1:] for key, names in _ROWS for name in names if name.startswith("*")}
-ARGUMENTS["schedule.warmup_ratio"] = ARGUMENTS["schedule.warmup_steps"]
+# `run_name` is no hint, as `run.run_name` is meant to be `run.name`.
+ARGUMENTS |= {"schedule.warmup_ratio": ARGUMENTS["schedule.warmup_steps"], "tracking.name": "run_name"}
 EVERY = {"run.log_every": "logging", "run.eval_every": "eval", "checkpoint.every_steps": "save"}
 """The names of keys among the arguments of transformers' and TRL's trainers; those of `EVERY` are numbers of steps."""
 _MARKS = {

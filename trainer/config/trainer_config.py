@@ -193,7 +193,7 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         c.parallel.pipeline == 1 and c.parallel.stages
     ),
     "parallel.stages has {0[0]} numbers of blocks for {0[1]} stages (parallel.pipeline x parallel.chunks)": lambda c: (
-        c.parallel.stages is not None
+        c.parallel.stages
         and c.parallel.pipeline > 1
         and len(c.parallel.stages) != c.parallel.pipeline * c.parallel.chunks
         and (len(c.parallel.stages), c.parallel.pipeline * c.parallel.chunks)

@@ -152,7 +152,8 @@ class _DatasetLoader:
         """Return the section for an evaluation set, whose rows may have the columns of another format than `data.format`."""
         columns, section = source.columns(), self.section
         form, needed = format_of(columns), Renderer(self.tokenizer, section, self.template).needed
-        if form in ("text", section.format) or columns.issuperset(needed):
+        classifies = any(each.label for each in section.formats)  # Only the training data's classes can be evaluated.
+        if form in ("text", section.format) or columns.issuperset(needed) or classifies:
             return section
         self.notes.append(f"{where} {source.name!r} has rows of format {form}")
         # Rows share a sequence only where the model has been tried on documents that do not see each other.

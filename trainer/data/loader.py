@@ -219,7 +219,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             self._waiting()
             try:
                 return next(cast("Iterator[_Result]", self._iterator))
-            except RuntimeError as error:
+            except (RuntimeError, ConnectionError) as error:  # A worker that ends may have been handing over a tensor.
                 if self._stream is not None and self._stream.reading[1] != read:
                     began, read = time.monotonic(), self._stream.reading[1]
                 late = time.monotonic() - began > self._workers.timeout_seconds
@@ -229,7 +229,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
                     self.close(at_once=True)
                     raise failure from None
 
-    def _failure(self, error: RuntimeError) -> DataError:
+    def _failure(self, error: Exception) -> DataError:
         ends = []
         for each in self._processes:
             if each.exitcode is not None and each.exitcode < 0:

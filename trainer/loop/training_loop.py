@@ -268,6 +268,7 @@ class TrainingLoop:
             run.console.note(
                 f"after step {progress.step}: a global batch has no target (all labels are {IGNORED_LABEL}) and is passed over"
             )
+            events.forget_requests()  # The ranks have not agreed on requests of a step that does not count.
         else:
             self._finish_step(result, position)
         if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._over and not self._stopped):
@@ -326,10 +327,8 @@ class TrainingLoop:
                 f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made. Lower optimizer.lr, look "
                 "at the data, or use precision.compute: bfloat16"
             )
-        self._act_on_requests()
         every = run.config.run.prompts_every
-        if every and number % every == 0 and not self._stopped:
-            self._sample()
+        self._act_on_requests(samples=every is not None and number % every == 0)
 
     def _due_after_step(self, position: int) -> dict[str, bool]:
         """Return the actions that the configuration schedules after this step, whose data was that of step `position`."""
@@ -384,13 +383,15 @@ class TrainingLoop:
         self._announce("on_log", line)
         return True
 
-    def _act_on_requests(self) -> None:
+    def _act_on_requests(self, *, samples: bool = False) -> None:
         run = self.run
         if run.events.control.should_evaluate and run.data.eval is not None and not self._stopped:
             if self._over:
                 self._save_last()
             self._evaluate()
             run.events.agree(run.mesh)
+        if samples and not self._stopped:
+            self._sample()
         if self._checkpoints.in_flight is not None:
             self._checkpoints.poll()
         if run.events.control.should_save and not self._stopped:

@@ -125,7 +125,10 @@ def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
     if distance != distance:
         return float("inf")
-    return distance / max(float(wanted.norm()) + scale, 1e-300) if distance else 0.0
+    size = float(wanted.norm())
+    if size == float("inf"):  # Masked logits are the lowest number there is.
+        size = float(wanted[wanted.abs() < torch.finfo(wanted.dtype).max ** 0.25].norm())
+    return distance / max(size + scale, 1e-300) if distance else 0.0
 
 
 def shown_module(model: nn.Module, name: str) -> str:

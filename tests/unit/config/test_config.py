@@ -45,6 +45,7 @@ BAD = [
     ("optimzer: {lr: 0.1}", ["optimzer: unknown key", "did you mean optimizer?"]),
     ("lr: 0.1", ["lr: unknown key", "did you mean optimizer.lr?"]),
     ("parallel: {stage: 3}", ["parallel.stage", "did you mean zero.stage?"]),
+    ("run: {run_name: a}", ["run.run_name: unknown key", "did you mean run.name?"]),
     ("schedule: {warmup: 3}", ["schedule.warmup:", "did you mean schedule.warmup_steps?"]),
     ("run: {gradient_accumulation_steps: 2}", ["batch.global_size (accumulation is derived from it)"]),
     ("qwerty: 1", ["qwerty: unknown key (got 1); allowed are model, data, parallel"]),
@@ -596,3 +597,7 @@ def test_shipped_configurations_load(path: Path) -> None:
 def test_there_are_shipped_configurations() -> None:
     assert len(list((ROOT / "configs").glob("*.yaml"))) >= 3
     assert list((ROOT / "configs").glob("*.json"))
+
+
+def test_an_empty_list_of_stages_is_none_given() -> None:
+    assert load_config({"parallel": {"pipeline": 3, "stages": []}}).parallel.stages == ()

@@ -103,6 +103,13 @@ def test_half_a_start_is_refused(words: tuple[str, ...]) -> None:
         parsed(*words)
 
 
+@pytest.mark.parametrize("data", ["/none/of.jsonl", "/none/*.jsonl", "hub:none"])
+def test_wrong_paths_are_told_with_all_other_problems(data: str) -> None:
+    options = parsed("--model", "/none", "--data", data, "run.seed=no")
+    with pytest.raises(ConfigError, match=r"(?s)run.seed: got 'no'.*model.source: '/none' does not exist"):
+        load_config(None, options.overrides)
+
+
 def test_a_configuration_is_taken_as_it_is() -> None:
     options = parsed("x.yaml", "run.seed=1")
     assert (options.config, options.overrides, options.tune) == ("x.yaml", ["run.seed=1"], False)

@@ -115,6 +115,9 @@ def test_labels_that_cannot_be_learnt_are_refused(tmp_path: Path, words: str) ->
     (tmp_path / "eval.jsonl").write_text('{"text": "w1", "label": "c"}\n')
     with pytest.raises(DataError, match=r"data\.eval .* classes that the training text does not have: c"):
         load_datasets(DataSection(**data, eval=str(tmp_path / "eval.jsonl")))
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "w1", "completion": "w2"}\n')
+    with pytest.raises(DataError, match=r"pairs\.jsonl' row 0 has no field 'text', only 'prompt', 'completion'"):
+        load_datasets(DataSection(**data, eval=str(tmp_path / "pairs.jsonl")))
     (tmp_path / "none.csv").write_text("text,label\n")
     with pytest.raises(DataError, match=r"none\.csv' has no rows"):
         load_datasets(DataSection(**{**data, "train": str(tmp_path / "none.csv")}))

@@ -155,6 +155,20 @@ def test_an_error_of_the_dataset_names_its_sample() -> None:
     assert plain.value.__notes__ == ["in sample 4 of the dataset"]
 
 
+def test_a_worker_that_ends_while_it_hands_over_a_tensor_has_a_name() -> None:
+    def reset() -> Iterator[Any]:
+        raise ConnectionResetError(104, "Connection reset by peer")
+        yield
+
+    with loader_of(Drawing(), 1) as loader:
+        loader.batch(0, 0)
+        loader._iterator = reset()
+        loader._processes[0].kill()
+        loader._processes[0].join()
+        with pytest.raises(DataError, match=r"a data worker is gone: process \d+ "):
+            loader.batch(0, 1)
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.testing import assert_close
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback, TrainerControl
 
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
@@ -155,6 +155,26 @@ def test_a_global_batch_without_targets_is_passed_over(tmp_path: Path) -> None:
         pytest.raises(DataError, match="every label"),
     ):
         one.evaluate()
+
+
+class EndsEpoch(TrainerCallback):  # type: ignore[misc]
+    """Asks for the end of the epoch at the first `on_step_begin`."""
+
+    asked = False
+
+    def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **named: Any) -> None:
+        control.should_epoch_stop, self.asked = not self.asked, True
+
+
+def test_requests_of_a_step_that_is_passed_over_are_dropped(tmp_path: Path) -> None:
+    """The ranks agree on requests after steps alone."""
+    rows = sentences(32)
+    for row in rows[:8]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    config = settings(str(tmp_path), data={"shuffle": False}, run={"max_steps": 4, "eval_at_end": False})
+    with Trainer(seeded(llama), config, rows, callbacks=[EndsEpoch()]) as trainer:
+        report = trainer.fit()
+    assert (report.passed_over, report.final_step) == (1, 3)
 
 
 def count_later(model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, int]:

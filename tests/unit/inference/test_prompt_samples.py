@@ -11,6 +11,7 @@ import pytest
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
+from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.trackers.backends import Place, TrackedRow, WandbTracker
 
 SIZES = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 48, "vocab_size": 256}
@@ -39,6 +40,19 @@ def test_a_file_of_prompts_at_evaluations(tmp_path: Path, capsys: pytest.Capture
         (n, p) for n in (1, 2) for p in ("2 times", "[50, 32]")
     ]
     assert f"step 2: '2 times' goes on {lines[2]['completion']!r}" in capsys.readouterr().out
+
+
+class ReadsSamples(Callback):
+    def on_save(self, trainer: Trainer, step: int) -> None:
+        self.seen = [json.loads(line)["step"] for line in (trainer.run_directory / "samples.jsonl").open()]
+
+
+def test_samples_of_a_step_are_there_when_it_is_saved(tmp_path: Path) -> None:
+    run = {"prompts": ["2"], "prompts_every": 1, "max_steps": 1, "generation": {"max_new_tokens": 1}}
+    reads = ReadsSamples()
+    with Trainer(config=configured(tmp_path, run, checkpoint={"every_steps": 1}), callbacks=[reads]) as trainer:
+        trainer.fit()
+    assert reads.seen == [1]
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,11 @@ def test_a_dry_run_prints_commands_that_this_command_understands(
         assert options.attached == 15.0
 
 
+def test_numbers_of_hosts() -> None:
+    numbers = ("2", "1:2", "2:")
+    assert [_parse(["train", "run.yaml", "--nnodes", each]).nnodes for each in numbers] == [(2, 2), (1, 2), (2, 2)]
+
+
 def test_ssh_asks_for_no_password(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch("--dry-run") == 0
     assert capsys.readouterr().out.startswith("ssh -o BatchMode=yes ")

@@ -9,6 +9,7 @@ from torch import nn
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.losses.trial import require_separate_documents
+from zeromesh.trainer.models.small_copy import apart
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
 KV = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
@@ -70,3 +71,12 @@ def test_what_cannot_be_tried_is_refused() -> None:
         require_separate_documents(model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=96))
     with pytest.raises(ConfigError, match="no small copy of it runs with them"):
         require_separate_documents(Own(2, 2))
+
+
+def test_masked_logits_hide_no_difference() -> None:
+    """Some models give tokens that are none the lowest number of the dtype, whose square is infinite."""
+    masked = torch.tensor([torch.finfo(torch.float64).min, 1.0, 2.0], dtype=torch.float64)
+    other = masked + torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
+    assert apart(masked, masked, 1.0) == 0.0
+    assert apart(other, masked, 1.0) == pytest.approx(1 / (1 + 5**0.5))
+    assert apart(-masked, masked, 1.0) == float("inf")

@@ -203,6 +203,7 @@ def test_a_plan_is_beside_what_was_measured(tmp_path: Path) -> None:
     assert re.search(r"Plan\s+shard 2, stage 1\s+predicted\s+measured\s+off\s+step\s+200 ms\s+400 ms\s+-50%", seen.text)
     assert re.search(r"device: activations and libraries\s+5.0 MiB\s+5.0 MiB", seen.text)
     assert not seen.named("img")
+    assert "cannot be read" not in seen.text
     # What is broken is a remark, and the rest is shown.
     for broken in (7, {**plan, "phases": {"forward": 3}}, {**plan, "peak": ["x", 1]}):
         write_lines(run, [{"step": 1, "loss": 1.0, "plan": broken}])

@@ -132,9 +132,9 @@ def _read(path: Path, name: str) -> RunRecord:
         for keys, value in leaves(line):
             if (number := as_number(value)) is not None:
                 run.columns.setdefault(keys, {})[line["step"]] = number
-        if "plan" in line:
-            with run.reading(METRICS):
-                run.planned = comparison_table(line["plan"])
+    for plan in [line["plan"] for line in run.lines if "plan" in line][-1:]:  # A resumed run may have several.
+        with run.reading(METRICS):
+            run.planned = comparison_table(plan)
     if not (path / CONFIG).exists():
         run.remarks.append(f"there is no {CONFIG}")
     with run.reading(CONFIG) as config_path:
