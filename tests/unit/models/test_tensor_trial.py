@@ -100,6 +100,14 @@ def _lfm2() -> nn.Module:
     return _on_meta(tf.Lfm2ForCausalLM, tf.Lfm2Config(**sizes, **layers, vocab_size=67))
 
 
+def test_only_the_head_is_divided_where_shapes_do_not_tell_more() -> None:
+    """Its attention has parameters of its own, and the library's plan names the head alone."""
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model: Any = _on_meta(tf.DiffLlamaForCausalLM, tf.DiffLlamaConfig(**sizes, num_hidden_layers=2, vocab_size=67))
+    require_equal_when_divided(model, {}, sequence=False)
+    assert [layer.module for layer in plan_tensor(model, 2).layers] == ["model.embed_tokens", "lm_head"]
+
+
 @pytest.mark.parametrize(
     ("model", "divided"),
     [

@@ -144,14 +144,15 @@ def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = N
         LayoutError: when there is no plan for the model; when a rule of the user matches nothing or has an unknown style; when a
             module cannot be divided so (more ranks than heads, say).
     """
-    planner = _Planner(model, size)
-    planner.choose(rules or {})
-    planner.embeddings()
-    planner.attention_layers()
-    planner.parameters_of_attentions()
-    planner.other_layers()
-    planner.check_ties()
-    return planner.plan()
+    library: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    by_shape = goes_by_shape(model)
+    try:
+        return _Planner(model, size).plan(rules or {}, library, by_shape=by_shape)
+    except LayoutError:
+        if not by_shape or not library or any("*" in name for name in library):
+            raise
+        # Where shapes do not tell how its blocks are divided, transformers' plan divides the head alone.
+        return _Planner(model, size).plan(rules or {}, library, by_shape=False)
 
 
 class _Planner:
@@ -184,12 +185,20 @@ class _Planner:
                 f"{self.given[name]} does not fit {name}, a {type(module).__name__} with {held} ({summary(error)})"
             ) from error
 
-    def choose(self, rules: Mapping[str, str]) -> None:
+    def plan(self, rules: Mapping[str, str], library: Mapping[str, str], *, by_shape: bool) -> TensorPlan:
+        self.styles = recognised(self.model) if by_shape else {}
+        self.choose(rules, {} if by_shape else library)
+        self.embeddings()
+        self.attention_layers()
+        self.parameters_of_attentions()
+        self.other_layers()
+        self.check_ties()
+        return self.planned()
+
+    def choose(self, rules: Mapping[str, str], library: Mapping[str, str]) -> None:
         config = getattr(self.model, "config", None)
         kind = str(getattr(config, "model_type", ""))
-        builtin, by_shape = OWN.get(kind, {}), goes_by_shape(self.model)
-        library: Mapping[str, str] = {} if by_shape else (getattr(self.model, "tp_plan", None) or {})
-        self.styles = recognised(self.model) if by_shape else {}
+        builtin = OWN.get(kind, {})
         if not rules and not builtin and not library and not self.styles:
             of = {id(module): name for name, module in self.modules.items()}
             parts = (child for block in block_modules(self.model) or [self.model] for child in block.children())
@@ -402,7 +411,7 @@ class _Planner:
                 f"{' and '.join(names)} share a parameter that not all of them can divide; it is whole on all ranks"
             )
 
-    def plan(self) -> TensorPlan:
+    def planned(self) -> TensorPlan:
         order = {name: number for number, name in enumerate(self.modules)}
         layers = tuple(sorted(self.layers.values(), key=lambda layer: order[layer.module]))
         whole = [
