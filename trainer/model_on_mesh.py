@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
@@ -23,7 +23,7 @@ from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.parallelize import Divided
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.models.hub_form import HubForm
+from zeromesh.trainer.models.hub_form import HubForm, Named
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
@@ -95,8 +95,8 @@ class ModelOnMesh(ABC):
         """
         placed = self.placed
         compute: torch.dtype = getattr(torch, placed.config.precision.compute)
-        weights = _tensors(placed, "stream_weights", stored=True)
-        return parts_of_weights(placed.hub_form.of(weights, compute), part_of)
+        weights = _tensors(placed, "stream_weights", form=lambda found: placed.hub_form.of(found, compute))
+        return parts_of_weights(weights, part_of)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
         """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns the number of tensors.
@@ -246,17 +246,21 @@ class PlacedModel(ModelOnMesh):
 
 
 def _tensors(
-    placed: PlacedModel, call: str, *, ema: bool = False, stored: bool = False
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole parameters, or with `stored` what files have: tied ones once, and persistent buffers."""
-    if placed.engine is None:
-        tensors = {**dict(placed.module.named_parameters()), **(saved_buffers(placed.module) if stored else {})}
-        averages = placed.averages if ema else {}
-        yield from ((name, averages.get(name, own.detach())) for name, own in tensors.items())
-        return
-    with placed.mesh.call(f"{placed.owner}.{call}()"):
-        state = placed.state(ema)
-        yield from state.stored() if stored else state.parameters()
+    placed: PlacedModel, call: str, *, ema: bool = False, form: Callable[[Named], Named] | None = None
+) -> Named:
+    """Yield whole parameters, or the `form` of what files have: tied ones once, and persistent buffers. An error of `form` on one
+    rank is one of the call, of which the others hear."""
+    found: Named
+    with nullcontext() if placed.engine is None else placed.mesh.call(f"{placed.owner}.{call}()"):
+        if placed.engine is not None:
+            state = placed.state(ema)
+            found = state.parameters() if form is None else state.stored()
+        else:
+            buffers = {} if form is None else saved_buffers(placed.module)
+            tensors = {**dict(placed.module.named_parameters()), **buffers}
+            averages = placed.averages if ema else {}
+            found = ((name, averages.get(name, own.detach())) for name, own in tensors.items())
+        yield from found if form is None else form(found)
 
 
 def least_free_bytes(mesh: Mesh) -> int:

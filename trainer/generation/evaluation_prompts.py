@@ -27,6 +27,8 @@ _REFUSED = {
 }
 _OF_WHOLE_TEXTS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 """Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""
+_SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")
+"""Fields whose token ids have no effect beyond the vocabulary, where those of a small copy of Whisper are by default."""
 
 
 class BatchGeneration:
@@ -54,7 +56,7 @@ class BatchGeneration:
         refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in _REFUSED.items()}
         for name in () if model.config.is_encoder_decoder else _OF_WHOLE_TEXTS.keys() & fields.keys():
             refused[name] = f"{name} counts the padding of prompts; give {_OF_WHOLE_TEXTS[name]}"
-        self.settings = settings = settings_with(model, fields, refused, asked)
+        self.settings = settings = settings_with(model, fields, refused, asked, beyond=_SUPPRESSED)
         if settings.stop_strings and tokenizer is None:
             raise ConfigError(f"{asked}: stop_strings needs a tokenizer; pass processing_class")
         if settings.pad_token_id is None:

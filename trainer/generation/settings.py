@@ -7,7 +7,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +172,9 @@ _IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start
 """Token ids of small model copies are often beyond the vocabulary, where they have no effect; a negative one stands for none."""
 
 
-def _wrong_values(settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int) -> list[str]:
+def _wrong_values(
+    settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int, beyond: Collection[str]
+) -> list[str]:
     """Return the reasons why values are wrong. An int becomes a float where the library expects one."""
     found: dict[str, str] = {}
     kinds = {name: type(default) for name, default in settings._get_default_generation_params().items()}
@@ -188,7 +190,7 @@ def _wrong_values(settings: GenerationConfig, fields: Mapping[str, Any], vocabul
     for name in (*_IDS, *_IDS_OF_MODELS):
         value = getattr(settings, name, None)
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        most = vocabulary if name in _IDS or name in fields else sys.maxsize
+        most = vocabulary if name in fields or (name in _IDS and name not in beyond) else sys.maxsize
         least = 0 if name in _IDS else -sys.maxsize
         if not all(type(each) is int and least <= each < most for each in ids):
             found[name] = f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
@@ -222,8 +224,11 @@ def ends_of(settings: GenerationConfig) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
-def settings_with(model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], asked: str) -> GenerationConfig:
-    """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons.
+def settings_with(
+    model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], asked: str, *, beyond: Collection[str] = ()
+) -> GenerationConfig:
+    """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons, and of the token
+    ids in the model's own fields `beyond` some may be outside of its vocabulary.
 
     Raises `ConfigError`, which begins with `asked` (the source of the request), for refused, unknown and invalid fields.
     """
@@ -235,7 +240,7 @@ def settings_with(model: Any, fields: Mapping[str, Any], refused: Mapping[str, s
         raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
     problems = [text for name, text in refused.items() if fields.get(name)]
     problems += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
-    problems += _wrong_values(settings, fields, _vocabulary(model))
+    problems += _wrong_values(settings, fields, _vocabulary(model), beyond)
     if problems:
         raise ConfigError([f"{asked}: {each}" for each in problems])
     return settings

@@ -94,7 +94,7 @@ class CheckpointStore:
         directory = self.temporary(step)
         needed = sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes
         with refusals(directory, "written"):
-            self._discard(step, directory)  # Left-over files may have other sizes.
+            self._discard(self._set_aside(step, directory))  # Left-over files may have other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
         self.require_room(needed)
@@ -128,9 +128,10 @@ class CheckpointStore:
             self._put_manifest(directory, replace(manifest, step=step, files=files))
             for folder in {path.parent for path in directory.glob("*/*")}:
                 sync_directory(folder)
-            self._discard(step, final)
+            replaced = self._set_aside(step, final)
             directory.rename(final)
             sync_directory(self.root)
+            self._discard(replaced)  # Only once the new one has its name for good.
 
     def amend(self, step: int, name: str, data: bytes) -> None:
         """Add the small file `name` to a committed checkpoint: first the file, then, atomically, a manifest that lists it. A kill
@@ -157,7 +158,7 @@ class CheckpointStore:
     def abandon(self, step: int) -> None:
         """Remove the files of a failed save. What cannot even be renamed is left to the next start."""
         with suppress(OSError):
-            self._discard(step, self.temporary(step))
+            self._discard(self._set_aside(step, self.temporary(step)))
 
     def retire(self, keep: Iterable[int]) -> list[int]:
         """Remove all checkpoints but those of these steps, in the thread of `trash`; returns the removed steps."""
@@ -169,13 +170,15 @@ class CheckpointStore:
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint if it exists."""
-        self._discard(step, self.path(step))
+        self._discard(self._set_aside(step, self.path(step)))
 
-    def _discard(self, step: int, path: Path) -> None:
-        """Remove a directory, if it exists, in a thread. It is renamed first, so that no half of it is ever read."""
-        if path.exists():
-            trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
-            path.rename(trash)
+    def _set_aside(self, step: int, path: Path) -> Path | None:
+        """Rename a directory, if it exists, so that no half of it is ever read; returns its new path."""
+        trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
+        return path.rename(trash) if path.exists() else None
+
+    def _discard(self, trash: Path | None) -> None:
+        if trash is not None:
             self.trash.remove(trash)
 
 

@@ -26,6 +26,7 @@ from tests.support.stored_cases import (
     write,
     writers_of,
 )
+from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
@@ -60,6 +61,26 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     reader.read(targets_of(reader, holdings), tell)
     assert [bits(holding.values.memory) for holding in holdings] == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
+
+
+def test_the_old_checkpoint_of_a_step_is_removed_only_once_the_new_one_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rename, removed = CheckpointStore(tmp_path), Path.rename, list[Path]()
+    monkeypatch.setattr(store.trash, "remove", removed.append)
+    store.create(4, ())
+    store.commit(4, Manifest(step=4, files={}))
+    store.create(4, ())
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.suffix == ".tmp":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(StorageError, match="Input/output error"):
+        store.commit(4, Manifest(step=4, files={}))
+    assert removed == []
 
 
 def test_what_a_kill_leaves_is_never_listed_and_is_removed(tmp_path: Path) -> None:

@@ -76,3 +76,13 @@ def test_settings_are_refused_before_an_evaluation_begins(fields: dict[str, Any]
     placed: Any = SimpleNamespace(module=llama(), processing_class=None, mesh=None, engine=None)
     with pytest.raises(ConfigError, match=f"predict_with_generate: {message}"):
         BatchGeneration(placed, fields, seed="0")
+
+
+def test_a_model_may_suppress_tokens_beyond_its_own_vocabulary() -> None:
+    model: Any = llama()
+    model.generation_config.begin_suppress_tokens = [220, 50256]  # The defaults of Whisper, in a copy with few tokens.
+    placed: Any = SimpleNamespace(module=model, processing_class=None, mesh=None, engine=None)
+    generation = BatchGeneration(placed, {"max_new_tokens": 2}, seed="0")
+    assert generation.settings.begin_suppress_tokens == [220, 50256]
+    with pytest.raises(ConfigError, match="forced_eos_token_id is 50256; give ids of tokens"):
+        BatchGeneration(placed, {"forced_eos_token_id": 50256}, seed="0")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,34 @@ def test_a_generator_gives_its_weights_as_a_trainer_does(generator: Generator, f
         pass
     with pytest.raises(PhaseError, match=r"ended with close\(\)"):
         closed.check_weights()
+
+
+def test_an_error_of_the_form_of_the_hub_ends_the_call_that_streams_weights(
+    generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = []
+
+    @contextmanager
+    def call(_mesh: object, name: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            left.append(f"{name} {error}")
+            raise
+
+    def refuse(weights: Iterator[Any], dtype: torch.dtype) -> Iterator[Any]:
+        yield next(weights)
+        raise ConfigError("no form")
+
+    monkeypatch.setattr(type(generator.mesh), "call", call)
+    monkeypatch.setattr(generator.placed.hub_form, "of", refuse)
+    weights = generator.stream_weights()
+    next(weights)
+    with pytest.raises(ConfigError, match="no form") as caught:
+        next(weights)
+    # The other ranks hear of it at once, and not when the error is forgotten here.
+    assert caught.value is not None
+    assert left == ["generator.stream_weights() no form"]
 
 
 def test_a_row_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

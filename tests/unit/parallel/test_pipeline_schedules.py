@@ -260,3 +260,5 @@ def test_equal_blocks_are_cut_evenly() -> None:
     assert cut_by_cost([1.0] * 8, stages=4) == (2, 2, 2, 2)
     assert cut_by_cost([1.0] * 10, stages=4, first=1, last=1) == (2, 3, 3, 2)
     assert cut_by_cost([1.0] * 6, stages=2, last=2) == (4, 2)
+    with pytest.raises(LayoutError, match="a block cannot cost less than nothing"):
+        cut_by_cost([1.0] * 6, stages=2, first=-1)

@@ -235,6 +235,21 @@ def test_a_driver_names_a_card(device: str, name: str | None) -> None:
     assert named_in(device) == name
 
 
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA A100X", 3.12e14),
+        ("NVIDIA H100 80GB HBM3", 9.89e14),
+        ("NVIDIA H100 NVL", 8.35e14),
+        ("NVIDIA GB200", 2.25e15),
+    ],
+)
+def test_a_device_has_the_peak_of_its_data_sheet(device: str, peak: float) -> None:
+    found = peak_of(device, "float16")
+    assert found is not None
+    assert found[0] == peak
+
+
 def test_a_card_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = "bandwidth: 1.0e12, bfloat16: 4.0e14, float32: 1.0e14, copies: 5.0e10, link: 2.0e11"
     row = f"  x9: {{name: Example X9, memory: 31GiB, {rates}}}"

@@ -379,7 +379,8 @@ def manifest_of_files(directory: Path) -> Manifest:
             raise ConfigError(f"{directory} has neither {INDEX} nor {SINGLE}; {cure}", where="model.source")
     except CheckpointError as error:  # The error is reported for the setting that names the file.
         raise ConfigError(f"{error}; download or save it again", where="model.source") from None
-    files = {each.path: FileRecord(nbytes=(directory / each.path).stat().st_size, pieces=()) for each in found.values()}
+    paths = dict.fromkeys(each.path for each in found.values())
+    files = {path: FileRecord(nbytes=(directory / path).stat().st_size, pieces=()) for path in paths}
     return Manifest(step=0, files=files, tensors=tuple(found.values()))
 
 

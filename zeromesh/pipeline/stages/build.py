@@ -48,13 +48,15 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
     (the embedding), `last` that of the modules after them (the head), in the same unit.
 
     Raises:
-        LayoutError: with fewer blocks than stages.
+        LayoutError: with fewer blocks than stages, or a cost that is negative.
     """
     if stages < 1 or stages > len(costs):
         raise LayoutError(
             f"{counted(len(costs), 'block')} cannot be cut into {stages} pipeline stages: each has at least one; "
             "take fewer ranks along pipeline, or fewer chunks"
         )
+    if min(*costs, first, last) < 0:
+        raise LayoutError("a block cannot cost less than nothing")
     sums = list(accumulate(costs, initial=0.0))
 
     def cost(start: int, end: int, stage: int) -> float:
