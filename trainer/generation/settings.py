@@ -182,7 +182,8 @@ def _wrong_values(
         value = getattr(settings, name, None)
         if value is None or kind not in (int, float):
             continue
-        least, most = 0 if kind is int or name in _SHARES else -math.inf, 1 if name in _SHARES else math.inf
+        least = 0 if kind is int or name in _SHARES else -math.inf
+        most = 1 if name in _SHARES else sys.maxsize if kind is int else math.inf
         if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
             found[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
         else:

@@ -404,6 +404,11 @@ def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = 
 def _check_values(made: Any) -> None:
     """Raise `ConfigError` for values that the library accepts but that fail later or mean something else."""
     text = text_part(made)
+    for each in (made, text):
+        if not isinstance(dtype := getattr(each, "dtype", None), str | torch.dtype | None):
+            raise ConfigError(
+                f"dtype: got {dtype!r:.40}; give a dtype of torch, such as bfloat16", where="model.config"
+            )
     values = {name: integer(text, name) for name in _COUNTS}
     problems = [
         f"{name} is {value}; give 1 or more" for name, value in values.items() if value is not None and value < 1

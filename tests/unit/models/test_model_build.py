@@ -71,6 +71,7 @@ def test_a_model_that_meta_would_lose_is_built_on_cpu() -> None:
         ({}, "model_type is missing"),
         (None, "model_type is missing"),
         ({**LLAMA, "model_type": "lama"}, "'lama' is not known.*llama"),
+        ({**LLAMA, "torch_dtype": ["a"]}, "dtype: got \\['a'\\]; give a dtype of torch"),
         ({**LLAMA, "num_labels": 10**9}, "num_labels: got 1000000000; give a number from 1 to 1,000,000"),
         ({**LLAMA, "return_dict": False}, "return_dict is false"),
         ({**LLAMA, "to_dict": 3}, "to_dict is not a field"),
