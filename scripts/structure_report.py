@@ -191,6 +191,7 @@ def figures(root: Path) -> dict[str, object]:
         "folders with more than 12 files": len(crowded(files)),
         "circles of folders": len(folder_circles(files)),
         "most files at the root of a floor": max(per_folder[floor] for floor in FLOORS),
+        "functions": len(long_functions(files, most=0)),
         "functions above 60 lines": len(long_functions(files)),
         "modules with one importer": len(single_importers(files)),
         "of these, shorter than 60 lines": len(short_modules(files)),

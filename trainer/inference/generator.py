@@ -20,7 +20,17 @@ import xxhash
 from transformers import GenerationConfig
 
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
-from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, PhaseError, counted, some
+from zeromesh.errors import (
+    CollectiveError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    PhaseError,
+    StorageError,
+    counted,
+    some,
+    summary,
+)
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Precision
 from zeromesh.rng import number_of
@@ -34,6 +44,7 @@ from zeromesh.trainer.generation.prompts import Prompt, split_prompt, tokens_of
 from zeromesh.trainer.generation.request_loop import RequestLoop
 from zeromesh.trainer.generation.requests import Inbox, Progress, Request
 from zeromesh.trainer.generation.settings import ModelSettings, ServedModel, check_arguments, decoder_positions
+from zeromesh.trainer.loop.trained_model import ran_out
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
 from zeromesh.trainer.models.build import build_model, directory_of, pin_sources, read_configuration
 from zeromesh.trainer.models.hub_form import HubForm
@@ -160,6 +171,7 @@ class Generator(ModelOnMesh):
         Raises:
             ConfigError: for fields that do not exist or that the layout does not allow.
             DataError: for prompts that are invalid, too long, or different between ranks.
+            StorageError: if memory runs out.
             NonFiniteError: after all other results, for prompts whose logits are NaN or infinite; beam search does not check.
         """
         placed = self.placed
@@ -208,6 +220,11 @@ class Generator(ModelOnMesh):
         except CollectiveError as error:
             found = f"{len(results.found)} of {counted(len(requests), 'prompt')} have a result"
             raise CollectiveError(f"{error}\n{found}; without one are {some(results.missing, 100)}") from error
+        except (RuntimeError, MemoryError) as error:
+            if not ran_out(error):
+                raise
+            why = f"generating ran out of memory ({summary(error)})"
+            raise StorageError(f"{why}; lower batch (here {batch}), max_new_tokens or num_beams") from error
         if missing := results.missing:
             raise NonFiniteError(
                 f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "

@@ -19,18 +19,8 @@ from zeromesh.errors import ConfigError, PhaseError, summary
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
 from zeromesh.trainer.data.collate import count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
+from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.adapters import output_layer, pretrained_of
-from zeromesh.trainer.models.small_copy import (
-    ERRORS,
-    InFloat64,
-    Outputs,
-    apart,
-    gradients_of,
-    recorded,
-    shown_module,
-    small_copy,
-    vary,
-)
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
@@ -64,7 +54,7 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
 
     `known` tells if its class is known to shift labels, which is the fallback without a small copy.
     """
-    small = small_copy(model, lambda each: each(**_inputs(each)).loss)
+    small = small_copy.small_copy(model, lambda each: each(**_inputs(each)).loss)
     if isinstance(small, str):
         return Verdict(causal=known, reason="no small copy of it could be tried")
     auxiliary = bool(getattr(small.config, "output_router_logits", False))
@@ -96,7 +86,7 @@ def _sees_later(small: Any) -> bool:
         return False
     other = ids.clone()
     other[:, -1] = torch.where(ids[:, -1] == 1, 2, 1)
-    with InFloat64(), torch.no_grad():
+    with small_copy.InFloat64(), torch.no_grad():
         one, two = (small(input_ids=each).logits[:, :-1] for each in (ids, other))
     return not torch.allclose(one, two, rtol=1e-9, atol=1e-9)
 
@@ -123,7 +113,7 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
     change = UNCHANGED
     small.train()
     try:
-        with InFloat64():
+        with small_copy.InFloat64():
             own = _gradients(small, lambda: small(**inputs).loss * count)
             while True:
                 chunked = ChunkedHead(small, route=route, chunk_tokens=3, change=change)
@@ -135,13 +125,13 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
                     if chunked.found in (None, change):
                         raise
                     change = chunked.found  # The first run has measured it.
-    except ERRORS as error:
+    except small_copy.ERRORS as error:
         return str(error) if isinstance(error, PhaseError) else summary(error)
     finally:
         small.eval()
     rounding = 1e-4 * max(float(gradient.norm()) for gradient in own.values())
     for name, gradient in own.items():
-        if not apart(found[name], gradient, rounding) <= _TOLERANCE:
+        if not small_copy.apart(found[name], gradient, rounding) <= _TOLERANCE:
             return f"the {'loss' if name == '' else 'gradient of ' + name} differs"
     return change
 
@@ -155,7 +145,7 @@ def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, to
     """Return the loss under the empty name, and the gradients of all trained parameters."""
     with seeded_cpu(0, _TRIAL), torch.enable_grad():
         loss = evaluate()
-        return {"": loss.detach(), **gradients_of(small, [loss])}
+        return {"": loss.detach(), **small_copy.gradients_of(small, [loss])}
 
 
 def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:
@@ -178,9 +168,9 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
     """Return True if mean x count is additive: the value of two sequences is the sum of the two values."""
     parts = [_inputs(small, sequences) for sequences in (slice(None), slice(0, 1), slice(1, 2))]
     try:
-        with InFloat64(), torch.no_grad():
+        with small_copy.InFloat64(), torch.no_grad():
             sums = [float(small(**part).loss) * count_targets(part["labels"], causal=causal) for part in parts]
-    except ERRORS:
+    except small_copy.ERRORS:
         return False
     return abs(sums[1] + sums[2] - sums[0]) <= 1e-9 * abs(sums[0])
 
@@ -205,15 +195,15 @@ def require_separate_documents(model: nn.Module) -> None:
 
 def _difference(model: Any | None) -> str:
     """Return the reason why documents mix or the trial is impossible; empty if they stay apart."""
-    found: list[Outputs] = []
+    found: list[small_copy.Outputs] = []
 
     def run(small: Any) -> torch.Tensor:
-        vary(small)
+        small_copy.vary(small)
         with torch.no_grad():
             found[:] = [_outputs(small), *(_outputs(small, number) for number in range(len(_DOCUMENTS)))]
         return found[0][-1][1][0]
 
-    small = "no model of transformers" if model is None else small_copy(model, run)
+    small = "no model of transformers" if model is None else small_copy.small_copy(model, run)
     if isinstance(small, str):
         return f"cannot be tried with packed documents, as no small copy of it runs with them ({small})"
     together, *alone = found
@@ -224,11 +214,11 @@ def _difference(model: Any | None) -> str:
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
         name = name.rpartition(".")[0]  # A leaf that acts on single tokens only ends the mixing module.
-    by = shown_module(small, name)
+    by = small_copy.shown_module(small, name)
     return f"gives a document other values beside another one than alone (by {by}, in a trial on a small copy)"
 
 
-def _outputs(small: Any, document: int | None = None) -> Outputs:
+def _outputs(small: Any, document: int | None = None) -> small_copy.Outputs:
     """Run one document alone, or all of them packed; the last entry is the logits or, without a head, the hidden states."""
     vocabulary = small.get_input_embeddings().weight.shape[0]
     ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
@@ -237,12 +227,14 @@ def _outputs(small: Any, document: int | None = None) -> Outputs:
         row, begin, length = _DOCUMENTS[document]
         ids, positions = (each[row : row + 1, begin : begin + length] for each in (ids, positions))
     given = {"use_cache": False} if "use_cache" in inspect.signature(type(small).forward).parameters else {}
-    found, outputs = recorded(small, lambda: small(input_ids=ids, position_ids=positions, **given))
+    found, outputs = small_copy.recorded(small, lambda: small(input_ids=ids, position_ids=positions, **given))
     logits = getattr(found, "logits", None)
     return [*outputs, ("", [found[0] if logits is None else logits])]
 
 
-def _first_mixing_module(together: Outputs, alone: Outputs, row: int, begin: int, length: int) -> str:
+def _first_mixing_module(
+    together: small_copy.Outputs, alone: small_copy.Outputs, row: int, begin: int, length: int
+) -> str:
     """Return the first module whose outputs differ beside another document."""
     left: dict[str, list[list[torch.Tensor]]] = {}
     for name, found in alone:
@@ -260,6 +252,6 @@ def _differ(together: list[torch.Tensor], alone: list[torch.Tensor], row: int, b
         changed = [dim for dim, sizes in enumerate(zip(one.shape, other.shape, strict=False)) if sizes[0] != sizes[1]]
         if [(one.shape[dim], other.shape[dim]) for dim in changed] == [(2, 1), (_TOKENS, length)]:
             part = one.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
-            if not apart(part.double(), other.double(), 1.0) <= _ALIKE:
+            if not small_copy.apart(part.double(), other.double(), 1.0) <= _ALIKE:
                 return True
     return False

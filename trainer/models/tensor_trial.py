@@ -22,17 +22,7 @@ from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
 from zeromesh.tensor.plan.planner import TensorPlan, plan_tensor
 from zeromesh.tensor.plan.recognition import goes_by_shape, recognised
-from zeromesh.trainer.models.small_copy import (
-    ERRORS,
-    InFloat64,
-    Outputs,
-    apart,
-    gradients_of,
-    recorded,
-    shown_module,
-    small_copy,
-    vary,
-)
+from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.user_model import integer, positive, text_part
 from zeromesh.zero.hooks import tensors_in
 
@@ -55,7 +45,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
     given: dict[str, Any] = {}
 
     def run(each: Any) -> list[Tensor]:
-        with InFloat64():
+        with small_copy.InFloat64():
             return [out for out in tensors_in(each(**given)) if out.is_floating_point()]
 
     @torch.no_grad()
@@ -63,7 +53,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
         given.update(_inputs(each))
         try:
             outputs = run(each)
-        except ERRORS:
+        except small_copy.ERRORS:
             if not (given.pop("pixel_values", None) is not None and "input_ids" in given):
                 raise
             outputs = run(each)  # A model of text and pictures, with text alone.
@@ -71,12 +61,12 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
             raise LayoutError(f"it has no {missing}")
         return torch.cat([out.flatten() for out in outputs])
 
-    small = small_copy(model, check)
+    small = small_copy.small_copy(model, check)
     if isinstance(small, str):
         if rules or not plan:
             return
         raise ConfigError(_refused(model, f"no small copy of it could be tried ({small})"), where="parallel.tensor")
-    vary(small)
+    small_copy.vary(small)
     if found := _unlike(model, small, plan) if by_shape else "":
         raise ConfigError(_refused(model, found), where="parallel.tensor")
     for shares in dict.fromkeys((sequence, False)):
@@ -169,7 +159,7 @@ class _ThreadExchange(Exchange):
 
 @dataclass(kw_only=True)
 class _Passed:
-    outputs: Outputs = field(default_factory=list)
+    outputs: small_copy.Outputs = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, ParameterPart] = field(default_factory=dict)
     failed: str = ""
@@ -222,14 +212,14 @@ def _difference_when_divided(
     reference, *copies = (copy.deepcopy(whole) for _ in range(1 + plan.size))
 
     def passed(model: nn.Module, parts: Mapping[str, ParameterPart]) -> _Passed:
-        results, outputs = recorded(model, lambda: run(model))
+        results, outputs = small_copy.recorded(model, lambda: run(model))
         # Each output element gets its own weight, so that errors cannot cancel.
         losses = [
             (each * torch.linspace(0.5, 1.5, each.numel()).view(each.shape)).sum()
             for each in results
             if each.requires_grad
         ]
-        return _Passed(outputs=outputs, gradients=gradients_of(model, losses), parts=parts)
+        return _Passed(outputs=outputs, gradients=small_copy.gradients_of(model, losses), parts=parts)
 
     def rank(index: int) -> _Passed:
         model = copies[index]
@@ -253,7 +243,7 @@ def _difference_when_divided(
     for name in dict.fromkeys(name for name, _ in expected.outputs if inside or not name):
         pairs = [pair for each in ranks for pair in zip(each.of_module(name), expected.of_module(name), strict=False)]
         if any(found.shape == wanted.shape and _differ(found, wanted) for found, wanted in pairs):
-            return f"{shown_module(whole, name)}, computes something else"
+            return f"{small_copy.shown_module(whole, name)}, computes something else"
     for name, gradient in expected.gradients.items():
         for index, each in enumerate(ranks):
             part = each.parts.get(name)
@@ -261,12 +251,12 @@ def _difference_when_divided(
             partial_sums = torch.stack([ranks[other].gradients[name] for other in summed]).sum(0)
             if _differ(partial_sums, gradient if part is None else part_of(gradient, part.region)):
                 module, _, leaf = name.rpartition(".")
-                return f"{shown_module(whole, module)}, has another gradient of its {leaf}"
+                return f"{small_copy.shown_module(whole, module)}, has another gradient of its {leaf}"
     return ""
 
 
 def _differ(found: Tensor, wanted: Tensor) -> bool:
-    return not apart(found, wanted, 1.0) <= _TOLERANCE
+    return not small_copy.apart(found, wanted, 1.0) <= _TOLERANCE
 
 
 def _where(error: Exception, model: nn.Module) -> str:
@@ -276,4 +266,4 @@ def _where(error: Exception, model: nn.Module) -> str:
     while frame is not None:
         name = names.get(id(frame.tb_frame.f_locals.get("self")), name)
         frame = frame.tb_next
-    return f"{shown_module(model, name)}, cannot compute its part ({summary(error)})"
+    return f"{small_copy.shown_module(model, name)}, cannot compute its part ({summary(error)})"

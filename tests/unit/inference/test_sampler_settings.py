@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.inference.generator import Generator
 
@@ -162,3 +162,8 @@ def test_a_model_s_own_settings_are_refused_at_the_start(tmp_path: Path, capsys:
             said = capsys.readouterr().err
             assert "generation_config.json" in said, said
             assert "Traceback" not in said
+
+
+def test_memory_that_runs_out_is_named_with_what_to_lower(folder: Path) -> None:
+    with Generator(folder) as own, pytest.raises(StorageError, match=r"ran out of memory.*lower batch.*num_beams"):
+        own.generate([[1, 2]], num_beams=10**12, do_sample=True)
