@@ -405,7 +405,7 @@ def _check_values(made: Any) -> None:
     """Raise `ConfigError` for values that the library accepts but that fail later or mean something else."""
     text = text_part(made)
     for each in (made, text):
-        if not isinstance(dtype := getattr(each, "dtype", None), str | torch.dtype | None):
+        if not isinstance(dtype := getattr(each, "dtype", None), str | dict | torch.dtype | None):
             raise ConfigError(
                 f"dtype: got {dtype!r:.40}; give a dtype of torch, such as bfloat16", where="model.config"
             )
