@@ -29,6 +29,7 @@ _EVALUATED = "eval/global_step"
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
 """Seconds. With the first, wandb's service writes a row at once, so that a kill loses none that `tracking-wandb.json` counts as
 sent."""
+_DYING_SECONDS = 2.0
 _EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 
 
@@ -211,10 +212,13 @@ class WandbTracker(Tracker):
         self.tracker.log({**where, **row.values, **table}, step=first, commit=True)
 
     def give_up(self, error: BaseException) -> None:
-        if not _services():
+        import psutil
+
+        # A process that is killed closes its sockets, which is the error, some time before it has ended.
+        if not psutil.wait_procs(_services(), timeout=_DYING_SECONDS)[1]:
             import wandb
 
-            wandb.teardown()  # Its service has exited, and atexit would call it once more.
+            wandb.teardown()  # Its service has exited, and atexit and the hooks of imports would call it once more.
 
     def abandon(self) -> None:
         for each in _services():

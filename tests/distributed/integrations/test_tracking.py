@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -271,6 +272,19 @@ def test_a_service_of_wandb_that_is_stuck_holds_nothing_up(workers: Workers, tmp
     said = " ".join(found["said"].split())
     assert said.count("WARNING") == 1
     assert "WARNING: tracking by wandb did not end within 2 seconds; metrics.jsonl has every step" in said
+
+
+def test_a_service_of_wandb_that_is_about_to_end_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is killed closes its sockets before it has ended, and what notices that comes before its end."""
+    left: list[bool] = []
+    monkeypatch.setattr("wandb.teardown", lambda: left.append(True))
+    shutil.copy(shutil.which("sleep") or "", tmp_path / "wandb-core")
+    with subprocess.Popen([tmp_path / "wandb-core", "60"]) as service:
+        while not kinds._services():
+            time.sleep(0.01)
+        threading.Timer(0.2, service.kill).start()
+        kinds.WandbTracker.__new__(kinds.WandbTracker).give_up(ConnectionResetError())
+    assert left == [True]
 
 
 def test_tensorboard_shows_every_step_once(workers: Workers, tmp_path: Path) -> None:
