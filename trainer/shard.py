@@ -228,7 +228,7 @@ def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) 
 def _loading(name: str) -> Callable[..., Any]:
     """Return a replacement of the method `name`, which loads whole values, equal on all ranks; all ranks call it."""
 
-    def method(model: Any, *arguments: Any, **named: Any) -> Any:
+    def method(model: Any, /, *arguments: Any, **named: Any) -> Any:
         load = partial(getattr(type(model), name), model, *arguments, **named)
         return engine_of(model).load_whole(load) if is_sharded(model) else load()
 

@@ -133,7 +133,7 @@ class _ModuleExchange:
         return tensor
 
 
-def _on_own_ranks(forward: Callable[..., Any], exchange: _ModuleExchange, *args: Any, **kwargs: Any) -> Any:
+def _on_own_ranks(forward: Callable[..., Any], exchange: _ModuleExchange, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a placed module on the ranks of its set, and send output and input gradients to the other ranks."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     at = _differentiable(leaves)

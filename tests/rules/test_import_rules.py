@@ -212,6 +212,21 @@ def test_hooks_are_registered_in_one_file() -> None:
     assert not found
 
 
+def test_what_passes_arguments_on_takes_its_own_by_position() -> None:
+    """A model's forward may have an argument of any name, `index` and `name` too (WavLM's blocks have), which is not ours."""
+    found = [
+        f"{source.path}:{node.lineno}: {node.name}"
+        for source in SOURCES
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef)
+        and node.args.vararg
+        and node.args.kwarg
+        and any("Callable" in ast.unparse(each.annotation or each) for each in node.args.args + node.args.posonlyargs)
+        and {each.arg for each in node.args.args + node.args.kwonlyargs} - {"self"}
+    ]
+    assert not found, found
+
+
 def test_the_environment_is_read_in_one_file() -> None:
     forbidden = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
     assert not offenders(outside("zeromesh/environment.py"), *forbidden)

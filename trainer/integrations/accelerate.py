@@ -383,7 +383,7 @@ def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[.
 def _compute_in(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     """Return a model's `forward` with floating-point inputs cast to `dtype` and results to float32, as under autocast."""
 
-    def converted(model: Any, *arguments: Any, **named: Any) -> Any:
+    def converted(model: Any, /, *arguments: Any, **named: Any) -> Any:
         if not is_sharded(model):
             return forward(model, *arguments, **named)
         exact = {name: named.pop(name) for name in ("labels",) if name in named}  # Targets of a loss keep their dtype.
@@ -396,7 +396,7 @@ def _compute_in(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[...
 def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
     """Return a `save_pretrained` that saves whole parameters, in the dtype of the master weights; all ranks call it."""
 
-    def stored(model: Any, directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> None:
+    def stored(model: Any, /, save_directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> None:
         if state_dict is None and is_sharded(model):
             if accelerator.num_processes > 1 and "is_main_process" not in named:
                 raise ConfigError(
@@ -408,11 +408,11 @@ def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callabl
                 return
         floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
         with copies_from(model, state_dict or {}):
-            store(model, directory, *arguments, state_dict=state_dict, **named)
+            store(model, save_directory, *arguments, state_dict=state_dict, **named)
         if accelerator.is_main_process and floating and not is_adapted(model) and model.config.dtype not in floating:
             # transformers saves in the model's dtype.
             model.config.dtype = max(floating, key=lambda each: each.itemsize)
-            model.config.save_pretrained(directory)
+            model.config.save_pretrained(save_directory)
 
     return stored
 

@@ -133,6 +133,7 @@ def _recomputed(
     store: ActivationStore | None,
     away: bool,
     function: Callable[..., Any],
+    /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:

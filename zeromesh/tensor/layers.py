@@ -140,7 +140,7 @@ def lookup_own(
 
 
 def divided_experts(
-    forward: Callable[..., torch.Tensor], exchange: Exchange, *args: torch.Tensor, **kwargs: torch.Tensor
+    forward: Callable[..., torch.Tensor], exchange: Exchange, /, *args: torch.Tensor, **kwargs: torch.Tensor
 ) -> torch.Tensor:
     """Run experts whose intermediate features are divided over the ranks; `forward` computes this rank's summand.
 

@@ -188,8 +188,8 @@ class Parallelized:
         for stack in self.plan.stacks:
             for name in stack:
                 block = self._model.get_submodule(name)
-                ends = {"first": name == stack[0], "last": name == stack[-1]}
-                self._set(block, "forward", partial(_run, block, block.forward, shares, self.randomness, **ends))
+                ends = name == stack[0], name == stack[-1]
+                self._set(block, "forward", partial(_run, block, block.forward, shares, self.randomness, *ends))
         rows = [layer.module for layer in self.plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)]
         for name in self._readers:
             reader = self._model.get_submodule(name)
@@ -208,14 +208,16 @@ class Parallelized:
                 self._set(module, "forward", partial(_on_whole, module.forward, shares, None))
 
 
-def _with_narrow_input(forward: Callable[..., Any], source: SharedInput, width: int, *args: Any, **kwargs: Any) -> Any:
+def _with_narrow_input(
+    forward: Callable[..., Any], source: SharedInput, width: int, /, *args: Any, **kwargs: Any
+) -> Any:
     """Run an attention that reads the width of its heads from its input, given one of this rank's width; layers read it whole."""
     args, kwargs = _with_hidden(args, kwargs, lambda x: source.narrowed(x, width))
     return forward(*args, **kwargs)
 
 
 def _with_biases(
-    forward: Callable[..., Any], names: list[str], name: str, own: Interval, heads: int, *args: Any, **kwargs: Any
+    forward: Callable[..., Any], names: list[str], name: str, own: Interval, heads: int, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run an attention on this rank's heads of its argument `name`: position biases of all heads, or a mask with them.
 
@@ -273,9 +275,10 @@ def _run(
     forward: Callable[..., Any],
     shares: SequenceShares,
     randomness: ShardedRandomness,
-    *args: Any,
     first: bool,
     last: bool,
+    /,
+    *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Run the forward of a block, the `first` or `last` of its stack or neither, with this rank's random numbers."""
@@ -290,7 +293,7 @@ def _run(
 
 
 def _on_whole(
-    forward: Callable[..., Any], shares: SequenceShares, source: SharedInput | None, *args: Any, **kwargs: Any
+    forward: Callable[..., Any], shares: SequenceShares, source: SharedInput | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a forward on the whole sequence: that of an attention whose projections read it from `source`, or else that of a block
     of experts or linear attention, which returns a share of its (flat) output."""

@@ -104,7 +104,9 @@ def as_accelerate(mesh: Mesh, folder: str, stage: int) -> dict[str, Any]:
         mine = loop.accelerator.get_state_dict(loop.model)
         loop.accelerator.save_model(loop.model, root / "model")
         loop.accelerator.unwrap_model(loop.model).save_pretrained(
-            root / "hub", is_main_process=loop.accelerator.is_main_process, save_function=loop.accelerator.save
+            save_directory=root / "hub",
+            is_main_process=loop.accelerator.is_main_process,
+            save_function=loop.accelerator.save,
         )
     with fresh_state():
         loop = Loop(Accelerator(gradient_accumulation_steps=2, zeromesh={"zero": {"stage": 3 - stage}}))

@@ -78,7 +78,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._order: list[str] = []
         self.begin(BEFORE, backward=False)
 
-    def run(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a block. Recomputation in backward counts towards the block's backward segment."""
         if self._spans[-1].backward or name in self._order:
             return forward(*args, **kwargs)

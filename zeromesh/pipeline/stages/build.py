@@ -194,7 +194,7 @@ class Stages:
         holder = self.model.get_submodule(parent)
         return _ModuleSite(parent=holder, leaf=leaf, module=module, stub=stub, stage=self._stages[name])
 
-    def _refuse_to_run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _refuse_to_run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         reason = f"{name} did not run for the first batch, so no stage has it; give that the fields of all batches"
         raise refusal(self.model, reason)
 

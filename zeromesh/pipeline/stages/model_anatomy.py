@@ -246,7 +246,7 @@ class _Recorder:
                 undo.callback(override(module, "training", False))
             yield
 
-    def _run_block(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_block(self, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(enumerate(args)) | kwargs
         if self._order:
             arguments = self._enter(index, arguments)
@@ -260,7 +260,7 @@ class _Recorder:
             _mark(pytree.tree_leaves(output)[self._leaf], value=False)
         return output
 
-    def _tolerate(self, kind: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _tolerate(self, kind: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a module of a block; if it cannot run without values, its result is assumed to be like its first argument."""
         try:
             return forward(*args, **kwargs)
@@ -295,12 +295,12 @@ class _Recorder:
                 )
         return arguments
 
-    def _run_part(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_part(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._running != name:
             self.alone.add(name)
         return forward(*args, **kwargs)
 
-    def _run_outside(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_outside(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         begun = len(self._order)
         self._begun.setdefault(name, set()).add(begun)
         if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
