@@ -9,6 +9,7 @@ are added here. Completing starts no Python.
 import argparse
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from zeromesh import __version__
@@ -100,138 +102,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-_KEYS = "overrides section.key=value text *: keys to change, values in YAML"
-_CONFIGURED = f"""{_KEYS}
---verbose: short for run.verbose=true: show on a terminal what a log has besides"""
-_SHARED = """--worker: -
---nproc N positive: processes to start on this host when no launcher has (default 1)"""
-_FILE = "a YAML or JSON file, DeepSpeed's among them"
-_SERVED = f"""{_SHARED}
---config FILE text >config_file: the layout: {_FILE}
---batch N positive =16: sequences that a replica of the model runs at a time (default 16)
-config SOURCE text: a model directory, a name on the Hub, a run, or a step of it
-overrides section.key=value text *: keys of the configuration, and fields of transformers' GenerationConfig as
-    generation.temperature=0.7"""
-_NEWEST = "a checkpoint, or a run: its newest one"
-_CHECKPOINT = f"""
-## list: the checkpoints of a run: what each holds, and whether it is whole
-path RUN_OR_DIR path: a run's directory, or one of checkpoints
---json: print JSON
-## inspect: what one checkpoint holds
-path CHECKPOINT path: {_NEWEST}
---tensors PATTERN text: also a line for each tensor of such a name, as in '*norm*'
---json: print JSON
-## verify: read every byte and name every damaged file; exit code 1 if there is one
-path CHECKPOINT_OR_RUN path: a checkpoint, or a run: all of them
-## export: write the model as a plain Hugging Face model directory
-path CHECKPOINT path: {_NEWEST}
-out OUT path: a directory that does not exist or is empty
---dtype {{float32,bfloat16,float16,keep}} text =float32: of floating-point weights (default float32)
---merge: merge adapters into the weights of the model, instead of writing the adapter alone
---ema: write the averaged weights of a run with ema.decay
-## merge: one checkpoint from the parts that hosts without a shared disk wrote
-parts PART path +: the part of each host
---out DIR path !: the directory of the whole checkpoint
-## diff: what differs between two checkpoints; exit code 1 if anything does
-one A path: {_NEWEST}
-two B path: another
---tolerance X distance: ignore differences up to X (default: compare bitwise)
-"""
 SHELLS = ("bash", "zsh", "fish")
-_TABLE = f"""
-## train train.run_train: train what a configuration describes
-{_SHARED}
---nnodes N|MIN:MAX nodes =1: hosts that run this command together; with MIN:MAX they may come and go (default 1)
---node-rank I natural: this host's number, from 0, when all hosts are there from the start; 0 is the one of --rdzv-endpoint
---rdzv-endpoint HOST:PORT text: where they meet: one of the hosts and a free port
---rdzv-id NAME text =zeromesh: the same on all hosts (default zeromesh)
---max-restarts N natural: times that all ranks start again from the newest checkpoint after a failure (default 0; 3 with MIN:MAX)
---model MODEL text: tune this model, a directory or a name on the Hub; needs no CONFIG
---data FILE text &: the data to tune it on
---eval [NAME=]FILE text & >evaluation: evaluate on this, or on several of these by name (default: on a part of --data)
---lora: train adapters of low rank, not the whole model
---save-config FILE path: write the configuration that results, to be changed and trained again
---tune: -
---attached SECONDS seconds: -
-config CONFIG text ?: {_FILE}
-{_CONFIGURED}
-## launch train.run_launch: train on several hosts, over ssh
---hostfile HOSTS path !: a line `NAME slots=N` for each host
---ssh COMMAND text: how to reach a host, as in 'ssh -p 2222'; it is given HOST and COMMAND
---env NAME[=VALUE] text &: a variable for all hosts, besides PYTHONPATH, {", ".join(PASSED)}; its value is not shown anywhere
---min-hosts N positive: go on without hosts that are lost while N are left (default: all)
---max-restarts N natural: times that all ranks start again after some have failed (default 0; 3 with --min-hosts)
---host-timeout SECONDS silence ={SILENCE_SECONDS:g}: after which a host that says nothing counts as lost (default
-    {SILENCE_SECONDS:g})
---port PORT positive: of the first host, where all meet (default: one from 20000 to 29999)
---dry-run: print the command for each host, and start nothing
-config CONFIG text: {_FILE}
-{_CONFIGURED}
-## evaluate train.run_train: evaluate a run, a checkpoint or a Hugging Face model directory
-{_SHARED}
-config SOURCE text: a run, a checkpoint, a model directory or a configuration
-{_CONFIGURED}
-## generate generate.run_generate: continue prompts with a model, in any layout
-{_SERVED}
---prompts FILE text: JSON lines with text, messages or input_ids (default -: standard input)
---chat: hold a conversation on the terminal
---out FILE path: write results as JSON lines, in the order of the prompts; a killed run goes on
---max-new-tokens N positive: short for generation.max_new_tokens=N
---seed N natural: of what sampling draws (default: run.seed)
---max-restarts N natural =3: times that all ranks start again for what is missing in --out after one has died (default 3)
---check: compare the weights of all ranks that hold the same ones
-## serve generate.run_serve: answer OpenAI's completions and chat completions over HTTP
-{_SERVED}
---host ADDRESS text ={LOOPBACK}: where to listen; others than this host need a token
---port PORT port =8000: where to listen; 0 takes a free one (default 8000)
---name NAME text: of the model, as clients give it (default: that of its directory)
---queue N positive =64: requests that may be open at a time (default 64)
---grace SECONDS distance =10: seconds that open requests have when the server is to stop (default 10)
-## config train.print_config: print a configuration with every default filled in
---nproc N positive: ranks that a DeepSpeed configuration is for, which counts with them (default: those of the launch, or 1)
-config CONFIG text: {_FILE}
-{_CONFIGURED}
-## verify plan.run_verify: train a small copy of a configuration's model beside one plain process; exit code 1 where they differ
-{_SHARED}
---out FILE path: the certificate (default: certificate.json in the run's directory)
---check NAMES names =: what to check besides: determinism, resume, dropout, with commas between them
-config CONFIG text: {_FILE}
-{_CONFIGURED}
-## plan plan.run_plan: tell what fits and what is fastest, before anything is trained
---worker: -
---ranks N positive: ranks to plan for, or to measure on (default: devices or cores found here)
---host N positive: ranks of a host (default: as the machine file says)
---device NAME|FILE text: h100, h200, a100, b200, cpu, or a machine file (default: what was measured or is found here)
---top N positive =12: rows to print (default 12)
---json: print every row as JSON
---picture FILE path: write charts of memory over a step and of time by phase, a page of HTML
---measure: measure the machine on its ranks, for about a minute, and write a machine file
---out FILE path: the machine file that --measure writes (default: machine.yaml in the user's cache directory, where plans look)
---directory DIR path =runs: where offload would write, for the rates of the disk (default: runs)
---tiny: -
-config CONFIG text ?: {_FILE}
-overrides section.key=value text *: keys that layouts are to have, values in YAML
-## status status.run_status: show what each rank of a running job is doing
-run RUN path: the run's directory
---watch: show it again and again until the run ends
---interval SECONDS interval =1: between two looks with --watch (default 1)
---json: print JSON, a line for each look
-## trace status.run_trace: write a timeline of the latest steps of all ranks, for Perfetto
-run RUN path: the run's directory; one that goes on is asked for its ranks' events
---out FILE path: packed where it ends with .gz (default: trace/trace.json.gz in RUN)
---steps A:B steps: the first and the last step to show, counted from 1 (default: all there are)
-## init reports.run_init: write an example configuration here; without a name, list them
-name NAME{{{",".join(sorted(examples()))}}} text ?: the name of an example
-## checkpoint checkpoint.run_checkpoint: list, inspect, verify, export, merge and compare checkpoints
-## report reports.run_report: write a page that shows a run, or several beside each other
-runs RUN path +: a run's directory
---out FILE path: where to write it, - for standard output (default: {REPORT} in the first RUN)
-## doctor reports.run_doctor: check this machine and suggest fixes
---directory DIR path &: where runs, checkpoints or offload would write; may be given again (default: runs)
---json: print JSON
-## completion main.run_completion: print a script by which a shell completes this command
-shell SHELL{{{",".join(SHELLS)}}} text: {", ".join(SHELLS)}
-"""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -241,41 +112,59 @@ def make_parser() -> argparse.ArgumentParser:
     parser.set_defaults(worker=False, attached=None, nproc=None, verbose=False, overrides=None)
     parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
     parser.set_defaults(model=None, data=None, evaluation=None, lora=False, save_config=None, tune=False)
-    commands = _add_commands(parser, _TABLE, "command")
-    _add_commands(commands["checkpoint"], _CHECKPOINT, "action")
+    _add_commands(parser)
     return parser
 
 
-def _add_commands(parser: argparse.ArgumentParser, table: str, dest: str) -> dict[str, argparse.ArgumentParser]:
-    """Add the commands of a table, and return them by name. Its lines, continued by indented ones, are:
+def _add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `commands.txt`. Its lines, continued by indented ones, are:
 
+        ## (group)                                a group of arguments, which are those of the lines below
         ## command [file.function]: help          a command; the lines below are its arguments, the function is in this folder
+        ### action: help                          an action of that command, with the arguments below
+        (group)                                   the arguments of a group
         name: help                                an option without a value
         name METAVAR kind [more]: help            any other; the kinds are those of `_KINDS`
 
     The marks in `more` are `=DEFAULT`, `>DEST`, `?`, `*` or `+` (nargs), `&` (repeatable), `!` (required). A METAVAR that ends in
-    `{a,b}` has choices. The help `-` hides an option that this command passes to workers.
+    `{a,b}` has choices. The help `-` hides an option that this command passes to workers. A word after `$` is filled in here.
     """
-    commands = parser.add_subparsers(dest=dest, required=True, metavar=dest.upper())
-    for line in table.strip().replace("\n    ", " ").splitlines():
-        head, _, text = line.partition(": ")
-        name, *words = head.removeprefix("## ").split()
-        if line.startswith("## "):
-            command = commands.add_parser(name, help=text)
-            if words:
-                command.set_defaults(function=words[0])
-            continue
-        more: dict[str, Any] = {} if words else {"action": "store_true"}
-        if words:
-            metavar, _, allowed = words[0].partition("{")
-            more |= {"metavar": metavar or None, "choices": allowed[:-1].split(",") if allowed else None}
-            more["type"] = _KINDS[words[1]]
-        for word in words[2:]:
-            marks = {"=": "default", ">": "dest", "&": "action", "!": "required"}
-            values = {"&": "append", "!": True}
-            more[marks.get(word[0], "nargs")] = values.get(word[0], word[1:] if word[0] in marks else word)
-        command.add_argument(name, help=argparse.SUPPRESS if text == "-" else text, **more)
-    return commands.choices
+    words = {"passed": ", ".join(PASSED), "silence": f"{SILENCE_SECONDS:g}", "loopback": LOOPBACK, "report": REPORT}
+    words |= {"examples": ",".join(sorted(examples())), "shells": ",".join(SHELLS)}
+    table = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").replace("\n    ", " ")
+    blocks = re.findall(r"^(##.*)\n((?:[^#].*\n)*)", Template(table).substitute(words), re.MULTILINE)
+    groups = {head.removeprefix("## "): lines for head, lines in blocks if head.startswith("## (")}
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    actions: Any = None
+    for head, lines in blocks[len(groups) :]:
+        title, _, text = head.partition(": ")
+        level, name, *function = title.split()
+        if level == "##":
+            command = found = commands.add_parser(name, help=text)
+            command.set_defaults(function=function[0])
+            actions = None
+        else:
+            actions = actions or command.add_subparsers(dest="action", required=True, metavar="ACTION")
+            found = actions.add_parser(name, help=text)
+        while lines.startswith("(") or "\n(" in lines:
+            lines = re.sub(r"^(\(\w+\))\n", lambda group: groups[group[1]], lines, flags=re.MULTILINE)
+        for line in lines.splitlines():
+            _add_argument(found, line)
+
+
+def _add_argument(command: argparse.ArgumentParser, line: str) -> None:
+    head, _, text = line.partition(": ")
+    name, *words = head.split()
+    more: dict[str, Any] = {} if words else {"action": "store_true"}
+    if words:
+        metavar, _, allowed = words[0].partition("{")
+        more |= {"metavar": metavar or None, "choices": allowed[:-1].split(",") if allowed else None}
+        more["type"] = _KINDS[words[1]]
+    for word in words[2:]:
+        marks = {"=": "default", ">": "dest", "&": "action", "!": "required"}
+        values = {"&": "append", "!": True}
+        more[marks.get(word[0], "nargs")] = values.get(word[0], word[1:] if word[0] in marks else word)
+    command.add_argument(name, help=argparse.SUPPRESS if text == "-" else text, **more)
 
 
 def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float_info.max) -> Callable[[str], Any]:
