@@ -24,13 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # What each floor may import besides the standard library and itself. `zeromesh.errors` and `zeromesh.files`
 # import nothing but each other and stand below.
 BELOW = {"zeromesh.errors", "zeromesh.files"}
-ENGINE = {"zeromesh", "torch", "numpy", "safetensors", "xxhash", "psutil"}
+ENGINE = {"zeromesh", "torch", "numpy", "safetensors", "xxhash", "psutil", "annotated_types"}
 FLOORS = {
     "offload": {"torch", "numpy", "xxhash", "psutil", "zeromesh.offload", *BELOW},
     "zeromesh": ENGINE,
     "trainer": ENGINE
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "lightning", "wandb", "peft"}
-    | {"pydantic", "pydantic_core", "annotated_types", "yaml", "jinja2", "rich", "shtab", "plotly", "packaging"}
+    | {"pydantic", "pydantic_core", "yaml", "jinja2", "rich", "shtab", "plotly", "packaging"}
     | {"clearml", "comet_ml", "swanlab"}  # which are there where a person tracks by them
     | {"fastapi", "starlette", "uvicorn", "h11"}  # which are there where a person serves a model
     | {"PIL"}  # which is there where a person trains on pictures

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
+from zeromesh.settings.keys import whole
 from zeromesh.trainer.config.consent import Consent, refused_code
 from zeromesh.trainer.config.deepspeed import Translation, is_deepspeed, nested, read_deepspeed
 from zeromesh.trainer.config.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
@@ -34,7 +35,7 @@ from zeromesh.trainer.config.messages import (
     unknown_key,
 )
 from zeromesh.trainer.config.redact import REDACTED, Redaction
-from zeromesh.trainer.config.sections.base import REPOSITORY, whole
+from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import EVAL, Column, MixturePart, paths_of

@@ -13,7 +13,8 @@ from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import LossScaler
-from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import OptimizerSettings, Precision, ZeroOptions
+from zeromesh.settings.keys import ScalerSettings
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import biases_and_norms, engine_options
 from zeromesh.zero.engine import ZeroEngine
