@@ -172,8 +172,8 @@ def kept_buckets(
     """Return for each bucket of each unit, the root first, whether its gathered parameters are kept between uses.
 
     With an automatic budget these are all on a single rank, and where ranks share pages those that need no extra memory: the root,
-    always gathered while others are, and units at rest in the dtype of the gather. Buckets used in place on a single rank are always
-    kept.
+    always gathered while others are, and units at rest in the dtype of the gather. Buckets used in place on a single rank always
+    are.
     """
     away, budget = options.offload.parameters.leaves(device), options.gathered_budget
     alone = kind == "local" and not away
