@@ -19,8 +19,7 @@ import yaml
 
 from tests.support.doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
 from tests.support.doc_commands import CommandError, Reader, commands
-from tests.support.doc_pages import Page, write_files
-from tests.support.doc_walk import SKIPPED, Walk, why_skipped
+from tests.support.doc_pages import SKIPPED, Page, Walk, why_skipped, write_files
 from tests.support.programs import Programs
 from tests.support.workers import Workers
 from zeromesh.errors import ConfigError, LayoutError
@@ -39,7 +38,7 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = ["data.train=text.txt", "data.sequence_length=16", "run.max_steps=4", "checkpoint.every_steps=2"]
     small = ["model.config.hidden_size=32", "model.config.num_hidden_layers=1", "batch.micro_size=4"]
     words = ["train", str(ROOT / "configs/quickstart.yaml"), *changes, *small]
-    (found,) = workers.run(1, "doc_cases:commanded", words=words, folder=str(folder))
+    (found,) = workers.run(1, "doc_pages:commanded", words=words, folder=str(folder))
     assert found["code"] == 0, found
     return folder / "runs/quickstart"
 

@@ -229,14 +229,11 @@ def test_what_keeps_ranks_from_meeting_is_found(
 
 
 def test_two_processes_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        self_test,
-        "python_arguments",
-        lambda module, words: ("-c", "import sys; sys.stderr.write('not today'); sys.exit(1)"),
-    )
-    assert try_exchange().failure == "not today"
-    monkeypatch.setattr(self_test, "python_arguments", lambda module, words: ("-c", "import time; time.sleep(60)"))
-    assert try_exchange(0.5).failure == "the two were not done after 0.5 seconds"
+    said = "the two were not done after 0.5 seconds"
+    refuses = "import sys; sys.stderr.write('not today'); sys.exit(1)"
+    for code, seconds, failure in ((refuses, 60.0, "not today"), ("import time; time.sleep(60)", 0.5, said)):
+        monkeypatch.setattr(self_test, "python_arguments", lambda *_, code=code: ("-c", code))
+        assert try_exchange(seconds).failure == failure
 
 
 # Disks
