@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_for
 from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
@@ -266,7 +267,9 @@ def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> 
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
     ) as process:
-        wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2, process)
+        wait_for(
+            lambda: process.poll() is not None or (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2), 120
+        )
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -274,11 +277,3 @@ def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> 
     lines = metrics.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert "Traceback" not in out
-
-
-def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

@@ -61,13 +61,8 @@ def _measure(options: argparse.Namespace) -> int:
             "leave --ranks out"
         )
     ranks = environment.world_size if launched else options.ranks or ranks_here()
-    if options.worker or launched or ranks == 1:
-        _measure_here(options)
-        return 0
-    return train.report(train.launch_same(options, ranks))
-
-
-def _measure_here(options: argparse.Namespace) -> None:
+    if not options.worker and not launched and ranks > 1:
+        return train.report(train.launch_same(options, ranks))
     import zeromesh.trainer.trainer  # noqa: F401  # The measured memory includes a run's imports.
     from zeromesh.mesh.mesh_shape import MeshShape
     from zeromesh.mesh.process_mesh import ProcessMesh
@@ -77,7 +72,6 @@ def _measure_here(options: argparse.Namespace) -> None:
     from zeromesh.trainer.planning.measure import TINY_SIZES, measure_machine
 
     reuse_freed_memory()
-    environment = read_environment()
     device = pick_device(environment.local_rank)
     mesh = ProcessMesh(
         MeshShape(shard=environment.world_size), environment, device=device, timeout_seconds=_WAIT_SECONDS
@@ -90,6 +84,7 @@ def _measure_here(options: argparse.Namespace) -> None:
             sys.stdout.write(f"written: {path}, which says what was measured\n")
     finally:
         mesh.close()
+    return 0
 
 
 def run_verify(options: argparse.Namespace) -> int:

@@ -1,6 +1,5 @@
 """A headless Chromium for tests of pages, spoken to over its own protocol (Chrome DevTools Protocol) through two pipes."""
 
-import base64
 import contextlib
 import json
 import os
@@ -119,17 +118,6 @@ class Browser:
             button="left" if pressed else "none",
             clickCount=count if pressed else 0,
         )
-
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        """Write what the page looks like, as a PNG."""
-        found = self.call(
-            "Page.captureScreenshot", captureBeyondViewport=whole, **({"clip": self._clip()} if whole else {})
-        )
-        path.write_bytes(base64.b64decode(found["data"]))
-
-    def _clip(self) -> dict[str, float]:
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + _WAIT_SECONDS
