@@ -197,21 +197,6 @@ print("script ended well")
 """
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [[], pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "2"], marks=pytest.mark.full)],
-)
-def test_a_script_alone_and_under_torchrun(here: Path, launcher: list[str]) -> None:
-    (here / "my script.py").write_text(SCRIPT)
-    command = [sys.executable, *launcher, str(here / "my script.py"), str(here)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("script ended well") == (2 if launcher else 1)
-    assert done.stdout.count("done: 30 steps") == 1
-    assert "Warning" not in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 ONE_AFTER_ANOTHER = """
 import gc, sys, torch
 from torch import nn
@@ -247,16 +232,28 @@ print("script ended well")
 """
 
 
-@pytest.mark.full
-def test_one_trainer_after_another_under_torchrun(here: Path) -> None:
-    """Each makes process groups of its own, in the one store of the launch."""
-    (here / "one after another.py").write_text(ONE_AFTER_ANOTHER)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command = [sys.executable, *launcher, str(here / "one after another.py"), str(here)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("script ended well") == 2
-    assert done.stdout.count("done: 2 steps") == 3
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+
+
+@pytest.mark.parametrize(
+    ("program", "launcher", "done"),
+    [
+        (SCRIPT, [], "done: 30 steps"),
+        pytest.param(SCRIPT, TORCHRUN, "done: 30 steps", marks=pytest.mark.full),
+        # Each trainer makes process groups of its own, in the one store of the launch.
+        pytest.param(ONE_AFTER_ANOTHER, TORCHRUN, "done: 2 steps", marks=pytest.mark.full),
+    ],
+    ids=["alone", "under torchrun", "one after another"],
+)
+def test_a_script_alone_and_under_torchrun(here: Path, program: str, launcher: list[str], done: str) -> None:
+    (here / "my script.py").write_text(program)
+    command = [sys.executable, *launcher, str(here / "my script.py"), str(here)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("script ended well") == (2 if launcher else 1)
+    assert ended.stdout.count(done) == (1 if program == SCRIPT else 3)
+    assert "Warning" not in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> None:

@@ -122,7 +122,7 @@ class ParallelSection(Section):
     start."""
 
 
-class LossScaleSection(Section, ScalerSettings):
+class LossScaleSection(Section, ScalerSettings):  # type: ignore[misc]  # pydantic freezes it too
     """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
 
 
@@ -145,5 +145,5 @@ class PrecisionSection(Section):
     """The dynamic loss scale of float16."""
 
 
-class ZeroSection(Section, ZeroKeys):
+class ZeroSection(Section, ZeroKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The partitioning of optimizer state, gradients and parameters, and their communication."""

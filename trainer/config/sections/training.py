@@ -191,7 +191,7 @@ class DataSection(Section):
         return [part.rows for part in self.parts().values()]
 
 
-class OptimizerSection(Section, OptimizerKeys):
+class OptimizerSection(Section, OptimizerKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The optimizer, one of torch's fused optimizers, on flat shards."""
 
     exempt: Literal["none", "biases_and_norms"] = "none"
@@ -213,7 +213,7 @@ class TrainSection(Section):
     """Further arguments of TRL's configuration of the method, by their names there: `beta`, `loss_type`, `num_generations`."""
 
 
-class EmaSection(Section, AverageSettings):
+class EmaSection(Section, AverageSettings):  # type: ignore[misc]  # pydantic freezes it too
     """An exponential moving average of the weights, in shards."""
 
     evaluate: bool = False
