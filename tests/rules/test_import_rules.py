@@ -369,7 +369,7 @@ def test_the_rules_see_no_more() -> None:
 def test_what_tests_share_has_names_of_its_own() -> None:
     """Such modules are found by their names alone, on one path: of two, the first would be taken for the other."""
     paths = [path for path in (ROOT / "tests").rglob("*.py") if not (path.parent / "__init__.py").exists()]
-    names = [path.stem for path in paths if not path.stem.startswith("test_")]
+    names = [path.stem for path in paths if not path.stem.startswith(("test_", "conftest"))]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 

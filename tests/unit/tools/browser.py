@@ -174,19 +174,19 @@ def looks_of(browser: Browser, path: Path) -> list[str]:
     """What is wrong with the looks of a page: on a phone and on a wide screen, light and dark."""
     found = []
     for width in (390, 1400):
+        browser.size(width, 844, phone=width < 500)
+        browser.open(path)
         for scheme in ("light", "dark"):
-            browser.size(width, 844, phone=width < 500)
             browser.media(scheme=scheme)
-            browser.open(path)
             for name, script in {"outside": OUTSIDE, "cut": CUT, "broken": BROKEN}.items():
                 found += [f"{name} at {width}, {scheme}: {each}" for each in browser.ask(script)]
-            if browser.ask("document.querySelectorAll('.modebar').length"):
-                found.append(f"buttons over charts at {width}")
-            # All charts of a row together fill it.
-            edges = browser.ask(
-                "[...document.querySelectorAll('figure')].map((each) => each.getBoundingClientRect().right)"
-            )
-            if edges and edges[-1] < max(edges) - 1:
-                found.append(f"the last chart stands alone at {width}")
+        if browser.ask("document.querySelectorAll('.modebar').length"):
+            found.append(f"buttons over charts at {width}")
+        # All charts of a row together fill it.
+        edges = browser.ask(
+            "[...document.querySelectorAll('figure')].map((each) => each.getBoundingClientRect().right)"
+        )
+        if edges and edges[-1] < max(edges) - 1:
+            found.append(f"the last chart stands alone at {width}")
     browser.media()
     return found

@@ -1,8 +1,6 @@
 """`zeromesh doctor`: how it judges what a machine shows, and that it looks at this one."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,14 +291,14 @@ def test_a_launch_that_is_there_in_part_is_a_problem(monkeypatch: pytest.MonkeyP
 # The command
 
 
-def test_the_command_looks_at_this_machine(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "zeromesh", "doctor", "--json", "--directory", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stderr == ""
-    found = json.loads(done.stdout)
+def test_the_command_looks_at_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json", "--directory", str(tmp_path)])
+    said = capsys.readouterr()
+    assert said.err == ""
+    found = json.loads(said.out)
     parts = dict.fromkeys(each["part"] for each in found["findings"])
     assert list(parts) == ["packages", "machine", "accelerators", "launch", "disks", "network"]
-    assert done.returncode == (1 if found["problems"] else 0)
+    assert code == (1 if found["problems"] else 0)
     (exchange,) = [each for each in found["findings"] if each["what"] == "two processes"]
     assert exchange["level"] == "ok", exchange
     assert "they share memory" in exchange["found"]

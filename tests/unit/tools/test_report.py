@@ -368,6 +368,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def written(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a whole run."""
+    run = write_run(tmp_path_factory.mktemp("report") / "run")
+    assert main(["report", str(run)]) == 0
+    browser.complaints.clear()
+    return run / "report.html"
+
+
 def drawn(browser: Browser) -> dict[str, int]:
     """How many lines, areas and dots of each chart cover some of the screen."""
     script = """[...document.querySelectorAll("figure")].map((chart) => [chart.id,
@@ -377,10 +386,8 @@ def drawn(browser: Browser) -> dict[str, int]:
     return {identifier.removeprefix("chart-"): count for identifier, count in found}
 
 
-def test_every_chart_is_drawn_and_the_console_stays_empty(browser: Browser, tmp_path: Path) -> None:
-    browser.complaints.clear()
-    main(["report", str(write_run(tmp_path / "run"))])
-    browser.open(tmp_path / "run" / "report.html")
+def test_every_chart_is_drawn_and_the_console_stays_empty(browser: Browser, written: Path) -> None:
+    browser.open(written)
     found = drawn(browser)
     assert set(found) == ALL_CHARTS
     assert all(found.values()), found
@@ -391,15 +398,12 @@ def test_every_chart_is_drawn_and_the_console_stays_empty(browser: Browser, tmp_
     assert browser.complaints == []
 
 
-def test_it_fits_a_phone_and_a_wide_screen(browser: Browser, tmp_path: Path) -> None:
-    main(["report", str(write_run(tmp_path / "run"))])
-    assert looks_of(browser, tmp_path / "run" / "report.html") == []
+def test_it_fits_a_phone_and_a_wide_screen(browser: Browser, written: Path) -> None:
+    assert looks_of(browser, written) == []
 
 
-def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser, tmp_path: Path) -> None:
-    browser.complaints.clear()
-    main(["report", str(write_run(tmp_path / "run"))])
-    browser.open(tmp_path / "run" / "report.html")
+def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser, written: Path) -> None:
+    browser.open(written)
     browser.ask("document.querySelector('#chart-loss').scrollIntoView()")
     left, top, width, height = browser.ask(
         "(({x, y, width, height}) => [x, y, width, height])"
