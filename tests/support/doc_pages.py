@@ -43,7 +43,7 @@ TRAINED = {"README.md", "docs/quickstart.md", "docs/howto/finetune.md"}
 two. The walk through all pages takes longer."""
 _MADE = "train", "configs/quickstart.yaml", "--nproc", "2", "run.max_steps=2"
 """What `make train` runs, but for how long."""
-_LONG = {"--model", "configs/quickstart.yaml"}
+_LONG = {"--model", "configs/quickstart.yaml", "small.yaml"}
 _SHORTER = "data.sequence_length=64", "data.eval_samples=8"
 """What a `train` of `_LONG` is given besides: its sequences would take most of the time of all pages."""
 _SLOW = {"--measure", "parallel=auto", "data.eval_samples=null"}
