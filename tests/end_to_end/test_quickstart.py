@@ -17,8 +17,6 @@ from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
-pytestmark = pytest.mark.usefixtures("at_once")
-
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").iterdir())
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -128,6 +126,7 @@ def check_start(folder: Path, lines: list[str]) -> float:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("at_once")
 def test_a_command_with_two_processes(here: Path) -> None:
     words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/quickstart.yaml"), "--nproc", "2"]
     small = {"model__config__hidden_size": 64, "model__config__num_hidden_layers": 1, "run__name": "two"}
@@ -235,6 +234,7 @@ print("script ended well")
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("program", "launcher", "done"),
     [
@@ -256,6 +256,7 @@ def test_a_script_alone_and_under_torchrun(here: Path, program: str, launcher: l
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.usefixtures("at_once")
 def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> None:
     words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/zero1.yaml"), "--nproc", "2"]
     words += shortened(here, run__name="stopped", data__eval_fraction=0.0)
