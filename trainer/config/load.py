@@ -312,7 +312,18 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             data[path] = "auto"
             continue
         if not equals or len(keys) < 2 or not all(keys):
-            problems.append(f"{name}: {_override_hint(path, equals, text)}")
+            field = known_paths().get(path)
+            section = section_of(field) if field is not None else None
+            if section is not None:
+                keys_of_it = ", ".join(section.model_fields)
+                hint = f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {keys_of_it}"
+            elif field is not None:
+                hint = f"it has no value; write {path}=VALUE"
+            else:  # A foreign key may have other values, so the value is left out.
+                given = f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
+                near = _meant(suggestion(path), "" if path.lower() in BY_NAME else given)
+                hint = near or "write section.key=value"
+            problems.append(f"{name}: {hint}")
             continue
         overridden[path] = name
         try:
@@ -335,18 +346,6 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
         else:
             at[keys[-1]] = value
     return problems, overridden
-
-
-def _override_hint(path: str, equals: str, text: str) -> str:
-    field = known_paths().get(path)
-    section = section_of(field) if field is not None else None
-    if section is not None:
-        return f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {', '.join(section.model_fields)}"
-    if field is not None:
-        return f"it has no value; write {path}=VALUE"
-    # A foreign key may have other values, so the value is left out.
-    given = "" if path.lower() in BY_NAME else f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
-    return _meant(suggestion(path), given) or "write section.key=value"
 
 
 def _meant(near: str | None, value: str = "") -> str:

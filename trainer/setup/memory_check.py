@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from zeromesh.errors import StorageError
@@ -174,13 +173,6 @@ def _offloads(offload: OffloadOptions, stage: int, *, host: bool) -> Iterator[tu
         yield "offload.optimizer", away.tier, optimizer
         if STAGES[stage].parameters is Placement.SHARDED:
             yield "offload.optimizer and offload.parameters", away.tier, replace(optimizer, parameters=away)
-
-
-def kept_input_bytes(model: nn.Module, blocks: int, samples: int, length: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the inputs of `blocks` blocks for a microbatch; 0 for an unknown hidden size."""
-    config = getattr(model, "config", None)
-    width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or 0
-    return blocks * samples * length * width * dtype.itemsize if isinstance(width, int) else 0
 
 
 def require_memory(

@@ -192,8 +192,10 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_a_rule_about_a_wrong_key_stays_silent() -> None:
-    (problem,) = problems_of({"batch": {"global_size": "many", "micro_size": 32}})
-    assert problem.startswith("batch.global_size: got 'many'")
+    """Long values are shortened."""
+    (problem,) = problems_of({"batch": {"global_size": "many" * 300, "micro_size": 32}})
+    assert problem.startswith("batch.global_size: got 'manymany")
+    assert len(problem) < 300
 
 
 @pytest.mark.parametrize(
@@ -248,11 +250,6 @@ def test_secrets_are_never_shown(tmp_path: Path, secret: str) -> None:
     assert not [problem for problem in problems_of(None, ("run.api_key=sk-hush",)) if "hush" in problem]
 
 
-def test_long_values_are_shortened() -> None:
-    (problem,) = problems_of({"optimizer": {"name": "x" * 1000}})
-    assert len(problem) < 300
-
-
 def test_defaults_are_those_of_the_quick_start() -> None:
     config = load_config()
     found, defaults = config.model_dump(), TrainerConfig().model_dump()
@@ -267,17 +264,12 @@ def test_defaults_are_those_of_the_quick_start() -> None:
 
 
 def test_numbers_in_text_are_taken_where_a_number_is_meant(tmp_path: Path) -> None:
+    sizes = {"256MiB": 2**28, "1.5GiB": 3 * 2**29, "10 KB": 10_000, "7B": 7, "0": 0, "1024": 1024}
+    for text, size in sizes.items():
+        assert load_config(None, [f"zero.gathered_budget={text}"]).zero.gathered_budget == size
     config = load_config(write(tmp_path, "optimizer: {lr: 1e-3, eps: '1e-6', weight_decay: 1}"))
     assert (config.optimizer.lr, config.optimizer.eps, config.optimizer.weight_decay) == (1e-3, 1e-6, 1.0)
     assert load_config(write(tmp_path, '{"optimizer": {"lr": "3e-4"}}', "run.json")).optimizer.lr == 3e-4
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("256MiB", 2**28), ("1.5GiB", 3 * 2**29), ("10 KB", 10_000), ("7B", 7), ("0", 0), ("1024", 1024)],
-)
-def test_sizes_in_bytes(text: str, size: int) -> None:
-    assert load_config(None, [f"zero.gathered_budget={text}"]).zero.gathered_budget == size
 
 
 def test_overrides() -> None:
@@ -292,13 +284,11 @@ def test_overrides() -> None:
     )
 
 
-def test_an_override_of_one_model_key_keeps_the_default_model() -> None:
+def test_an_override_of_one_model_key_keeps_the_default_model(tmp_path: Path) -> None:
+    """A source replaces it."""
     assert load_config(None, ["model.config.hidden_size=64"]).model.config == DEFAULT_MODEL | {"hidden_size": 64}
     given = load_config({"model": {"config": {"model_type": "gpt2"}}}, ["model.config.n_embd=64"]).model.config
     assert given == {"model_type": "gpt2", "n_embd": 64}
-
-
-def test_a_source_replaces_the_default_model(tmp_path: Path) -> None:
     config = load_config({"model": {"source": tmp_path}})
     assert (config.model.source, config.model.config) == (str(tmp_path), None)
     assert load_config(config) == config
@@ -372,6 +362,7 @@ def test_names_of_schedules_mean_what_they_mean_in_transformers() -> None:
 
 def test_configurations_are_frozen_and_check_themselves() -> None:
     config = TrainerConfig()
+    assert TrainerConfig().model.config is not config.model.config
     with pytest.raises(ValidationError, match="frozen"):
         config.run.seed = 1  # type: ignore[misc]
     with pytest.raises(ValidationError, match=r"batch\.micro_size: 32 is more than"):
@@ -401,11 +392,6 @@ def test_a_subclass_with_hooks_of_transformers_is_refused() -> None:
         ConfigError, match="Own overrides compute_loss, training_step, which transformers' Trainer calls"
     ):
         Own(None, {})
-
-
-def test_two_configurations_share_no_model() -> None:
-    first, second = TrainerConfig(), TrainerConfig()
-    assert first.model.config is not second.model.config
 
 
 texts = st.text(
@@ -540,11 +526,7 @@ def test_suggestions_point_at_keys_that_exist() -> None:
 
 
 def test_every_key_says_what_it_allows() -> None:
-    for path, field in known_paths().items():
-        assert allowed(field), path
-
-
-def test_every_schedule_can_be_chosen() -> None:
+    assert [path for path, field in known_paths().items() if not allowed(field)] == []
     assert choices(known_paths()["schedule.name"]) == list(SCHEDULES)
     assert schedule_of(load_config(None, ["schedule.name=linear"])).factor(20) == 1.0
 

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from annotated_types import Predicate
+from pydantic import Field, JsonValue, model_validator
 
 from zeromesh.settings.keys import (
     Allowed,
@@ -41,16 +42,10 @@ Column = Literal[*COLUMNS]  # type: ignore[valid-type]
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 
-def _without_python(sets: dict[str, Any]) -> dict[str, Any]:
-    """Reject a mapping with `python`, which is a Python object with an invalid name, and no mapping of evaluation sets."""
-    if "python" in sets:
-        raise ValueError("python names an object, and no evaluation set")
-    return sets
-
-
 Source = Text | Texts | Named
-SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-Sources = Annotated[dict[SetName, Source], Field(min_length=1), AfterValidator(_without_python)]
+SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$"), Predicate(lambda name: name != "python")]
+"""The name of an evaluation set; `python` names an object instead."""
+Sources = Annotated[dict[SetName, Source], Field(min_length=1)]
 
 
 def paths_of(source: Any) -> tuple[str, ...]:
