@@ -217,7 +217,8 @@ def loss(model, batch):
 
 losses = []
 for stage in (3, 2, 0):
-    config = {"run": {"max_steps": 2, "output_dir": sys.argv[1], "log_every": 0}, "optimizer": {"lr": 1e-2},
+    run = {"name": f"stage-{stage}", "max_steps": 2, "output_dir": sys.argv[1], "log_every": 0}
+    config = {"run": run, "optimizer": {"lr": 1e-2},
               "precision": {"compute": "float32"}, "schedule": {"name": "constant"}, "zero": {"stage": stage}}
     config["parallel"] = {"transport": "gloo"}
     trainer = Trainer(net, config, data, compute_loss=loss, callbacks=[Forget()])
