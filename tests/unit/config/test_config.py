@@ -313,6 +313,8 @@ def test_variables_of_the_environment(tmp_path: Path, monkeypatch: pytest.Monkey
     escaped = load_config(None, ["run.output_dir=$${OUT}"])
     assert escaped.run.output_dir == "${OUT}"
     assert load_config(write(tmp_path, escaped.to_yaml())).run.output_dir == "${OUT}"
+    named = load_config({"model": {"config": {"model_type": "x", "${OUT}": 1}}})
+    assert load_config(write(tmp_path, named.to_yaml())).model.config == named.model.config
     for text, said in (
         ("${OUT}", "run.output_dir: the variable OUT is not set; set it, or give a default: ${OUT:-default}"),
         ("${HF_TOKEN}", "${HF_TOKEN} names a secret"),
