@@ -199,11 +199,6 @@ def _writes(node: ast.AST) -> bool:
     return name.rpartition(".")[2] == "open" and any(re.fullmatch(r"(?=.*[wa+])[rwabt+]+", mode) for mode in modes)
 
 
-def _runs_text(node: ast.AST) -> bool:
-    """As calls only: `eval` is also a split of the data and a mode of a model."""
-    return isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"eval", "exec", "compile"}
-
-
 def _trusts(node: ast.AST, *names: str) -> bool:
     false = isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant) and node.value.value is False
     return isinstance(node, ast.keyword) and node.arg in names and not false
@@ -227,7 +222,11 @@ PATTERNS: dict[str, tuple[tuple[str, ...], Callable[[ast.AST], bool]]] = {
         ("zeromesh/files.py", "offload/io/file_tier.py", "trainer/monitoring/profiler.py"),
         _writes,
     ),
-    "no text is run": ((), _runs_text),
+    # As calls only: `eval` is also a split of the data and a mode of a model.
+    "no text is run": (
+        (),
+        lambda node: isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"eval", "exec", "compile"},
+    ),
     "nothing is unpickled": ((), lambda node: _trusts(node, "allow_pickle", "weights_only")),
     # Code that a model brings along is run where `model.trust_remote_code` is true, which these two files are told.
     "code of a model runs where it may": (

@@ -26,7 +26,7 @@ import yaml
 
 from tests.support import input_cases
 from tests.support.doc_blocks import ROOT, Block, Script, blocks_of, links, scripts_of
-from tests.support.doc_commands import PLACEHOLDER, Command, Reader, commands
+from tests.support.doc_commands import PLACEHOLDER, Reader, commands
 from tests.support.programs import Programs
 from tests.support.workers import Workers
 from zeromesh.checkpoint.format import manifest
@@ -202,7 +202,10 @@ class Page:
     def _sh(self, block: Block) -> None:
         for command in commands(block.text):
             if command.code == 0:
-                self._provide(command)
+                # Runs that the page looks at are there.
+                for word in command.words:
+                    if re.fullmatch(r"runs/[\w-]+", word) and not (self.folder / word).exists():
+                        shutil.copytree(self._run, self.folder / word)
                 self._reader.read(command.words)
             made = command.words == ("make", "train") and self.name in TRAINED
             words = list(_MADE) if made else self._filled(command.words)
@@ -231,12 +234,6 @@ class Page:
         assert not wrong, f"{wrong[0] if wrong else ''!r}: this is a program or a command, and has a language"
         if block.name == "hosts":
             assert read_hosts(block.text, where=block.name)
-
-    def _provide(self, command: Command) -> None:
-        """Runs that the page looks at are there."""
-        for word in command.words:
-            if re.fullmatch(r"runs/[\w-]+", word) and not (self.folder / word).exists():
-                shutil.copytree(self._run, self.folder / word)
 
     def _filled(self, words: tuple[str, ...]) -> list[str] | None:
         """What is run of a command of zeromesh, with something for its placeholders; None: nothing."""

@@ -89,12 +89,7 @@ def write_run(
         for rank in range(ranks)
     ]
     (path / "ranks.json").write_text(json.dumps({"time": 1.79e9, "ranks": states}))
-    write_step_memory(path)
-    return path
-
-
-def write_step_memory(path: Path) -> None:
-    """What a step's memory was: units that are gathered one after the other, and gradients that come with them."""
+    # What a step's memory was: units that are gathered one after the other, and gradients that come with them.
     events: list[list[Any]] = [[0.0, "device", "parameters", 1 << 30], [0.0, "device", "moments", 2 << 30]]
     for place in range(40):
         held = (1 << 30) + (place % 2) * (128 << 20)
@@ -103,6 +98,7 @@ def write_step_memory(path: Path) -> None:
     events.append([0.0, "file", "moments", 4 << 30])
     content = {"step": 2, "seconds": 0.45, "events": sorted(events, key=lambda event: event[0])}
     (path / "step_memory.json").write_text(json.dumps(content))
+    return path
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]], name: str = "metrics.jsonl") -> None:
