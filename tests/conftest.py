@@ -141,9 +141,9 @@ def copy(original: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+def programs(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     """Commands that import nothing: they are forked from a process that has imported all."""
-    found = Programs(tmp_path_factory.mktemp("programs"))
+    found = Programs(tmp_path_factory.mktemp("programs"), workers)
     yield found
     found.close()
 

@@ -12,6 +12,7 @@ from zeromesh.comm.transport import TransportName
 from zeromesh.errors import ConfigError
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
+from zeromesh.settings.keys import AverageSettings, OptimizerKeys, ScalerSettings, ZeroKeys
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is never updated."""
@@ -78,20 +79,12 @@ class OptimizerClass:
     """The states by group index and shape, where they depend on sizes; filled on demand."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OptimizerSettings:
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings(OptimizerKeys):
     """The optimizer and its hyperparameters, under torch's names."""
 
-    name: str = "adamw"
     own_class: OptimizerClass | None = None
     """The class to run instead of the optimizer of that name."""
-    lr: float = 3e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    momentum: float = 0.0
-    no_decay: tuple[str, ...] = ()
-    """Patterns of names (as in `fnmatch`) of parameters without weight decay."""
     members: tuple[tuple[str, ...], ...] = ()
     """The parameter names of each group, for user-defined groups; a parameter in no group is never updated."""
 
@@ -105,27 +98,6 @@ class OptimizerSettings:
             "momentum": self.momentum if momentum is None else momentum,
         }
         return {**common, "weight_decay": self.weight_decay}, {**common, "weight_decay": 0.0}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScalerSettings:
-    """The loss scaler: the scale is multiplied by `backoff_factor` at an overflow, by `growth_factor` after `growth_interval`
-    steps."""
-
-    initial_scale: float = 65536.0
-    growth_interval: int = 2000
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    smallest: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AverageSettings:
-    """The exponential moving average of the weights: `decay` in [0, 1) is its decay rate, `start` the first update averaged."""
-
-    decay: float
-    every: int = 1
-    start: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -206,24 +178,16 @@ class OffloadOptions:
         return self.optimizer if self.gradients is None else self.gradients
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ZeroOptions:
-    """The partitioning and overlap of an engine. `gathered_budget` is the bytes of gathered parameters that a rank keeps between
-    uses at stage 3; None: where ranks share pages, the parameters that need no extra memory, and elsewhere none. Raises
-    `ConfigError` for impossible combinations."""
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions(ZeroKeys):
+    """The partitioning and overlap of an engine. Raises `ConfigError` for impossible combinations."""
 
-    stage: int = 3
-    prefetch: int = 1
-    gathered_budget: int | None = None
-    overlap: bool = True
     transport: TransportName = "auto"
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     average: AverageSettings | None = None
     accumulation: int = 1
-    reduce_once: bool = False
-    """True if stages 2 and 3 also reduce gradients once per step, from each rank's own sums, which need full gradient memory."""
     clip_norm: float = 0.0
     on_nonfinite: Literal["skip", "stop"] = "skip"
     optimizer_in_backward: bool = False

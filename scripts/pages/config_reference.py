@@ -70,7 +70,7 @@ def _rows(prefix: str, section: type[BaseModel], defaults: BaseModel) -> Iterato
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
     """Return the description of each key of a section: the docstrings below its fields, which are read from the source."""
     found: dict[str, str] = {}
-    for kind in reversed(section.__mro__[: section.__mro__.index(BaseModel)]):
+    for kind in reversed([each for each in section.__mro__ if each.__module__.startswith("zeromesh.")]):
         body = ast.parse(inspect.getsource(kind)).body[0]
         for field, text in pairwise(body.body if isinstance(body, ast.ClassDef) else ()):
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):

@@ -12,7 +12,8 @@ import torch
 
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.offload.accelerator import found
-from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ZeroOptions
+from zeromesh.settings.keys import ScalerSettings
 from zeromesh.trainer.models.small_copy import InFloat64
 
 from .models import SUBJECTS
@@ -100,7 +101,7 @@ class Layout:
         return ZeroOptions(
             stage=self.stage,
             prefetch=self.prefetch,
-            gathered_budget=self.budget,
+            gathered_budget="auto" if self.budget is None else self.budget,
             overlap=self.overlap,
             transport=transport,
             precision=Precision(compute=compute, master=wide, reduce=reduce, loss_scale=scale),

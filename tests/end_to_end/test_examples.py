@@ -26,7 +26,6 @@ CSV, JSON = (
     {f"{split}_file": f"{split}.{kind}" for split in ("train", "validation", "test")} for kind in ("csv", "json")
 )
 
-pytestmark = pytest.mark.usefixtures("at_once")
 DO = ["--do_train", "--do_eval", "--do_predict"]
 RUNS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "clm": (
@@ -139,6 +138,7 @@ def test_only_the_import_is_changed(pools: dict[int, Pool], folder: Path, name: 
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("name", RUNS)
 def test_under_torchrun(pools: dict[int, Pool], folder: Path, name: str) -> None:
     """As a user starts it: processes of its own."""

@@ -18,8 +18,6 @@ from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 
-pytestmark = pytest.mark.usefixtures("at_once")
-
 
 def test_evaluate_gives_the_values_of_the_run(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(2, "first_hour_cases:evaluated", folder=str(tmp_path))[0]

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import wait_for
 from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
-
-pytestmark = pytest.mark.usefixtures("at_once")
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").iterdir())
@@ -127,6 +126,7 @@ def check_start(folder: Path, lines: list[str]) -> float:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("at_once")
 def test_a_command_with_two_processes(here: Path) -> None:
     words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/quickstart.yaml"), "--nproc", "2"]
     small = {"model__config__hidden_size": 64, "model__config__num_hidden_layers": 1, "run__name": "two"}
@@ -196,21 +196,6 @@ print("script ended well")
 """
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [[], pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "2"], marks=pytest.mark.full)],
-)
-def test_a_script_alone_and_under_torchrun(here: Path, launcher: list[str]) -> None:
-    (here / "my script.py").write_text(SCRIPT)
-    command = [sys.executable, *launcher, str(here / "my script.py"), str(here)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("script ended well") == (2 if launcher else 1)
-    assert done.stdout.count("done: 30 steps") == 1
-    assert "Warning" not in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 ONE_AFTER_ANOTHER = """
 import gc, sys, torch
 from torch import nn
@@ -232,7 +217,8 @@ def loss(model, batch):
 
 losses = []
 for stage in (3, 2, 0):
-    config = {"run": {"max_steps": 2, "output_dir": sys.argv[1], "log_every": 0}, "optimizer": {"lr": 1e-2},
+    run = {"name": f"stage-{stage}", "max_steps": 2, "output_dir": sys.argv[1], "log_every": 0}
+    config = {"run": run, "optimizer": {"lr": 1e-2},
               "precision": {"compute": "float32"}, "schedule": {"name": "constant"}, "zero": {"stage": stage}}
     config["parallel"] = {"transport": "gloo"}
     trainer = Trainer(net, config, data, compute_loss=loss, callbacks=[Forget()])
@@ -246,18 +232,32 @@ print("script ended well")
 """
 
 
-@pytest.mark.full
-def test_one_trainer_after_another_under_torchrun(here: Path) -> None:
-    """Each makes process groups of its own, in the one store of the launch."""
-    (here / "one after another.py").write_text(ONE_AFTER_ANOTHER)
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command = [sys.executable, *launcher, str(here / "one after another.py"), str(here)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("script ended well") == 2
-    assert done.stdout.count("done: 2 steps") == 3
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize(
+    ("program", "launcher", "done"),
+    [
+        (SCRIPT, [], "done: 30 steps"),
+        pytest.param(SCRIPT, TORCHRUN, "done: 30 steps", marks=pytest.mark.full),
+        # Each trainer makes process groups of its own, in the one store of the launch.
+        pytest.param(ONE_AFTER_ANOTHER, TORCHRUN, "done: 2 steps", marks=pytest.mark.full),
+    ],
+    ids=["alone", "under torchrun", "one after another"],
+)
+def test_a_script_alone_and_under_torchrun(here: Path, program: str, launcher: list[str], done: str) -> None:
+    (here / "my script.py").write_text(program)
+    command = [sys.executable, *launcher, str(here / "my script.py"), str(here)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("script ended well") == (2 if launcher else 1)
+    assert ended.stdout.count(done) == (1 if program == SCRIPT else 3)
+    assert "Warning" not in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.usefixtures("at_once")
 def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> None:
     words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/zero1.yaml"), "--nproc", "2"]
     words += shortened(here, run__name="stopped", data__eval_fraction=0.0)
@@ -266,7 +266,9 @@ def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> 
     with subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
     ) as process:
-        wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2, process)
+        wait_for(
+            lambda: process.poll() is not None or (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2), 120
+        )
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -274,11 +276,3 @@ def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> 
     lines = metrics.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
     assert "Traceback" not in out
-
-
-def wait_for(condition: Any, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

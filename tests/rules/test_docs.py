@@ -19,12 +19,13 @@ import yaml
 
 from tests.support.doc_blocks import PAGES, ROOT, anchors, blocks_of, links, scripts_of, spans
 from tests.support.doc_commands import CommandError, Reader, commands
-from tests.support.doc_pages import Page, write_files
-from tests.support.doc_walk import SKIPPED, Walk, why_skipped
+from tests.support.doc_pages import SKIPPED, Page, Walk, why_skipped, write_files
 from tests.support.programs import Programs
 from tests.support.workers import Workers
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.trainer.callbacks.callback import Callback
+from zeromesh.trainer.config.deepspeed_table import TABLE
+from zeromesh.trainer.config.foreign_names import BY_NAME
 from zeromesh.trainer.data.text_sources import ROW_FILES
 
 LANGUAGES = {"python", "yaml", "json", "sh", "console", "text"}
@@ -39,7 +40,7 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     changes = ["data.train=text.txt", "data.sequence_length=16", "run.max_steps=4", "checkpoint.every_steps=2"]
     small = ["model.config.hidden_size=32", "model.config.num_hidden_layers=1", "batch.micro_size=4"]
     words = ["train", str(ROOT / "configs/quickstart.yaml"), *changes, *small]
-    (found,) = workers.run(1, "doc_cases:commanded", words=words, folder=str(folder))
+    (found,) = workers.run(1, "doc_pages:commanded", words=words, folder=str(folder))
     assert found["code"] == 0, found
     return folder / "runs/quickstart"
 
@@ -68,6 +69,18 @@ def test_the_page_on_the_architecture_names_todays_lines() -> None:
     assert text == names["renewed"](text), "run: python scripts/pages/line_numbers.py"
     with pytest.raises(LookupError, match=r"zeromesh/errors\.py defines no Nothing"):
         names["renewed"]("`zeromesh/errors.py:1` | `Nothing`")
+
+
+def test_the_tables_of_other_trainers_are_those_of_the_code() -> None:
+    text: str = runpy.run_path(str(ROOT / "scripts/pages/migration_tables.py"))["page"]()
+    page = ROOT / "docs" / "coming-from.md"
+    assert page.read_text(encoding="utf-8") == text, "run: python scripts/pages/migration_tables.py"
+    of_deepspeed, names_of_others = text.partition("<!-- What follows")[2].split("## Names of other trainers")
+    rows = [line for line in of_deepspeed.splitlines() if line.startswith("| `")]
+    names = [name for line in rows for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
+    assert sorted(names) == sorted(row.name for row in TABLE)
+    assert all(line.count(" | ") == 2 for line in rows)
+    assert all(f"`{name}`" in names_of_others for name in BY_NAME)
 
 
 @pytest.fixture
@@ -181,14 +194,11 @@ def test_every_configuration_is_on_its_page() -> None:
     assert sorted(named) == sorted(path.name for path in (ROOT / "configs").iterdir())
 
 
-def test_every_method_of_callbacks_is_in_the_guide() -> None:
-    named = re.findall(r"`(on_\w+)\(", (ROOT / "docs/guide.md").read_text(encoding="utf-8"))
-    assert sorted(set(named)) == sorted(name for name in vars(Callback) if name.startswith("on_"))
-
-
-def test_the_guide_names_all_kinds_of_files() -> None:
+def test_the_guide_names_all_methods_of_callbacks_and_kinds_of_files() -> None:
     """The other pages refer to it."""
     text = (ROOT / "docs/guide.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(on_\w+)\(", text)
+    assert sorted(set(named)) == sorted(name for name in vars(Callback) if name.startswith("on_"))
     assert [suffix for suffix in ROW_FILES.split(", ") if f"`{suffix}`" not in text and suffix != ".arrow"] == []
 
 

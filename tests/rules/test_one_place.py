@@ -10,34 +10,37 @@ from pathlib import Path
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
-OPTIMIZER = (
-    ("zeromesh/optim/fused_optimizer.py", "OPTIMIZERS = {\n", '    "sign": OptimizerRow(SGD, (), ()),\n'),
-    (
-        "zeromesh/optim/fused_optimizer.py",
-        "    with torch.no_grad():\n",
-        '        if name == "sign":\n            master.sub_(common["lr"] * grad.sign())\n            return\n',
-    ),
-    ("trainer/config/sections/training.py", 'name: Literal["adamw", ', '"sign", '),
-)
-SCHEDULE = (
-    (
-        "trainer/config/sections/schedule.py",
-        "SCHEDULES: dict[str, dict[str, str]] = {\n",
-        '    "halved": {},\n',
-    ),
-    (
-        "trainer/config/sections/schedule.py",
-        "    # Imported here, so that reading a configuration loads neither torch nor transformers.\n",
-        '    if schedule.name == "halved":\n        return lambda step: 0.5\n',
-    ),
-)
-KEY = (
-    (
-        "trainer/config/sections/outputs.py",
-        '    """The name, length, logging, evaluation and seeds of a run."""\n',
-        '\n    colour: Text = "grey"\n    """The colour."""\n',
-    ),
-)
+CHANGES = {
+    "an optimizer": [
+        ("zeromesh/optim/fused_optimizer.py", "OPTIMIZERS = {\n", '    "sign": OptimizerRow(SGD, (), ()),\n'),
+        (
+            "zeromesh/optim/fused_optimizer.py",
+            "    with torch.no_grad():\n",
+            '        if name == "sign":\n            master.sub_(common["lr"] * grad.sign())\n            return\n',
+        ),
+        ("zeromesh/settings/keys.py", 'name: Literal["adamw", ', '"sign", '),
+    ],
+    "a schedule": [
+        ("trainer/config/sections/schedule.py", "SCHEDULES: dict[str, dict[str, str]] = {\n", '    "halved": {},\n'),
+        (
+            "trainer/config/sections/schedule.py",
+            "    # Imported here, so that reading a configuration loads neither torch nor transformers.\n",
+            '    if schedule.name == "halved":\n        return lambda step: 0.5\n',
+        ),
+    ],
+    "a key": [
+        (
+            "trainer/config/sections/outputs.py",
+            '    """The name, length, logging, evaluation and seeds of a run."""\n',
+            '\n    colour: Text = "grey"\n    """The colour."""\n',
+        ),
+    ],
+    "a key that the engine reads": [
+        ("zeromesh/settings/keys.py", "    overlap: bool = True\n", "    warmth: Count = 3\n")
+    ],
+}
+PLACES = {"an optimizer": 2, "a schedule": 1, "a key": 1, "a key that the engine reads": 1}
+"""In how many files each of them is."""
 CONFIG = """
 model: {config: {model_type: llama, vocab_size: 259, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
   num_attention_heads: 1, num_key_value_heads: 1}}
@@ -45,31 +48,34 @@ data: {train: text.txt, eval_fraction: 0, sequence_length: 16, tokenizer: bytes,
 batch: {global_size: 1, micro_size: 1}
 optimizer: {name: sign, lr: 0.25}
 schedule: {name: halved, warmup_steps: 0}
+zero: {warmth: 5}
 run: {name: new, max_steps: 1, colour: red}
+"""
+PROGRAM = """
+from zeromesh import Trainer
+from zeromesh.trainer.cli.main import main
+assert main(["config", "new.yaml"]) == 0
+with Trainer(config="new.yaml") as trainer:
+    assert trainer.engine.options.warmth == 5
+    trainer.fit()
 """
 
 
 def test_a_new_optimizer_schedule_or_key_is_one_place(tmp_path: Path) -> None:
     for floor in ("zeromesh", "trainer", "offload", "configs"):
         shutil.copytree(ROOT / floor, tmp_path / floor, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for path, before, added in (*OPTIMIZER, *SCHEDULE, *KEY):
+    for path, before, added in (each for change in CHANGES.values() for each in change):
         text = (tmp_path / path).read_text()
         assert text.count(before) == 1, f"{path} has not one {before!r}"
         (tmp_path / path).write_text(text.replace(before, before + added))
-    assert [len({path for path, *_ in change}) for change in (OPTIMIZER, SCHEDULE, KEY)] == [2, 1, 1]
+    assert {name: len({path for path, *_ in change}) for name, change in CHANGES.items()} == PLACES
     (tmp_path / "text.txt").write_text("the same words again and again, " * 10)
     (tmp_path / "new.yaml").write_text(CONFIG)
-    for words in (("config", "new.yaml"), ("train", "new.yaml")):
-        ended = subprocess.run(
-            [sys.executable, "-m", "zeromesh", *words],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stderr
-        assert words[0] == "train" or "colour: red" in ended.stdout
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "colour: red" in ended.stdout
     (line,) = read_metrics(tmp_path / "runs" / "new" / "metrics.jsonl")
     assert line["lr"] == 0.125

@@ -43,7 +43,7 @@ def test_no_secret_of_an_error_is_in_any_file(workers: Workers, tmp_path: Path, 
 
 def test_what_is_a_secret() -> None:
     assert not [path for path in known_paths() if is_secret(path.rpartition(".")[2])]
-    for key in (
+    secret = [
         "api_key",
         "apiKey",
         "hf_token",
@@ -53,21 +53,13 @@ def test_what_is_a_secret() -> None:
         "db_pass",
         "aws_secret_access_key",
         "key",
-        "github_token",
-        "signing-key",
-        "credentials",
-        "Authorization",
-    ):
+    ]
+    for key in (*secret, "github_token", "signing-key", "credentials", "Authorization"):
         assert is_secret(key, "x"), key
     for key in ("tokenizer", "pad_token_id", "num_key_value_heads", "tokenizer_class", "keys", "compass", "bypass"):
         assert not is_secret(key, "x"), key
-    for key, value in (
-        ("pad_token", "<pad>"),
-        ("cls_token", "[CLS]"),
-        ("token", 7),
-        ("password", None),
-        ("auth_key", True),
-    ):
+    of_a_vocabulary = {"pad_token": "<pad>", "cls_token": "[CLS]"}
+    for key, value in {**of_a_vocabulary, "token": 7, "password": None, "auth_key": True}.items():
         assert not is_secret(key, value), key
     redaction = Redaction(["known-secret"])
     values = {
@@ -102,24 +94,21 @@ def test_what_is_a_secret() -> None:
         ("Authorization: Bearer hush-hush", f"Authorization: Bearer {REDACTED}"),
         ("sk_live_hushhushhush, glpat-hushhushhushhush", f"{REDACTED}, {REDACTED}"),
         ("a -----BEGIN RSA PRIVATE KEY-----\nhush\nhush", f"a {REDACTED}"),
+        # Texts without secrets stay.
+        *(
+            (text, text)
+            for text in (
+                "ssh://git@host/path, http://host:80/a@b",
+                "https://host/x?lines=1#key",
+                "0123456789abcdef0123456789abcdef01234567",
+                "data/key=5/part, tokens=3",
+            )
+        ),
     ],
 )
 def test_secrets_inside_of_texts(text: str, found: str) -> None:
     assert Redaction().text(text) == found
     assert Redaction().text(found) == found
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "ssh://git@host/path, http://host:80/a@b",
-        "https://host/x?lines=1#key",
-        "0123456789abcdef0123456789abcdef01234567",
-        "data/key=5/part, tokens=3",
-    ],
-)
-def test_texts_without_secrets_stay(text: str) -> None:
-    assert Redaction().text(text) == text
 
 
 def test_secrets_of_the_environment_are_known_by_the_names_of_their_variables() -> None:

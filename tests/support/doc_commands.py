@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +23,9 @@ PLACEHOLDER = re.compile(r"[A-Z_]+")
 _FILLED = {"HOST:PORT": "host:29500", "I": "0", "N": "2", "MIN:MAX": "1:2"}
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 _HARMLESS = {"source", "ls", "mkdir", "export", "cd", "echo"}
+
+
+_parser = cache(make_parser)
 
 
 class CommandError(AssertionError):
@@ -107,7 +111,7 @@ class Reader:
 
     def _options(self, words: list[str]) -> None:
         """The command is there, and knows the options that are named."""
-        parser = make_parser()
+        parser = _parser()
         known = set(parser._option_string_actions)
         for word in words:
             below = next((each for each in parser._actions if isinstance(each, argparse._SubParsersAction)), None)

@@ -12,12 +12,15 @@ import runpy
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.zygote import die_with_parent, import_once
+from huggingface_hub import constants
+
+from tests.support.waiting import wait_for
+from tests.support.workers import Workers
+from tests.support.zygote import die_with_parent
 
 _CLIENT = """\
 #!{python} -IS
@@ -44,9 +47,9 @@ _MODULES = {"zeromesh": "zeromesh", "torchrun": "torch.distributed.run"}
 
 
 class Programs:
-    """The process that programs are forked from, and `bin`, the folder of their names."""
+    """The process that programs are forked from, which is forked from that of the workers, and `bin`, the folder of their names."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, workers: Workers) -> None:
         self.bin = folder / "bin"
         self.bin.mkdir(parents=True)
         address = str(folder / "programs")
@@ -54,19 +57,12 @@ class Programs:
             text = _CLIENT.format(python=sys.executable, address=address, name=name)
             (self.bin / name).write_text(text, encoding="utf-8")
             (self.bin / name).chmod(0o755)
-        root = Path(__file__).parents[2]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, address, str(self.bin)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        )
-        if self._process.stdout is None or self._process.stdout.readline() != b"ready\n":
-            raise AssertionError("the process that programs are forked from has ended")
+        self._pid = workers.fork_programs(address, str(self.bin))
+        wait_for(Path(f"{address}.ready").exists, 120.0)
 
     def close(self) -> None:
-        """End it, and with it all programs."""
-        self._process.communicate(timeout=60)
+        """End the process that programs are forked from, and with it all programs."""
+        os.kill(self._pid, signal.SIGKILL)
 
 
 # In the process that programs are forked from
@@ -95,6 +91,7 @@ def _become(asked: dict[str, Any], executable: str) -> list[str]:
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(asked["environment"])
+    constants.HF_HUB_OFFLINE = "HF_HUB_OFFLINE" in os.environ  # which the library has read when it was imported
     sys.executable = executable
     os.getppid = lambda: asked["parent"]  # whom a rank takes for its launcher
     module = _MODULES.get(asked["name"])
@@ -121,10 +118,10 @@ def _run(words: list[str]) -> None:
     exec(compile(Path(words[0]).read_text(encoding="utf-8"), words[0], "exec"), vars(main))
 
 
-def _serve(address: str, folder: str) -> None:
-    """Fork a program for each that connects; tells each how its program has ended."""
+def serve(address: str, folder: str) -> None:
+    """Fork a program for each that connects; tells each how its program has ended. In a program it returns, and its interpreter
+    ends as one that has run the program."""
     die_with_parent()
-    import_once()
     import zeromesh.trainer.cli.main  # noqa: F401
 
     executable = str(Path(folder, "python"))
@@ -136,15 +133,12 @@ def _serve(address: str, folder: str) -> None:
     listener.bind(address)
     listener.listen(64)
     chosen = selectors.DefaultSelector()
-    for each in (sys.stdin, reader, listener):
+    for each in (reader, listener):
         chosen.register(each, selectors.EVENT_READ)
     programs: dict[socket.socket, int] = {}
-    sys.stdout.write("ready\n")
-    sys.stdout.flush()
+    Path(f"{address}.ready").touch()
     while True:
         for key, _ in chosen.select():
-            if key.fileobj is sys.stdin:
-                return
             if key.fileobj is listener:
                 connection, _ = listener.accept()
                 asked = _receive(connection)
@@ -154,7 +148,7 @@ def _serve(address: str, folder: str) -> None:
                         each.close()
                     chosen.close()
                     _run(_become(asked, executable))
-                    return  # and this interpreter ends as one that has run the program
+                    return
                 for stream in asked["streams"]:
                     os.close(stream)
                 programs[connection] = pid
@@ -180,7 +174,3 @@ def _tell_ends(programs: dict[socket.socket, int], chosen: selectors.BaseSelecto
                 connection.sendall(str(os.waitstatus_to_exitcode(ended[1])).encode())
             connection.close()
             del programs[connection]
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])

@@ -12,6 +12,16 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
 
 
+_PHASES = {
+    "data": 0.012,
+    "forward": 0.28,
+    "backward": 0.46,
+    "communication": 0.09,
+    "optimizer": 0.10,
+    "offload_wait": 0.02,
+}
+
+
 def line_of(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
     """A line of metrics with all that a trainer writes."""
     seconds = 0.42 + 0.05 * chance.random() + (3.1 if step == 1 else 0.0)
@@ -27,14 +37,7 @@ def line_of(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
         "step_seconds": seconds,
         "peak_memory_bytes": 9_200_000_000 + (400_000_000 if step > 50 else 0),
         "mfu": 0.18 / seconds,
-        "phases": {
-            "data": 0.012 * seconds,
-            "forward": 0.28 * seconds,
-            "backward": 0.46 * seconds,
-            "communication": 0.09 * seconds,
-            "optimizer": 0.10 * seconds,
-            "offload_wait": 0.02 * seconds,
-        },
+        "phases": {phase: share * seconds for phase, share in _PHASES.items()},
         "memory": {
             "device": {
                 "parameters": 2_100_000_000,
@@ -66,18 +69,14 @@ def write_run(
     changes: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Path:
     """A run of so many steps; `changes` are further fields of lines, by step."""
-    chance = random.Random(seed)
+    chance, changed = random.Random(seed), changes or {}
     path.mkdir(parents=True)
-    lines = []
-    for step in range(1, steps + 1):
-        line = line_of(step, steps, chance)
-        lines.append(line | dict((changes or {}).get(step, {})))
-    write_lines(path, lines)
+    write_lines(path, [line_of(step, steps, chance) | dict(changed.get(step, {})) for step in range(1, steps + 1)])
     evaluations = [
         {"step": step, "eval_loss": 2.2 + 7.5 * math.exp(-12 * step / steps), "eval_accuracy": step / (steps + 50)}
         for step in range(50, steps + 1, 50)
     ]
-    (path / "evaluations.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in evaluations))
+    write_lines(path, evaluations, "evaluations.jsonl")
     sections = {
         "run": {"name": "llama-8b", "max_steps": steps},
         "optimizer": {"lr": 1e-3 if seed else 6e-4},
@@ -90,12 +89,7 @@ def write_run(
         for rank in range(ranks)
     ]
     (path / "ranks.json").write_text(json.dumps({"time": 1.79e9, "ranks": states}))
-    write_step_memory(path)
-    return path
-
-
-def write_step_memory(path: Path) -> None:
-    """What a step's memory was: units that are gathered one after the other, and gradients that come with them."""
+    # What a step's memory was: units that are gathered one after the other, and gradients that come with them.
     events: list[list[Any]] = [[0.0, "device", "parameters", 1 << 30], [0.0, "device", "moments", 2 << 30]]
     for place in range(40):
         held = (1 << 30) + (place % 2) * (128 << 20)
@@ -104,8 +98,9 @@ def write_step_memory(path: Path) -> None:
     events.append([0.0, "file", "moments", 4 << 30])
     content = {"step": 2, "seconds": 0.45, "events": sorted(events, key=lambda event: event[0])}
     (path / "step_memory.json").write_text(json.dumps(content))
+    return path
 
 
-def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Replace a run's lines of metrics."""
-    (path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+def write_lines(path: Path, lines: list[dict[str, Any]], name: str = "metrics.jsonl") -> None:
+    """Replace a run's lines of metrics, or of another file."""
+    (path / name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -91,17 +91,20 @@ class Zygote:
 
     def fork(self, environment: Mapping[str, str], address: str, options: Mapping[str, Any]) -> tuple[int, Path]:
         """Start a worker; returns its process id and the file with what it prints."""
+        self._count += 1
+        log = self.folder / f"worker-{self._count}.log"
+        return self.ask(environment=environment, address=address, options=options, log=str(log)), log
+
+    def ask(self, **request: Any) -> int:
+        """Have a process forked; returns its id."""
         if not self._ready:
             self._answer()
             self._ready = True
-        self._count += 1
-        log = self.folder / f"worker-{self._count}.log"
-        request = {"environment": environment, "address": address, "options": options, "log": str(log)}
         if self._process.stdin is None:
             raise CaseError("the zygote has no input")
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return int(self._answer()), log
+        return int(self._answer())
 
     def _answer(self) -> str:
         line = self._process.stdout.readline() if self._process.stdout else ""
@@ -286,6 +289,10 @@ class Workers:
     def fresh(self, options: PoolOptions) -> Pool:
         """A pool for one test, which closes it."""
         return Pool(self._zygote, options if options.device != "cpu" else replace(options, device=self._device))
+
+    def fork_programs(self, address: str, folder: str) -> int:
+        """Start the process that programs of `folder` are forked from (programs.py); returns its id."""
+        return self._zygote.ask(programs={"address": address, "folder": folder})
 
     def close(self) -> None:
         for pool in self._pools.values():

@@ -1,7 +1,7 @@
 """The process that all workers of the tests are forked from: it imports the heavy libraries once, and starts no thread.
 
-Reads one JSON line for each worker to start and answers with its process id. Workers die with it, and it dies when its input
-ends or its parent does.
+Reads one JSON line for each worker to start, or for the process of `programs.py`, and answers with its process id. All die with
+it, and it dies when its input ends or its parent does.
 """
 
 import ctypes
@@ -76,10 +76,16 @@ def main() -> None:
     import_once()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes ended workers away
     print("ready", flush=True)
-    for line in sys.stdin:
+    for line in os.fdopen(os.dup(0)):  # Programs find the stream itself as it was opened.
+        request = json.loads(line)
         pid = os.fork()
+        if pid == 0 and "programs" in request:
+            from tests.support.programs import serve
+
+            serve(**request["programs"])
+            return
         if pid == 0:
-            become_worker(json.loads(line))
+            become_worker(request)
         print(pid, flush=True)
 
 

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -22,71 +22,52 @@ def run_checkpoint(options: argparse.Namespace) -> int:
     # Copies between files are bound by memory and disk: with threads that wait for each other they took five times as long.
     torch.set_num_threads(1)
     try:
-        return _ACTIONS[options.action](options)
+        return _run(options, Console())
     finally:
         torch.set_num_threads(threads)
 
 
-def _verify(options: argparse.Namespace) -> int:
-    console, damaged = Console(), 0
-    for directory in checkpoints_at(options.path):
-        try:
-            reader = CheckpointReader(directory, checked=False)
-        except CheckpointError as error:
-            console.note(f"{directory}: DAMAGED: {error}")
-            damaged += 1
-            continue
-        moved = Throughput(console, f"verifying {directory.name}", sum(p.end - p.begin for p in reader.pieces()))
-        found = list(find_damage(reader, moved))
-        files = f"{counted(len(reader.manifest.files), 'file')}, {moved}"
-        console.note(
-            f"{directory}{part_text(reader)}: " + (f"DAMAGED: {len(found)} of {files}" if found else f"whole: {files}")
-        )
-        for each in found:
-            console.note("\n".join([f"  {each.path}", *(f"    {reason}" for reason in each.reasons)]))
-            if each.tensors:
-                console.note(f"    tensors: {some(each.tensors, _SHOWN_TENSORS)}")
-        damaged += bool(found)
-    return 1 if damaged else 0
+def _run(options: argparse.Namespace, console: Console) -> int:
+    match options.action:
+        case "list":
+            sys.stdout.write(reading.list_checkpoints(options.path, as_json=options.json))
+        case "inspect":
+            sys.stdout.write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json))
+        case "verify":
+            damaged = [directory for directory in checkpoints_at(options.path) if _is_damaged(directory, console)]
+            return int(bool(damaged))
+        case "export":
+            directory = checkpoint_at(options.path)
+            console.status("loading transformers")
+            from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 
-
-def _export(options: argparse.Namespace) -> int:
-    directory, console = checkpoint_at(options.path), Console()
-    console.status("loading transformers")
-    from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
-
-    export_checkpoint(directory, options.out, options.dtype, console, merge=options.merge, ema=options.ema)
+            export_checkpoint(directory, options.out, options.dtype, console, merge=options.merge, ema=options.ema)
+        case "merge":
+            parts = open_parts(options.parts)
+            total = sum(piece.end - piece.begin for part in parts for piece in part.pieces())
+            moved = Throughput(console, "merging", total)
+            whole = merge(parts, options.out, moved)
+            of = f"step {whole.step} of {counted(len(parts), 'part')}"
+            console.note(f"{options.out}: {of}, {counted(len(whole.files), 'file')}, {moved}")
+        case "diff":
+            one, two = checkpoint_at(options.one), checkpoint_at(options.two)
+            return 0 if reading.diff_checkpoints(one, two, options.tolerance, console) else 1
     return 0
 
 
-def _merge(options: argparse.Namespace) -> int:
-    parts, console = open_parts(options.parts), Console()
-    moved = Throughput(console, "merging", sum(piece.end - piece.begin for part in parts for piece in part.pieces()))
-    whole = merge(parts, options.out, moved)
-    console.note(
-        f"{options.out}: step {whole.step} of {counted(len(parts), 'part')}, {counted(len(whole.files), 'file')}, {moved}"
-    )
-    return 0
-
-
-def _diff(options: argparse.Namespace) -> int:
-    one, two = checkpoint_at(options.one), checkpoint_at(options.two)
-    return 0 if reading.diff_checkpoints(one, two, options.tolerance, Console()) else 1
-
-
-def _show(options: argparse.Namespace) -> int:
-    if options.action == "list":
-        sys.stdout.write(reading.list_checkpoints(options.path, as_json=options.json))
-    else:
-        sys.stdout.write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json))
-    return 0
-
-
-_ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "list": _show,
-    "inspect": _show,
-    "verify": _verify,
-    "export": _export,
-    "merge": _merge,
-    "diff": _diff,
-}
+def _is_damaged(directory: Path, console: Console) -> bool:
+    try:
+        reader = CheckpointReader(directory, checked=False)
+    except CheckpointError as error:
+        console.note(f"{directory}: DAMAGED: {error}")
+        return True
+    moved = Throughput(console, f"verifying {directory.name}", sum(p.end - p.begin for p in reader.pieces()))
+    found = list(find_damage(reader, moved))
+    files = f"{counted(len(reader.manifest.files), 'file')}, {moved}"
+    state = f"DAMAGED: {len(found)} of {files}" if found else f"whole: {files}"
+    console.note(f"{directory}{part_text(reader)}: {state}")
+    for each in found:
+        console.note("\n".join([f"  {each.path}", *(f"    {reason}" for reason in each.reasons)]))
+        if each.tensors:
+            console.note(f"    tensors: {some(each.tensors, _SHOWN_TENSORS)}")
+    return bool(found)

@@ -272,8 +272,8 @@ def run_completion(options: argparse.Namespace) -> int:
 
 def config_keys() -> Iterator[tuple[str, list[str]]]:
     """Yield every key of the configuration that can be set alone, and its allowed values, if they are few."""
+    from zeromesh.settings.keys import Allowed
     from zeromesh.trainer.config.messages import choices, known_paths, section_of
-    from zeromesh.trainer.config.sections.base import Allowed
 
     for path, info in known_paths().items():
         section = section_of(info)

@@ -15,7 +15,6 @@ from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import print_lines
 
 _WAIT_SECONDS = 300.0
@@ -61,13 +60,8 @@ def _measure(options: argparse.Namespace) -> int:
             "leave --ranks out"
         )
     ranks = environment.world_size if launched else options.ranks or ranks_here()
-    if options.worker or launched or ranks == 1:
-        _measure_here(options)
-        return 0
-    return train.report(train.launch_same(options, ranks))
-
-
-def _measure_here(options: argparse.Namespace) -> None:
+    if not options.worker and not launched and ranks > 1:
+        return train.report(train.launch_same(options, ranks))
     import zeromesh.trainer.trainer  # noqa: F401  # The measured memory includes a run's imports.
     from zeromesh.mesh.mesh_shape import MeshShape
     from zeromesh.mesh.process_mesh import ProcessMesh
@@ -77,7 +71,6 @@ def _measure_here(options: argparse.Namespace) -> None:
     from zeromesh.trainer.planning.measure import TINY_SIZES, measure_machine
 
     reuse_freed_memory()
-    environment = read_environment()
     device = pick_device(environment.local_rank)
     mesh = ProcessMesh(
         MeshShape(shard=environment.world_size), environment, device=device, timeout_seconds=_WAIT_SECONDS
@@ -90,33 +83,30 @@ def _measure_here(options: argparse.Namespace) -> None:
             sys.stdout.write(f"written: {path}, which says what was measured\n")
     finally:
         mesh.close()
+    return 0
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Verify the layout of a configuration; returns 0 where it agrees with a plain process, and 1 where it does not."""
+    """Verify the layout of a configuration; returns 0 where it agrees with a plain process, and 1 where it does not. A worker's
+    exit code is 0 once it has finished; the differences are in the certificate."""
     processes, starts = train.ranks_of(options)
     config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
     train.check_mesh(config, processes)
     out = options.out or Path(config.run.output_dir).expanduser() / config.run.name / "certificate.json"
-    if not starts:
-        return _verify_here(config, options.check, out, quiet=options.worker)
-    with refusals(out, "written"):
-        out.unlink(missing_ok=True)
-    ended = train.report(train.launch_same(options, processes))
-    return ended or int(not json.loads(out.read_text(encoding="utf-8"))["passed"])
-
-
-def _verify_here(config: TrainerConfig, checks: tuple[str, ...], out: Path, *, quiet: bool) -> int:
-    """Verify as one rank. A worker's exit code is 0 once it has finished; the differences are in the certificate."""
+    if starts:
+        with refusals(out, "written"):
+            out.unlink(missing_ok=True)
+        ended = train.report(train.launch_same(options, processes))
+        return ended or int(not json.loads(out.read_text(encoding="utf-8"))["passed"])
     from zeromesh.trainer import Trainer
     from zeromesh.trainer.verification.checks import CHECKS
 
-    unknown = [name for name in checks if name not in CHECKS]
+    unknown = [name for name in options.check if name not in CHECKS]
     if unknown:
         raise ConfigError(f"--check {','.join(unknown)}: there are {', '.join(CHECKS)}")
     with Trainer(config=config) as trainer:
-        certificate = trainer.verify(checks=checks, out=out)
+        certificate = trainer.verify(checks=options.check, out=out)
         if trainer.mesh.rank == 0:
             sys.stdout.writelines(f"{line}\n" for line in (*certificate.lines(), f"written: {out}"))
             sys.stdout.flush()
-    return 0 if quiet else int(not certificate.passed)
+    return 0 if options.worker else int(not certificate.passed)

@@ -1,22 +1,17 @@
 """Commands about runs and this machine: `zeromesh report` and `doctor`; and `init`, which writes example configurations."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from zeromesh.errors import StorageError, plural, printable
 from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.formatting import print_lines
-
-if TYPE_CHECKING:
-    from zeromesh.trainer.tools.doctor.software import Finding
 
 REPORT = "report.html"
 _EXAMPLES = Path(__file__).resolve().parent.parent / "configs"
@@ -44,16 +39,27 @@ def run_report(options: argparse.Namespace) -> int:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """Check every part of this machine and print the findings; returns 1 where there is a problem."""
-    from zeromesh.trainer.tools.doctor.software import Level, report_lines
+    from zeromesh.trainer.tools.doctor import software
 
-    found: list[tuple[str, Finding]] = []
-    for part, findings in _parts(options.directory or [Path("runs")]):
+    found: list[tuple[str, software.Finding]] = []
+
+    def check(part: str, findings: Iterable[software.Finding]) -> None:
+        """Show the findings of one part before the next part is checked."""
         found.extend((part, finding) for finding in findings)
         if not options.json:
-            print_lines(report_lines(part, findings))
-    counts = {
-        f"{level.value}s": sum(each.level is level for _, each in found) for level in (Level.PROBLEM, Level.WARNING)
-    }
+            print_lines(software.report_lines(part, [finding for name, finding in found if name == part]))
+
+    check("packages", software.packages())
+    if find_spec("torch") is not None:
+        from zeromesh.trainer.tools.doctor import hardware
+
+        check("machine", hardware.machine())
+        check("accelerators", hardware.accelerators())
+        check("launch", software.launch())
+        check("disks", chain.from_iterable(map(hardware.directory, options.directory or [Path("runs")])))
+        check("network", software.network())
+    levels = (software.Level.PROBLEM, software.Level.WARNING)
+    counts = {f"{level.value}s": sum(each.level is level for _, each in found) for level in levels}
     if options.json:
         values = [{"part": part, **asdict(finding)} for part, finding in found]
         sys.stdout.write(json.dumps({**counts, "findings": values}, indent=1) + "\n")
@@ -61,22 +67,6 @@ def run_doctor(options: argparse.Namespace) -> int:
         words = [f"{count or 'no'} {plural(count, name.removesuffix('s'))}" for name, count in counts.items()]
         print_lines([", ".join(words)])
     return 1 if counts["problems"] else 0
-
-
-def _parts(directories: list[Path]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield the findings of one part after the other, so that they are shown while the next part is checked."""
-    from zeromesh.trainer.tools.doctor import software
-
-    yield "packages", list(software.packages())
-    if find_spec("torch") is None:
-        return
-    from zeromesh.trainer.tools.doctor import hardware
-
-    yield "machine", list(hardware.machine())
-    yield "accelerators", list(hardware.accelerators())
-    yield "launch", list(software.launch())
-    yield "disks", [finding for each in directories for finding in hardware.directory(each)]
-    yield "network", list(software.network())
 
 
 def run_init(options: argparse.Namespace) -> int:

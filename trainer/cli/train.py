@@ -29,7 +29,7 @@ from zeromesh.environment import (
 from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, printable, printable_lines
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
-from zeromesh.launch.ssh import SSH, Host, LaunchPlan, read_hosts, run_attached, supervise
+from zeromesh.launch.ssh import SSH, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.consent import Consent, foreign_code
 from zeromesh.trainer.config.load import load_config
@@ -64,28 +64,6 @@ def run_launch(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides, ranks=slots, consent=Consent.GIVEN)
     if options.min_hosts is not None and options.min_hosts > len(hosts):
         raise ConfigError(f"--min-hosts {options.min_hosts}: {path} has {len(hosts)}")
-    plan = _plan(options, config, hosts)
-    if not options.dry_run:
-        return report(supervise(plan, say))
-    plan.check(plan.hosts)
-    (address, port), first = plan.meeting_place(hosts), 0
-    for host in hosts:
-        ranks = f"ranks {first} to {first + host.slots - 1} of {slots}, which meet at {address}:{port}"
-        sys.stdout.write(f"{shlex.join(plan.arguments(host))}    # {ranks}\n")
-        first += host.slots
-    names = ", ".join(sorted(plan.variables)) or "none"
-    sys.stdout.write(f"# variables set on every host, whose values are sent over standard input: {names}\n")
-    return 0
-
-
-def check_mesh(config: TrainerConfig, processes: int) -> None:
-    """Refuse a mesh that does not fit the number of processes, before any of them starts. A plan finds one that fits."""
-    if "parallel" in config.parallel.auto:
-        return
-    MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in AXES})
-
-
-def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host, ...]) -> LaunchPlan:
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (options.min_hosts is not None)
     try:
         ssh = SSH if options.ssh is None else tuple(shlex.split(options.ssh))
@@ -107,7 +85,7 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
     if problems:
         raise ConfigError(problems)
     words = ("train", "--attached", f"{options.host_timeout:g}", "--", options.config, *options.overrides)
-    return LaunchPlan(
+    plan = LaunchPlan(
         hosts=hosts,
         # `zeromesh train` parses the arguments of a host's launcher.
         command=(sys.executable, *python_arguments("zeromesh", words)),
@@ -121,6 +99,24 @@ def _plan(options: argparse.Namespace, config: TrainerConfig, hosts: tuple[Host,
         max_restarts=restarts,
         check=lambda left: check_mesh(config, sum(host.slots for host in left)),
     )
+    if not options.dry_run:
+        return report(supervise(plan, say))
+    plan.check(plan.hosts)
+    (address, port), first = plan.meeting_place(hosts), 0
+    for host in hosts:
+        ranks = f"ranks {first} to {first + host.slots - 1} of {slots}, which meet at {address}:{port}"
+        sys.stdout.write(f"{shlex.join(plan.arguments(host))}    # {ranks}\n")
+        first += host.slots
+    names = ", ".join(sorted(plan.variables)) or "none"
+    sys.stdout.write(f"# variables set on every host, whose values are sent over standard input: {names}\n")
+    return 0
+
+
+def check_mesh(config: TrainerConfig, processes: int) -> None:
+    """Refuse a mesh that does not fit the number of processes, before any of them starts. A plan finds one that fits."""
+    if "parallel" in config.parallel.auto:
+        return
+    MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in AXES})
 
 
 EVALUATED = "evaluated.jsonl"

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
+from zeromesh.settings.keys import whole
 from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.messages import either, nearest_path, shown, unknown_key
-from zeromesh.trainer.config.sections.base import whole
 from zeromesh.trainer.config.sections.schedule import ScheduleSection
 from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
+from zeromesh.settings.keys import whole
 from zeromesh.trainer.config.consent import Consent, refused_code
 from zeromesh.trainer.config.deepspeed import Translation, is_deepspeed, nested, read_deepspeed
 from zeromesh.trainer.config.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
@@ -34,7 +35,7 @@ from zeromesh.trainer.config.messages import (
     unknown_key,
 )
 from zeromesh.trainer.config.redact import REDACTED, Redaction
-from zeromesh.trainer.config.sections.base import REPOSITORY, whole
+from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import EVAL, Column, MixturePart, paths_of
@@ -311,7 +312,18 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             data[path] = "auto"
             continue
         if not equals or len(keys) < 2 or not all(keys):
-            problems.append(f"{name}: {_override_hint(path, equals, text)}")
+            field = known_paths().get(path)
+            section = section_of(field) if field is not None else None
+            if section is not None:
+                keys_of_it = ", ".join(section.model_fields)
+                hint = f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {keys_of_it}"
+            elif field is not None:
+                hint = f"it has no value; write {path}=VALUE"
+            else:  # A foreign key may have other values, so the value is left out.
+                given = f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
+                near = _meant(suggestion(path), "" if path.lower() in BY_NAME else given)
+                hint = near or "write section.key=value"
+            problems.append(f"{name}: {hint}")
             continue
         overridden[path] = name
         try:
@@ -334,18 +346,6 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
         else:
             at[keys[-1]] = value
     return problems, overridden
-
-
-def _override_hint(path: str, equals: str, text: str) -> str:
-    field = known_paths().get(path)
-    section = section_of(field) if field is not None else None
-    if section is not None:
-        return f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {', '.join(section.model_fields)}"
-    if field is not None:
-        return f"it has no value; write {path}=VALUE"
-    # A foreign key may have other values, so the value is left out.
-    given = "" if path.lower() in BY_NAME else f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
-    return _meant(suggestion(path), given) or "write section.key=value"
 
 
 def _meant(near: str | None, value: str = "") -> str:

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from zeromesh.errors import counted
+from zeromesh.settings.keys import Allowed
 from zeromesh.trainer.config.redact import REDACTED, Redaction, is_secret
-from zeromesh.trainer.config.sections.base import Allowed
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 

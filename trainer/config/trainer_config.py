@@ -16,7 +16,8 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.sections.base import NamedFunction, Section, whole
+from zeromesh.settings.keys import whole
+from zeromesh.trainer.config.sections.base import NamedFunction, Section
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.config.sections.outputs import (
     CheckpointSection,

@@ -149,9 +149,9 @@ _VARIABLE = re.compile(r"\$\$\{|\$\{(\w*)(:-)?([^{}]*)\}")
 
 
 def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = "") -> Any:
-    """Substitute environment variables in the texts of `value`: `${NAME}`, or `${NAME:-default}`; `$${` stands for `${`. A text of
-    a single variable is parsed as YAML, unless `takes_text` holds for the key's dotted path. Raises `ConfigError` for an unset
-    variable, and for one with a secret, which a configuration must not hold."""
+    """Substitute environment variables in the texts of `value`: `${NAME}`, or `${NAME:-default}`. `$${` stands for `${`, also in
+    keys. A text of a single variable is parsed as YAML, unless `takes_text` holds for the key's dotted path. Raises `ConfigError`
+    for an unset variable, and for one with a secret, which a configuration must not hold."""
 
     def found(match: re.Match[str]) -> str:
         name, default, text = match.groups()
@@ -173,7 +173,10 @@ def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = ""
         return text if present is None else present
 
     if isinstance(value, dict):
-        return {key: with_variables(each, takes_text, f"{path}.{key}" if path else key) for key, each in value.items()}
+        values = {
+            key: with_variables(each, takes_text, f"{path}.{key}" if path else key) for key, each in value.items()
+        }
+        return {key.replace("$${", "${"): each for key, each in values.items()}
     if isinstance(value, list):
         return [with_variables(each, takes_text, path) for each in value]
     if not isinstance(value, str) or "${" not in value:

@@ -29,8 +29,9 @@ from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes
+from zeromesh.settings.keys import whole
 from zeromesh.telemetry.event_ring import Activity
-from zeromesh.trainer.config.sections.base import REPOSITORY, whole
+from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer

@@ -19,17 +19,10 @@ from pydantic import Field, ValidationError
 from zeromesh.environment import setting
 from zeromesh.errors import ConfigError
 from zeromesh.files import write_whole
+from zeromesh.settings.keys import Bytes, Count, NotNegative, Positive, Text
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.trainer.config.messages import allowed, known_paths, shown, unknown_key
-from zeromesh.trainer.config.sections.base import (
-    Bytes,
-    Count,
-    NotNegative,
-    Positive,
-    Section,
-    Text,
-    Texts,
-)
+from zeromesh.trainer.config.sections.base import Section, Texts
 from zeromesh.trainer.config.trainer_config import CoreDumper
 from zeromesh.trainer.config.yaml_reader import read_yaml
 from zeromesh.trainer.machines import cards

@@ -10,7 +10,8 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from zeromesh.errors import ConfigError
 from zeromesh.offload import FileSettings, TierChoice
-from zeromesh.options import AverageSettings, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ZeroOptions
+from zeromesh.settings.keys import OptimizerKeys
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
@@ -28,27 +29,26 @@ def biases_and_norms(model: nn.Module) -> list[str]:
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     """Return the engine's options; `accumulation` is the number of microbatches of a step."""
-    precision, optimizer, ema, offload = config.precision, config.optimizer, config.ema, config.offload
-    zero: dict[str, Any] = {name: None if value == "auto" else value for name, value in config.zero}
+    precision, optimizer, offload = config.precision, config.optimizer, config.offload
     states = {name: getattr(offload, name) for name in ("optimizer", "gradients", "parameters", "activations")}
     tiers: dict[str, Any] = {name: TierChoice(**dict(each)) for name, each in states.items() if each.tier != "auto"}
     named = offload.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
     directories = [Path(each).expanduser().absolute() for each in ((named,) if isinstance(named, str) else named)]
     return ZeroOptions(
-        **zero,
+        **dict(config.zero),
         transport=config.parallel.transport,
         precision=Precision(
             **{role: getattr(torch, getattr(precision, role)) for role in ("compute", "master", "reduce")},
-            loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
+            loss_scale=precision.loss_scale if precision.compute == "float16" else None,
         ),
-        optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerSettings)})),
+        optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)})),
         offload=OffloadOptions(
             **tiers,
             files=FileSettings(directories=tuple(directories), label=config.run.name, checksums=offload.checksums),
             update=offload.update,
             staging_bytes=None if offload.staging == "auto" else offload.staging,
         ),
-        average=AverageSettings(decay=ema.decay, every=ema.every_steps, start=ema.start_step) if ema.decay else None,
+        average=config.ema if config.ema.decay else None,
         accumulation=accumulation,
         optimizer_in_backward=optimizer.in_backward,
         **config.run.model_dump(include={"clip_norm", "on_nonfinite", "seed"}),

@@ -4,9 +4,8 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
+from typing import Any
 
-import torch
 from torch import nn
 
 from zeromesh.errors import StorageError
@@ -48,10 +47,12 @@ class _HostMemory:
         freed = [sum(each.nbytes for each in held if on_accelerator(each) is there) for there in (False, True)]
         self.free = available_bytes()
         memory = device_memory(mesh.device) if self.on_device else None
+        # A missing directory is on the disk of its nearest parent, and each disk counts once.
+        disks = {os.stat(near).st_dev: near for near in map(nearest_directory, self.directories)}
         self.room = MemoryBytes(
             device=0 if memory is None else memory.free + memory.reserved - memory.allocated + freed[True],
             host=self.free + swap_bytes() + self.ranks * freed[False],
-            disk=_free_on_disks(self.directories),
+            disk=sum(map(free_bytes, disks.values())),
         )
 
     def needs(self, options: ZeroOptions) -> MemoryBytes:
@@ -132,9 +133,16 @@ class _HostMemory:
             )
             return
         if disk > self.room.disk:
+            offload = self.options.offload
+            choices = {name: getattr(offload, name) for name in ("optimizer", "parameters", "gradients")}
+            on_files = {name: each for name, each in choices.items() if each is not None and each.tier == "file"}
+
+            def fits_with(fraction: float) -> bool:
+                parts: Any = {name: replace(each, fraction=each.fraction * fraction) for name, each in on_files.items()}
+                return not self.needs(replace(self.options, offload=replace(offload, **parts))).beyond(self.room)
+
             fractions = (round(count * _FRACTION_STEP, 2) for count in range(round(1 / _FRACTION_STEP) - 1, 0, -1))
-            smaller = ((each, self.needs(_with_fraction(self.options, each))) for each in fractions)
-            fraction = next((each for each, changed in smaller if not changed.beyond(self.room)), None)
+            fraction = next(filter(fits_with, fractions), None)
             fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
             raise StorageError(
                 f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {room} free; "
@@ -167,24 +175,6 @@ def _offloads(offload: OffloadOptions, stage: int, *, host: bool) -> Iterator[tu
             yield "offload.optimizer and offload.parameters", away.tier, replace(optimizer, parameters=away)
 
 
-def _with_fraction(options: ZeroOptions, fraction: float) -> ZeroOptions:
-    """Scale the fractions of file-tier states in the options."""
-    choices = {name: getattr(options.offload, name) for name in ("optimizer", "parameters", "gradients")}
-    parts = {
-        name: replace(choice, fraction=choice.fraction * fraction)
-        for name, choice in choices.items()
-        if choice is not None and choice.tier == "file"
-    }
-    return replace(options, offload=replace(options.offload, **parts))
-
-
-def kept_input_bytes(model: nn.Module, blocks: int, samples: int, length: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the inputs of `blocks` blocks for a microbatch; 0 for an unknown hidden size."""
-    config = getattr(model, "config", None)
-    width = getattr(config, "hidden_size", None) or getattr(config, "n_embd", None) or 0
-    return blocks * samples * length * width * dtype.itemsize if isinstance(width, int) else 0
-
-
 def require_memory(
     model: nn.Module,
     options: ZeroOptions,
@@ -214,12 +204,3 @@ def pinned_notes(budget: PinnedBudget) -> list[str]:
         f"WARNING: {text}, and {human_bytes(budget.pageable)} are not, because the driver refused or too little memory is free: "
         "their copies are slower and make the host wait; offload less, or to files"
     ]
-
-
-def _free_on_disks(directories: tuple[Path, ...]) -> int:
-    """Return the free bytes of the directories' file systems, each counted once; a missing directory uses its nearest parent."""
-    disks: dict[int, Path] = {}
-    for directory in directories:
-        existing = nearest_directory(directory)
-        disks.setdefault(os.stat(existing).st_dev, existing)
-    return sum(map(free_bytes, disks.values()))

@@ -49,7 +49,7 @@ from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fit
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import exempted
-from zeromesh.trainer.setup.memory_check import kept_input_bytes, pinned_notes, require_memory
+from zeromesh.trainer.setup.memory_check import pinned_notes, require_memory
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
@@ -150,9 +150,13 @@ def _make_engine(
             "every rank keeps running statistics of its own, and rank 0's are saved"
         )
     console.note(*notes)
-    length = config.data.sequence_length if feeds.data.tokenizer is not None else 0
-    kept_inputs = kept_input_bytes(model, away, config.batch.micro_size, length, options.precision.compute)
-    engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=kept_inputs)
+    # The inputs of recomputed blocks that are offloaded, where their size is known.
+    sizes = getattr(model, "config", None)
+    width = getattr(sizes, "hidden_size", None) or getattr(sizes, "n_embd", None)
+    elements = away * config.batch.micro_size * config.data.sequence_length
+    width = width if isinstance(width, int) and feeds.data.tokenizer is not None else 0
+    inputs = elements * width * options.precision.compute.itemsize
+    engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=inputs)
     if mesh.device.type == "cpu":
         settle_heap()
     return engine

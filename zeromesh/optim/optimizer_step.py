@@ -43,7 +43,8 @@ from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
 from zeromesh.optim.gradients import GradientReducer, gradient_of
-from zeromesh.options import AverageSettings, Placement, ScalerSettings, UpdateOn, ZeroOptions
+from zeromesh.options import Placement, UpdateOn, ZeroOptions
+from zeromesh.settings.keys import AverageSettings, ScalerSettings
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
@@ -55,6 +56,9 @@ _EXCHANGE_ELEMENTS = 1 << 20
 def clip_factor(norm: float, limit: float) -> float:
     """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients; 1 for limit 0, which means no clipping."""
     return 1.0 if limit <= 0 else min(1.0, limit / (norm + 1e-6))
+
+
+_LEAST_SCALE = 1.0
 
 
 class LossScaler:
@@ -78,7 +82,7 @@ class LossScaler:
             return
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
-            self.scale = max(settings.smallest, self.scale * settings.backoff_factor)
+            self.scale = max(_LEAST_SCALE, self.scale * settings.backoff_factor)
         elif self.good_steps == settings.growth_interval:
             self.scale, self.good_steps = self.scale * settings.growth_factor, 0
 
@@ -86,9 +90,9 @@ class LossScaler:
 class WeightAverage:
     """Exponential moving averages of this rank's shards, `[shard]` in the master dtype, on the tier of the moments.
 
-    The averages equal `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` after every `every`-th update: the
-    first such update copies the weights, later ones compute `average + (1 - decay) (weights - average)`. Never-trained parameters
-    have no average, and an averaged model has the model's buffers.
+    The averages equal `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` after each `every_steps` updates:
+    the first such update copies the weights, later ones compute `average + (1 - decay) (weights - average)`. Never-trained
+    parameters have no average, and an averaged model has the model's buffers.
     """
 
     def __init__(self, settings: AverageSettings, tiers: Tiers, at: TierChoice) -> None:
@@ -106,7 +110,7 @@ class WeightAverage:
 
     def due(self, update: int) -> bool:
         """Return True if update number `update`, counted from 1, enters the average."""
-        return update >= self._settings.start and update % self._settings.every == 0
+        return update >= self._settings.start_step and update % self._settings.every_steps == 0
 
     def blend(self, average: torch.Tensor, weights: torch.Tensor) -> None:
         """Blend new weights into an average in place; both are the same part of a shard."""

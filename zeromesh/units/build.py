@@ -171,15 +171,16 @@ def kept_buckets(
 ) -> list[list[bool]]:
     """Return for each bucket of each unit, the root first, whether its gathered parameters are kept between uses.
 
-    Without a budget these are all on a single rank, and where ranks share pages those that need no extra memory: the root, always
-    gathered while others are, and units at rest in the dtype of the gather. Buckets used in place on a single rank are always kept.
+    With an automatic budget these are all on a single rank, and where ranks share pages those that need no extra memory: the root,
+    always gathered while others are, and units at rest in the dtype of the gather. Buckets used in place on a single rank always
+    are.
     """
     away, budget = options.offload.parameters.leaves(device), options.gathered_budget
     alone = kind == "local" and not away
-    if options.placements.parameters is Placement.REPLICATED or (alone and budget is None):
+    if options.placements.parameters is Placement.REPLICATED or (alone and budget == "auto"):
         return [[True] * len(unit) for unit in units]
     at_rest = [[_rests_as_gathered(each, options) for each in unit] for unit in units]
-    if budget is None:
+    if budget == "auto":
         shared = kind == "shared" and not away
         return [[shared and (number == 0 or all(unit))] * len(unit) for number, unit in enumerate(at_rest)]
     kept = [[alone and rests for rests in unit] for unit in at_rest]

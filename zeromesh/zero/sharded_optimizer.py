@@ -203,7 +203,7 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
             "it before the first update, with initial_accumulator_value 0, or go on from a checkpoint by zeromesh.load"
         )
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
-    name = next((name for name, row in OPTIMIZERS.items() if row.kind is type(optimizer)), None)
+    name: Any = next((name for name, row in OPTIMIZERS.items() if row.kind is type(optimizer)), None)
     decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)
     if name is None or any(group.get(option) for group in groups for option in _NOT_FUSED) or decoupled:
         return OptimizerSettings(own_class=try_class(optimizer), members=members)

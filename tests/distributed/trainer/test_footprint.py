@@ -11,7 +11,8 @@ from tests.support.devices import DEVICE
 from tests.support.workers import Workers
 from zeromesh.flat.layout import ParameterSpec
 from zeromesh.offload import Purpose
-from zeromesh.options import AverageSettings, Precision, ZeroOptions
+from zeromesh.options import Precision, ZeroOptions
+from zeromesh.settings.keys import AverageSettings
 from zeromesh.units.plan import ModelPlan, UnitPlan
 from zeromesh.zero.memory_model import predict_memory
 

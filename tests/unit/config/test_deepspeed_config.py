@@ -1,6 +1,5 @@
 """DeepSpeed configurations in place of one of zeromesh: every key is mapped, without effect or refused, and said to be."""
 
-import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.config.deepspeed_configs import DOCUMENTED
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.config.deepspeed import is_deepspeed, read_deepspeed
+from zeromesh.trainer.config.deepspeed import is_deepspeed, nested, read_deepspeed
 from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.messages import known_paths
@@ -101,15 +100,8 @@ TENSOR = {"batch.global_size"}
 """What tensor ranks leave fewer data ranks for."""
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = copy.deepcopy(BASE)
-    for path, value in flat.items():
-        *parents, key = path.split(".")
-        at = found
-        for parent in parents:
-            at = at.setdefault(parent, {})
-        at[key] = value
-    return found
+def source(flat: dict[str, Any]) -> dict[str, Any]:
+    return BASE | nested(flat)
 
 
 def leaves(data: dict[str, Any], prefix: str = "") -> Iterator[str]:
@@ -142,8 +134,8 @@ def test_a_key_does_what_its_row_says(row: SettingRow) -> None:
         return
     where = {"optimizer": ADAM, "scheduler": WARMUP}.get(row.name.partition(".")[0], {})
     value, with_it = OTHER.get(row.name, (3.5, where))
-    before = read_deepspeed(nested(with_it), RANKS)
-    after = read_deepspeed(nested(with_it | {row.name: value}), RANKS)
+    before = read_deepspeed(source(with_it), RANKS)
+    after = read_deepspeed(source(with_it | {row.name: value}), RANKS)
     assert not before.problems
     changed = {key for key in {*before.values, *after.values} if before.values.get(key) != after.values.get(key)}
     if row.fate is Fate.REFUSED:
@@ -324,17 +316,10 @@ def test_all_problems_come_at_once() -> None:
 
 
 def test_sections_that_are_off_ask_for_nothing() -> None:
-    quiet = {
-        "amp": {"enabled": False},
-        "autotuning": {"enabled": False},
-        "elasticity": {"enabled": False},
-        "compression_training": {},
-        "sparse_attention": None,
-        "zero_optimization": {"stage": 3, "offload_param": None, "offload_optimizer": "none", "zenflow": None},
-        "gradient_allreduce_op": "mean",
-        "steps_per_print": float("inf"),
-        "train_micro_batch_size_per_gpu": 1,
-    }
+    zero = {"stage": 3, "offload_param": None, "offload_optimizer": "none", "zenflow": None}
+    quiet = {"compression_training": {}, "sparse_attention": None, "zero_optimization": zero}
+    quiet |= {name: {"enabled": False} for name in ("amp", "autotuning", "elasticity")}
+    quiet |= {"gradient_allreduce_op": "mean", "steps_per_print": float("inf"), "train_micro_batch_size_per_gpu": 1}
     config = load_config(quiet, ranks=2)
     assert (config.offload.optimizer.tier, config.offload.parameters.tier) == ("none", "none")
     assert (config.zero.stage, config.run.log_every) == (3, 0)
@@ -389,42 +374,26 @@ def test_the_command_prints_the_report_and_yaml_that_loads(tmp_path: Path, capsy
 
 # Against DeepSpeed itself, where it is installed
 
+_UP_TO = {"warmup_max_lr": 0.3, "warmup_num_steps": 9}
+_OF_60 = {"total_num_steps": 60, "warmup_num_steps": 9}
+_CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4, "cycle_first_step_size": 20, "cycle_second_step_size": 40}
 CURVES: list[dict[str, Any]] = [
-    {"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, "warmup_max_lr": 0.3, "warmup_num_steps": 9}},
-    {"type": "WarmupLR", "params": {"warmup_max_lr": 0.3, "warmup_num_steps": 1}},
-    {"type": "WarmupLR", "params": {"warmup_max_lr": 0.3, "warmup_num_steps": 9, "warmup_type": "linear"}},
-    {"type": "WarmupDecayLR", "params": {"total_num_steps": 60, "warmup_num_steps": 9, "warmup_max_lr": 0.3}},
-    {"type": "WarmupDecayLR", "params": {"total_num_steps": 60, "warmup_num_steps": 9, "warmup_type": "linear"}},
-    {"type": "WarmupCosineLR", "params": {"total_num_steps": 60, "warmup_num_steps": 9}},
-    {
-        "type": "WarmupCosineLR",
-        "params": {"total_num_steps": 60, "warmup_num_steps": 9, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1},
-    },
-    {
-        "type": "OneCycle",
-        "params": {
-            "cycle_min_lr": 0.1,
-            "cycle_max_lr": 0.4,
-            "cycle_first_step_size": 20,
-            "cycle_second_step_size": 40,
-            "cycle_momentum": False,
-        },
-    },
+    {"type": "WarmupLR", "params": {"warmup_min_lr": 0.01, **_UP_TO}},
+    {"type": "WarmupLR", "params": {**_UP_TO, "warmup_num_steps": 1}},
+    {"type": "WarmupLR", "params": {**_UP_TO, "warmup_type": "linear"}},
+    {"type": "WarmupDecayLR", "params": {**_OF_60, "warmup_max_lr": 0.3}},
+    {"type": "WarmupDecayLR", "params": {**_OF_60, "warmup_type": "linear"}},
+    {"type": "WarmupCosineLR", "params": _OF_60},
+    {"type": "WarmupCosineLR", "params": {**_OF_60, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1}},
+    {"type": "OneCycle", "params": {**_CYCLE, "cycle_momentum": False}},
 ]
 
 
 @pytest.mark.parametrize("scheduler", CURVES, ids=lambda value: "-".join([value["type"], *value["params"]]))
 def test_learning_rates_are_those_of_deepspeed(scheduler: dict[str, Any]) -> None:
     schedulers = pytest.importorskip("deepspeed.runtime.lr_schedules")
-    config = load_config(
-        {
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.3}},
-            "scheduler": scheduler,
-            "zeromesh": {"run": {"seed": 1}},
-        },
-        ["run.max_steps=60"],
-        ranks=1,
-    )
+    optimized = {"optimizer": {"type": "AdamW", "params": {"lr": 0.3}}, "zeromesh": {"run": {"seed": 1}}}
+    config = load_config({**optimized, "scheduler": scheduler}, ["run.max_steps=60"], ranks=1)
     schedule = schedule_of(config)
     rates = [config.optimizer.lr * schedule.factor(step) for step in range(60)]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)

@@ -4,7 +4,6 @@ import argparse
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers as tf
@@ -31,23 +30,14 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "m"
 
 
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [
-        ({"messages": []}, "chat"),
-        ({"prompt": "", "completion": ""}, "pairs"),
-        ({"instruction": "", "output": ""}, "alpaca"),
-        ({"text": ""}, "text"),
-    ],
-)
-def test_a_model_and_a_file_make_a_configuration(tmp_path: Path, row: dict[str, Any], kind: str) -> None:
+def test_a_model_and_a_file_make_a_configuration(tmp_path: Path) -> None:
     model, data = directory(tmp_path), tmp_path / "rows.jsonl"
-    data.write_text(json.dumps(row) + "\n" + json.dumps(row))
+    data.write_text('{"prompt": "", "completion": ""}\n' * 2)
     options = parsed(
         "--model", str(model), "--data", str(data), "--lora", "optimizer.betas=[0.5, 0.6]", "batch.global_size=6"
     )
     config = load_config(None, options.overrides, tunes="whole")
-    assert (config.model.source, config.data.train, config.data.format) == (str(model), str(data), kind)
+    assert (config.model.source, config.data.train, config.data.format) == (str(model), str(data), "pairs")
     assert (config.data.sequence_length, config.run.name, config.run.epochs) == (64, "m-lora", 3)
     assert (config.optimizer.lr, config.optimizer.exempt) == (2e-4, "biases_and_norms")
     assert (config.optimizer.betas, config.batch.micro_size) == ((0.5, 0.6), 2)
@@ -59,6 +49,10 @@ def test_a_model_and_a_file_make_a_configuration(tmp_path: Path, row: dict[str, 
 @pytest.mark.parametrize(
     ("name", "text", "kind"),
     [
+        ("rows.jsonl", '{"messages": []}\n{"messages": []}', "chat"),
+        ("rows.jsonl", '{"prompt": "", "completion": ""}', "pairs"),
+        ("rows.jsonl", '{"instruction": "", "output": ""}', "alpaca"),
+        ("rows.jsonl", '{"text": ""}', "text"),
         ("rows.json", json.dumps([{"instruction": "a", "output": "b"}], indent=1), "alpaca"),
         ("rows.csv", "\ufeffprompt;completion\r\na;b\r\n", "pairs"),
         ("rows.jsonl.gz", json.dumps({"conversations": []}), "sharegpt"),
@@ -69,7 +63,8 @@ def test_a_model_and_a_file_make_a_configuration(tmp_path: Path, row: dict[str, 
 def test_rows_are_recognised_in_files_of_all_kinds(tmp_path: Path, name: str, text: str, kind: str) -> None:
     data = tmp_path / name
     data.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
-    options = parsed("--model", str(directory(tmp_path)), "--data", str(data))
+    (tmp_path / "m").mkdir()
+    options = parsed("--model", str(tmp_path / "m"), "--data", str(data))
     assert load_config(None, options.overrides).data.format == kind
 
 

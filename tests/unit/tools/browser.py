@@ -1,6 +1,5 @@
 """A headless Chromium for tests of pages, spoken to over its own protocol (Chrome DevTools Protocol) through two pipes."""
 
-import base64
 import contextlib
 import json
 import os
@@ -120,17 +119,6 @@ class Browser:
             clickCount=count if pressed else 0,
         )
 
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        """Write what the page looks like, as a PNG."""
-        found = self.call(
-            "Page.captureScreenshot", captureBeyondViewport=whole, **({"clip": self._clip()} if whole else {})
-        )
-        path.write_bytes(base64.b64decode(found["data"]))
-
-    def _clip(self) -> dict[str, float]:
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + _WAIT_SECONDS
         while b"\0" not in self._received:
@@ -186,19 +174,19 @@ def looks_of(browser: Browser, path: Path) -> list[str]:
     """What is wrong with the looks of a page: on a phone and on a wide screen, light and dark."""
     found = []
     for width in (390, 1400):
+        browser.size(width, 844, phone=width < 500)
+        browser.open(path)
         for scheme in ("light", "dark"):
-            browser.size(width, 844, phone=width < 500)
             browser.media(scheme=scheme)
-            browser.open(path)
             for name, script in {"outside": OUTSIDE, "cut": CUT, "broken": BROKEN}.items():
                 found += [f"{name} at {width}, {scheme}: {each}" for each in browser.ask(script)]
-            if browser.ask("document.querySelectorAll('.modebar').length"):
-                found.append(f"buttons over charts at {width}")
-            # All charts of a row together fill it.
-            edges = browser.ask(
-                "[...document.querySelectorAll('figure')].map((each) => each.getBoundingClientRect().right)"
-            )
-            if edges and edges[-1] < max(edges) - 1:
-                found.append(f"the last chart stands alone at {width}")
+        if browser.ask("document.querySelectorAll('.modebar').length"):
+            found.append(f"buttons over charts at {width}")
+        # All charts of a row together fill it.
+        edges = browser.ask(
+            "[...document.querySelectorAll('figure')].map((each) => each.getBoundingClientRect().right)"
+        )
+        if edges and edges[-1] < max(edges) - 1:
+            found.append(f"the last chart stands alone at {width}")
     browser.media()
     return found

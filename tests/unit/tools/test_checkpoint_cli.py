@@ -3,29 +3,17 @@
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.unit.tools.checkpoint_runs import Trained, contents, flip, rewritten, trained_runs, write_manifest
+from tests.unit.tools.checkpoint_runs import Trained, contents, flip, rewritten, write_manifest
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.cli.main import main
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    yield from trained_runs(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture
-def copied(trained: Trained, tmp_path: Path) -> Callable[[str], Path]:
-    """Makes a copy of a run that may be damaged."""
-    return lambda name: trained.copy(name, tmp_path)
-
 
 # list
 
@@ -34,16 +22,8 @@ def test_list_says_what_each_holds(trained: Trained, capsys: pytest.CaptureFixtu
     assert main(["checkpoint", "list", str(trained.run("llama"))]) == 0
     head, columns, *rows = capsys.readouterr().out.splitlines()
     assert head == str(trained.run("llama") / "checkpoints")
-    assert re.split(" {2,}", columns) == [
-        "step",
-        "date (UTC)",
-        "size",
-        "loss",
-        "eval loss",
-        "tokens",
-        "written by",
-        "state",
-    ]
+    named = ["step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state"]
+    assert re.split(" {2,}", columns) == named
     assert [row.split()[0] for row in rows] == ["1", "2"]
     assert all(row.endswith("1 rank, stage 3, float32/float32  whole") for row in rows)
 
@@ -132,14 +112,8 @@ def test_verify_names_every_damaged_file(copied: Callable[[str], Path], capsys: 
     said = capsys.readouterr().out
     blocks = dict(re.findall(r"^  (\S+)\n((?:    .*\n)+)", said, re.MULTILINE))
     assert re.match(rf"{directory}: DAMAGED: 6 of 11 files", said)
-    assert blocks.keys() == {
-        norm.path,
-        "trainer_state.json",
-        "optimizer/master-00001-of-00001.safetensors",
-        "optimizer/exp_avg-00001-of-00001.safetensors",
-        "config.json",
-        "pytorch_model.bin",
-    }
+    states = [f"optimizer/{name}-00001-of-00001.safetensors" for name in ("master", "exp_avg")]
+    assert blocks.keys() == {norm.path, "trainer_state.json", *states, "config.json", "pytorch_model.bin"}
     assert "are not what rank 0 wrote" in blocks[norm.path]
     assert "tensors: model.norm.weight, model.embed_tokens.weight" in blocks[norm.path]
     assert "layers.1.post_attention_layernorm" not in blocks[norm.path]

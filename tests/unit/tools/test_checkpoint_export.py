@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tests.unit.tools.checkpoint_runs import (
     flip,
     rewritten,
     same,
-    trained_runs,
     weights,
     write_manifest,
 )
@@ -33,17 +32,6 @@ from zeromesh.trainer.models.hub_form import HubNames
 
 ROOT = Path(__file__).resolve().parents[3]
 IDS = torch.arange(10)[None]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
-    yield from trained_runs(tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture
-def copied(trained: Trained, tmp_path: Path) -> Callable[[str], Path]:
-    """Makes a copy of a run that may be damaged."""
-    return lambda name: trained.copy(name, tmp_path)
 
 
 # export

@@ -65,19 +65,15 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_one_process_trains_in_this_one(config: str, fitted: list[TrainerConfig], launched: list[Any]) -> None:
+def test_one_process_trains_in_this_one(
+    config: str, fitted: list[TrainerConfig], launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends without another look at all objects, which took one to two seconds after the last line of a run."""
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
     assert main(["train", config, "run.seed=3"]) == 0
     assert [(run.run.name, run.run.seed) for run in fitted] == [("here", 3)]
     assert not launched
-
-
-def test_a_process_that_has_trained_ends_without_another_look_at_all_objects(
-    config: str, fitted: list[TrainerConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It took one to two seconds after the last line of a run."""
-    registered: list[object] = []
-    monkeypatch.setattr(atexit, "register", registered.append)
-    assert main(["train", config]) == 0
     assert gc.freeze in registered
 
 
@@ -93,6 +89,8 @@ def test_nproc_starts_workers_of_the_same_command(
     assert processes == 2
     assert arguments[-7:] == ("-m", "zeromesh", "train", "--worker", "--", config, "run.seed=3")
     assert not fitted
+    assert main(["evaluate", *(word.format(config) for word in words)]) == 0
+    assert launched[1][1][-5:] == ("evaluate", "--worker", "--", config, "run.seed=3")
     # What a worker is started with is a command line that this command understands.
     start = arguments.index("train")
     worker = [word for word in arguments[start:] if word != "--worker"]
@@ -101,24 +99,19 @@ def test_nproc_starts_workers_of_the_same_command(
 
 
 def test_under_a_launcher_the_ranks_are_there(
-    config: str, fitted: list[TrainerConfig], launched: list[Any], monkeypatch: pytest.MonkeyPatch
+    config: str,
+    fitted: list[TrainerConfig],
+    launched: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert main(["train", config]) == 0
-    assert main(["train", config, "--nproc", "2"]) == 0
+    for words, code in (([], 0), (["--nproc", "2"], 0), (["--nproc", "3"], 2)):
+        assert main(["train", config, *words]) == code
+    assert "rank 1: --nproc 3: torchrun has started 2 processes on this host" in capsys.readouterr().err
     assert len(fitted) == 2
     assert not launched
-
-
-def test_under_a_launcher_another_nproc_is_a_mistake(
-    config: str, fitted: list[TrainerConfig], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert main(["train", config, "--nproc", "3"]) == 2
-    assert "rank 1: --nproc 3: torchrun has started 2 processes on this host" in capsys.readouterr().err
-    assert not fitted
 
 
 @pytest.mark.parametrize(
@@ -176,15 +169,13 @@ def test_errors_of_a_run(
     assert capsys.readouterr().err == f"zeromesh: {str(error) or 'interrupted'}\n"
 
 
-def test_exit_codes_tell_the_users_mistakes_from_broken_runs() -> None:
-    assert [exit_code_of(error) for error in (ConfigError("x"), DataError("x"))] == [2, 2]
-    assert [exit_code_of(error) for error in (CollectiveError("x"), ZeromeshError("x"), ValueError("x"))] == [1, 1, 1]
-
-
-def test_other_errors_keep_their_traceback(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes_tell_the_users_mistakes_from_broken_runs(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors of neither keep their traceback."""
     monkeypatch.setitem(vars(zeromesh.trainer), "Trainer", None)
     with pytest.raises(TypeError):
         main(["train", config])
+    assert [exit_code_of(error) for error in (ConfigError("x"), DataError("x"))] == [2, 2]
+    assert [exit_code_of(error) for error in (CollectiveError("x"), ZeromeshError("x"), ValueError("x"))] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -234,9 +225,6 @@ def test_the_installed_command_knows_its_version() -> None:
     assert done.stdout == f"zeromesh {zeromesh.__version__}\n"
 
 
-# evaluate and init
-
-
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
@@ -262,20 +250,10 @@ def test_init_lists_examples_and_writes_one(
     assert Path("lora.yaml").read_text() == "mine"
 
 
-def test_evaluate_starts_workers_of_the_same_command(config: str, launched: list[Any]) -> None:
-    assert main(["evaluate", config, "--nproc", "2", "run.seed=3"]) == 0
-    ((processes, arguments),) = launched
-    assert processes == 2
-    assert arguments[-5:] == ("evaluate", "--worker", "--", config, "run.seed=3")
-
-
-def test_a_directory_that_nothing_can_be_evaluated_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a script's run the configuration's model was built, of which the checkpoint has no weight."""
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "a directory without config.resolved.yaml or config.json" in capsys.readouterr().err
-
-
-def test_a_run_that_a_script_made_is_not_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It built the configuration's model, of which the checkpoint has no weight."""
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
     (run / "config.resolved.yaml").write_text("{}\n")

@@ -1,8 +1,6 @@
 """`zeromesh doctor`: how it judges what a machine shows, and that it looks at this one."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,52 +95,49 @@ def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) ->
 # Accelerators
 
 
-class Devices(SimpleNamespace):
+def devices_of(
+    *, count: int = 2, free: int = 79, broken: tuple[int, ...] = (), failure: str = "", built: str = "CUDA 12.8"
+) -> Any:
     """GPUs as the seam shows them, of which `broken` compute nothing."""
 
-    count, free, broken, failure, built = 2, 79, (), "", "CUDA 12.8"
+    def begin() -> list[torch.device]:
+        if failure:
+            raise RuntimeError(f"{failure}\nand more")
+        return [torch.device("cuda", index) for index in range(count)]
 
-    def built_for(self) -> str:
-        return self.built
-
-    def begin(self) -> list[torch.device]:
-        if self.failure:
-            raise RuntimeError(f"{self.failure}\nand more")
-        return [torch.device("cuda", index) for index in range(self.count)]
-
-    def device_name(self, device: torch.device) -> str:
-        return "H100"
-
-    def architecture(self, device: torch.device) -> str:
-        return "sm_90"
-
-    def device_memory(self, device: torch.device) -> DeviceMemory:
-        return DeviceMemory(free=self.free * GIB, total=80 * GIB, allocated=0, reserved=0, peak=0)
-
-    def ones(self, count: int, device: torch.device) -> torch.Tensor:
-        if device.index in self.broken:
+    def ones(count: int, device: torch.device) -> torch.Tensor:
+        if device.index in broken:
             raise RuntimeError("CUDA error: no kernel image is available")
         return torch.ones(count)
 
-    def collectives_library(self) -> str:
-        return "NCCL 2.27.3"
+    memory = DeviceMemory(free=free * GIB, total=80 * GIB, allocated=0, reserved=0, peak=0)
+    return SimpleNamespace(
+        failure=failure,
+        built_for=lambda: built,
+        begin=begin,
+        ones=ones,
+        device_name=lambda device: "H100",
+        architecture=lambda device: "sm_90",
+        device_memory=lambda device: memory,
+        collectives_library=lambda: "NCCL 2.27.3",
+    )
 
 
 @pytest.mark.parametrize(
     ("driver", "devices", "found"),
     [
-        ("575.51", Devices(), {}),
-        ("575.51", Devices(built=""), {"torch": "problem"}),
-        ("", Devices(built=""), {}),
-        ("520.61", Devices(failure="the driver is too old"), {"devices": "problem"}),
-        ("575.51", Devices(count=0), {"devices": "problem"}),
-        ("", Devices(failure="no driver"), {}),
-        ("575.51", Devices(free=9), {"device 0": "warning", "device 1": "warning"}),
-        ("575.51", Devices(broken=(1,)), {"device 1": "problem"}),
+        ("575.51", devices_of(), {}),
+        ("575.51", devices_of(built=""), {"torch": "problem"}),
+        ("", devices_of(built=""), {}),
+        ("520.61", devices_of(failure="the driver is too old"), {"devices": "problem"}),
+        ("575.51", devices_of(count=0), {"devices": "problem"}),
+        ("", devices_of(failure="no driver"), {}),
+        ("575.51", devices_of(free=9), {"device 0": "warning", "device 1": "warning"}),
+        ("575.51", devices_of(broken=(1,)), {"device 1": "problem"}),
     ],
 )
 def test_torch_the_driver_and_devices_have_to_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str, devices: Devices, found: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, driver: str, devices: Any, found: dict[str, str]
 ) -> None:
     monkeypatch.setattr(hardware, "accelerator", devices)
     fake = SimpleNamespace(ones=devices.ones, device=torch.device, __version__="2.13")
@@ -182,13 +177,10 @@ def test_versions_against_what_is_needed(
     assert (f"pip install 'torch{conditions}'" in found.do) is (level != "ok")
 
 
-def test_a_package_that_is_missing_is_a_problem() -> None:
-    found = software.requirement("a-package-that-is-not-there>=1")
-    assert (found.what, found.level) == ("a-package-that-is-not-there", Level.PROBLEM)
-    assert found.do == "pip install 'a-package-that-is-not-there>=1'"
-
-
 def test_the_packages_here_are_those_that_the_project_names() -> None:
+    missing = software.requirement("a-package-that-is-not-there>=1")
+    assert (missing.what, missing.level) == ("a-package-that-is-not-there", Level.PROBLEM)
+    assert missing.do == "pip install 'a-package-that-is-not-there>=1'"
     found = list(software.packages())
     assert {"python", "zeromesh", "torch", "numpy", "transformers", "wandb", "xxhash"} <= {each.what for each in found}
     assert not levels(found)
@@ -229,14 +221,11 @@ def test_what_keeps_ranks_from_meeting_is_found(
 
 
 def test_two_processes_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        self_test,
-        "python_arguments",
-        lambda module, words: ("-c", "import sys; sys.stderr.write('not today'); sys.exit(1)"),
-    )
-    assert try_exchange().failure == "not today"
-    monkeypatch.setattr(self_test, "python_arguments", lambda module, words: ("-c", "import time; time.sleep(60)"))
-    assert try_exchange(0.5).failure == "the two were not done after 0.5 seconds"
+    said = "the two were not done after 0.5 seconds"
+    refuses = "import sys; sys.stderr.write('not today'); sys.exit(1)"
+    for code, seconds, failure in ((refuses, 60.0, "not today"), ("import time; time.sleep(60)", 0.5, said)):
+        monkeypatch.setattr(self_test, "python_arguments", lambda *_, code=code: ("-c", code))
+        assert try_exchange(seconds).failure == failure
 
 
 # Disks
@@ -273,9 +262,6 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert found[0].found == f"{kind} (not there yet; {tmp_path} is)"
     assert [each.what for each in found[1:]] == ["  room", "  speed"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_directory_that_cannot_be_written_is_a_problem() -> None:
     assert levels(hardware.directory(Path("/proc/zeromesh"))) == {"/proc/zeromesh": "problem"}
 
 
@@ -305,14 +291,14 @@ def test_a_launch_that_is_there_in_part_is_a_problem(monkeypatch: pytest.MonkeyP
 # The command
 
 
-def test_the_command_looks_at_this_machine(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "zeromesh", "doctor", "--json", "--directory", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stderr == ""
-    found = json.loads(done.stdout)
+def test_the_command_looks_at_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json", "--directory", str(tmp_path)])
+    said = capsys.readouterr()
+    assert said.err == ""
+    found = json.loads(said.out)
     parts = dict.fromkeys(each["part"] for each in found["findings"])
     assert list(parts) == ["packages", "machine", "accelerators", "launch", "disks", "network"]
-    assert done.returncode == (1 if found["problems"] else 0)
+    assert code == (1 if found["problems"] else 0)
     (exchange,) = [each for each in found["findings"] if each["what"] == "two processes"]
     assert exchange["level"] == "ok", exchange
     assert "they share memory" in exchange["found"]

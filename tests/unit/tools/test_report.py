@@ -24,18 +24,8 @@ from zeromesh.trainer.tools.html_report.page import element, page_of
 from zeromesh.trainer.tools.html_report.runs import read_runs
 
 ALL_CHARTS = {
-    *(
-        "loss",
-        "eval_accuracy",
-        "lr",
-        "grad_norm",
-        "tokens_per_second",
-        "step_seconds",
-        "mfu",
-        "peak_memory_bytes",
-        "bubble",
-    ),
-    *("_wait_seconds", "phases", "memory-device", "memory-file", "step-memory-device", "communication"),
+    *("loss", "eval_accuracy", "lr", "grad_norm", "tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes"),
+    *("bubble", "_wait_seconds", "phases", "memory-device", "memory-file", "step-memory-device", "communication"),
 }
 
 
@@ -103,11 +93,9 @@ def test_a_smooth_curve_stays_between_the_extremes_and_on_a_straight_line(values
 
 
 def test_texts_become_no_markup() -> None:
+    """What cannot be seen or written is replaced."""
     made = element("p", "<b>&", element("i", 'a"b'), title='"><script>', hidden=True, lang=None)
     assert made == '<p title="&quot;&gt;&lt;script&gt;" hidden>&lt;b&gt;&amp;<i>a&quot;b</i></p>'
-
-
-def test_what_cannot_be_seen_or_written_is_replaced() -> None:
     assert element("p", "a\x00b\u202ec\ud800d") == "<p>a\ufffdb\ufffdc\ufffdd</p>"
 
 
@@ -156,7 +144,7 @@ def test_a_run_that_went_on_has_each_step_once(tmp_path: Path) -> None:
     lines[-1]["loss"] = 77.0
     write_lines(run, lines)
     starts = [{"time": 1.79e9, "step": 0, "host": "node-a"}, {"time": 1.79e9 + 60, "step": 10, "host": "node-b"}]
-    (run / "starts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in starts))
+    write_lines(run, starts, "starts.jsonl")
     (record,) = read_runs([run])
     assert [line["step"] for line in record.lines] == list(range(1, 31))
     assert record.lines[-1]["loss"] == 77.0
@@ -172,7 +160,7 @@ def test_a_run_says_how_large_how_long_and_on_what(tmp_path: Path) -> None:
     )
     facts = {"parameters": 8_030_000_000, "hardware": "8 ranks on Abacus 9000", "versions": {"torch": "2.13.0"}}
     starts = [{"step": 0, "time": 1.79e9, **facts}, {"step": 2, "time": 1.79e9 + 60, **facts}]
-    (run / "starts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in starts))
+    write_lines(run, starts, "starts.jsonl")
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
             json.dumps({"step": 5, "loss": 1.0, "start": {"imports": 3.5, "data": 0.01, "odd": "x", "first step": 1.0}})
@@ -190,7 +178,7 @@ def test_values_of_another_kind_than_is_written_are_left_out(tmp_path: Path) -> 
     odd = {"phases": 3, "memory": {"device": 1}, "communication": {"shard": 5}, "bubble": [], "start": 1, "loss": "inf"}
     run = write_run(tmp_path / "run", steps=9, changes=dict.fromkeys(range(1, 10), odd | {"step_seconds": -1.0}))
     starts = [{"step": 0, "time": 9}, {"step": 2, "time": 5}, {"step": 3, "time": "nan", "hardware": [], "versions": 1}]
-    (run / "starts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in starts))
+    write_lines(run, starts, "starts.jsonl")
     assert {"loss", "lr"} <= shown(run).charts
 
 
@@ -215,7 +203,7 @@ def test_a_plan_is_beside_what_was_measured(tmp_path: Path) -> None:
 def test_many_evaluations_are_a_line_and_their_speed_comes_last(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=75)
     lines = [{"step": step, "eval_loss": 1.0, "eval_f1": 0.5, "eval_runtime": 2.0} for step in range(1, 76)]
-    (run / "evaluations.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_lines(run, lines, "evaluations.jsonl")
     charts = charts_of(read_runs([run]))
     names = [chart.name for chart in charts]
     assert names.index("eval_f1") < names.index("lr") < names.index("eval_runtime")
@@ -380,6 +368,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def written(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a whole run."""
+    run = write_run(tmp_path_factory.mktemp("report") / "run")
+    assert main(["report", str(run)]) == 0
+    browser.complaints.clear()
+    return run / "report.html"
+
+
 def drawn(browser: Browser) -> dict[str, int]:
     """How many lines, areas and dots of each chart cover some of the screen."""
     script = """[...document.querySelectorAll("figure")].map((chart) => [chart.id,
@@ -389,10 +386,8 @@ def drawn(browser: Browser) -> dict[str, int]:
     return {identifier.removeprefix("chart-"): count for identifier, count in found}
 
 
-def test_every_chart_is_drawn_and_the_console_stays_empty(browser: Browser, tmp_path: Path) -> None:
-    browser.complaints.clear()
-    main(["report", str(write_run(tmp_path / "run"))])
-    browser.open(tmp_path / "run" / "report.html")
+def test_every_chart_is_drawn_and_the_console_stays_empty(browser: Browser, written: Path) -> None:
+    browser.open(written)
     found = drawn(browser)
     assert set(found) == ALL_CHARTS
     assert all(found.values()), found
@@ -403,15 +398,12 @@ def test_every_chart_is_drawn_and_the_console_stays_empty(browser: Browser, tmp_
     assert browser.complaints == []
 
 
-def test_it_fits_a_phone_and_a_wide_screen(browser: Browser, tmp_path: Path) -> None:
-    main(["report", str(write_run(tmp_path / "run"))])
-    assert looks_of(browser, tmp_path / "run" / "report.html") == []
+def test_it_fits_a_phone_and_a_wide_screen(browser: Browser, written: Path) -> None:
+    assert looks_of(browser, written) == []
 
 
-def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser, tmp_path: Path) -> None:
-    browser.complaints.clear()
-    main(["report", str(write_run(tmp_path / "run"))])
-    browser.open(tmp_path / "run" / "report.html")
+def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser, written: Path) -> None:
+    browser.open(written)
     browser.ask("document.querySelector('#chart-loss').scrollIntoView()")
     left, top, width, height = browser.ask(
         "(({x, y, width, height}) => [x, y, width, height])"

@@ -1,12 +1,14 @@
-"""What reaches a terminal: names and messages of anybody's, without what a terminal or a library of tables would obey."""
+"""`zeromesh status`, and what else reaches a terminal: names and messages of anybody's, without what a terminal would obey."""
 
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ from tests.support.step_lines import metrics
 from tests.support.terminal import on_terminal, seen
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, printable_lines
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.formatting import Detail
+from zeromesh.trainer.formatting import Detail, table_lines, wrapped
 from zeromesh.trainer.loop.context import FitReport
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
@@ -124,6 +126,67 @@ def test_status_tells_runs_that_ended_from_those_that_are_gone(
     assert words in said(capsys).replace("\n", " ")
 
 
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def written(run: Path, pids: list[int], **more: Any) -> Path:
+    """A run that goes on in this process: rank 0 waits for the others, which have made no progress for a while."""
+    common = {"step": 3, "microbatch": 1, "activity": "forward", "doing": "in forward of unit layers.0", "disk": ""}
+    common |= {"seconds": 2.0, "seconds_without_progress": 2.0, "failure": "", "waits": None}
+    rows = [{**common, "rank": rank, "pid": pid} for rank, pid in enumerate(pids)]
+    rows[0]["waits"] = {"for": "gather of layers.0/0", "ranks": [1], "seconds": 2.0}
+    rows[-1] |= more
+    run_in(run, f"pid {os.getpid()} on {HERE}", ranks=rows)
+    (run / "metrics.jsonl").unlink()  # There is no line of metrics yet.
+    return run
+
+
+def test_a_stopped_rank_is_named(
+    tmp_path: Path, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = written(tmp_path / "run", [os.getpid(), sleeper.pid])
+    assert main(["status", str(run)]) == 0
+    assert "rank 0 waits for rank 1: compute" in capsys.readouterr().out
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+    assert main(["status", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "rank 0 waits for rank 1: stopped" in said
+    assert "stopped in forward of unit layers.0" in said
+
+
+def test_a_failure_stands_below_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path / "run", [os.getpid(), os.getpid()], failure="OSError: " + "long " * 60)
+    main(["status", str(run)])
+    said = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in said[1:4]) < 200
+    assert any(line.startswith("rank 1 failed: OSError: long") for line in said)
+
+
+def test_what_holds_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "metrics.jsonl").write_text("")
+    assert main(["status", str(tmp_path)]) == 1
+    assert f"runs in it are {tmp_path / 'one'}" in capsys.readouterr().err
+
+
+def test_a_table_is_no_wider_than_the_terminal() -> None:
+    columns, row = ("rank", "doing", "seconds without progress"), ("0", "reducing gradients of unit layers.12", "1.5")
+    assert table_lines(columns, [row], columns[2:], width=200) == table_lines(columns, [row], columns[2:])
+    lines = table_lines(columns, [row], columns[2:], width=40)
+    assert max(map(len, lines)) <= 40
+    assert " ".join(" ".join(lines).split()) == (
+        "rank doing seconds without progress 0 reducing gradients of 1.5 unit layers.12"
+    )
+    assert list(wrapped(["  one two three"], 10)) == ["  one two", "    three"]
+    assert list(wrapped(["", "one two"], None)) == ["", "one two"]
+
+
 def test_a_run_notes_how_it_has_ended(tmp_path: Path) -> None:
     lock = tmp_path / "run.lock"
     with RunDirectory(tmp_path, 0).locked():
@@ -170,7 +233,7 @@ def test_a_message_with_a_name_that_is_no_text_is_still_shown(tmp_path: Path) ->
 
 SHOWN_RUN = """
 import sys
-from zeromesh.trainer.formatting import Detail
+from zeromesh.trainer.formatting import Detail, table_lines, wrapped
 from zeromesh.trainer.monitoring.console import Console
 
 console = Console(verbose=sys.argv[1] == "True")

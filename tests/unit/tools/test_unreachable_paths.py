@@ -58,23 +58,13 @@ COMMANDS = [
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.chdir(tmp_path)
-    LlamaForCausalLM(_tiny()).save_pretrained(tmp_path / "m")
+    sizes: Any = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(tmp_path / "m")
     (tmp_path / "p").write_text('{"input_ids": [1]}\n')
     (tmp_path / "c.yaml").write_text("run: {max_steps: 1}\n")
     (tmp_path / "r").mkdir()
     (tmp_path / "r" / "metrics.jsonl").write_text("")
     return {name: str(tmp_path / name) for name in "mpr"} | {"c": str(tmp_path / "c.yaml")}
-
-
-def _tiny(**more: Any) -> LlamaConfig:
-    sizes = {
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    return LlamaConfig(**{**sizes, **more})
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
@@ -186,11 +176,8 @@ def test_tokenizers_that_libraries_fail_on(tmp_path: Path) -> None:
     whole = path.read_text()
     added = {
         "content": "b",
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
         "special": False,
+        **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
     }
     wrong = [
         '{"a":' * 100_000,

@@ -9,7 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from zeromesh.optim.optimizer_step import LossScaler, clip_factor
-from zeromesh.options import ScalerSettings, ZeroOptions
+from zeromesh.options import ZeroOptions
+from zeromesh.settings.keys import ScalerSettings
 from zeromesh.trainer.losses.trial import examine
 from zeromesh.units.build import kept_buckets
 
@@ -47,7 +48,7 @@ def test_clipping_multiplies_as_torch_does(norm: float) -> None:
 
 
 def test_the_loss_scale_moves_in_the_step_that_fills_the_interval() -> None:
-    scaler = LossScaler(ScalerSettings(initial_scale=8.0, growth_interval=2, smallest=2.0))
+    scaler = LossScaler(ScalerSettings(initial_scale=8.0, growth_interval=2))
     found = []
     for overflow in (False, False, False, True, False, True, True):
         scaler.update(overflow=overflow)

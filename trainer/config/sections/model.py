@@ -4,18 +4,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, model_validator
 
-from zeromesh.trainer.config.sections.base import (
-    Allowed,
-    Count,
-    Fraction,
-    Named,
-    NamedFunction,
-    Positive,
-    PythonName,
-    Section,
-    Text,
-    Texts,
-)
+from zeromesh.settings.keys import Allowed, Count, Fraction, Positive, Text
+from zeromesh.trainer.config.sections.base import Named, NamedFunction, PythonName, Section, Texts
 
 Head = Literal[
     "causal_lm",

@@ -10,23 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from zeromesh.environment import read_environment
-from zeromesh.trainer.config.sections.base import (
-    REPOSITORY,
-    Allowed,
-    Count,
-    CountOrOff,
-    Fraction,
-    Listed,
-    NamedList,
-    Names,
-    NotNegative,
-    Number,
-    Seconds,
-    Section,
-    Seed,
-    Text,
-    Texts,
-)
+from zeromesh.settings.keys import Allowed, Count, CountOrOff, Fraction, Listed, Names, NotNegative, Number, Text
+from zeromesh.trainer.config.sections.base import REPOSITORY, NamedList, Seconds, Section, Seed, Texts
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 

@@ -2,23 +2,21 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from zeromesh.trainer.config.sections.base import (
+from zeromesh.settings.keys import (
     Allowed,
-    Bytes,
     Count,
-    CountOrOff,
     Listed,
     Number,
-    Positive,
-    Seconds,
-    Section,
+    ReadBy,
+    ScalerSettings,
     Text,
-    Texts,
     Whole,
+    ZeroKeys,
     bytes_from_text,
 )
+from zeromesh.trainer.config.sections.base import Seconds, Section, Texts
 
 LEAST_STAGING = 4 << 20
 
@@ -71,7 +69,7 @@ class OffloadSection(Section):
     checksums: bool = False
     """Verify data read from files by checksums that stay in memory."""
     staging: Annotated[
-        Literal["auto"] | Annotated[Whole, BeforeValidator(bytes_from_text), Field(ge=LEAST_STAGING)],
+        Literal["auto"] | Annotated[Whole, ReadBy(bytes_from_text), Field(ge=LEAST_STAGING)],
         Allowed("auto, or a number of bytes of 4MiB or more, such as 64MiB"),
     ] = "auto"
     """Bytes of all staging buffers of a rank between the offload tier and the optimizer. auto: 64MiB on a CPU, a 64th of an
@@ -124,17 +122,8 @@ class ParallelSection(Section):
     start."""
 
 
-class LossScaleSection(Section):
+class LossScaleSection(Section, ScalerSettings):  # type: ignore[misc]  # pydantic freezes it too
     """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
-
-    initial_scale: Positive = 65536.0
-    """The scale of the first step."""
-    growth_factor: Annotated[Number, Field(gt=1.0)] = 2.0
-    """Factor of the scale after `growth_interval` good steps."""
-    backoff_factor: Annotated[Number, Field(gt=0.0, lt=1.0)] = 0.5
-    """Factor of the scale after a step with non-finite gradients."""
-    growth_interval: Count = 2000
-    """Consecutive steps with finite gradients before the scale grows."""
 
 
 class PrecisionSection(Section):
@@ -156,17 +145,5 @@ class PrecisionSection(Section):
     """The dynamic loss scale of float16."""
 
 
-class ZeroSection(Section):
+class ZeroSection(Section, ZeroKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The partitioning of optimizer state, gradients and parameters, and their communication."""
-
-    stage: Annotated[Whole, Field(ge=0, le=3)] = 3
-    """The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
-    prefetch: CountOrOff = 1
-    """Units gathered ahead of the computing one. 0 = off."""
-    gathered_budget: Literal["auto"] | Bytes = "auto"
-    """Bytes of gathered parameters that are kept between uses, for fewer gathers; auto: as many as do not raise the peak."""
-    reduce_once: bool = False
-    """Reduce gradients once a step at stages 2 and 3, from each rank's sum over its microbatches: less traffic, but memory for all
-    gradients, as at stages 0 and 1."""
-    overlap: bool = True
-    """Gather and reduce while forward and backward compute."""

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.sections.base import Count, CountOrOff, Fraction, Number, Positive, Ratio, Section
+from zeromesh.settings.keys import Count, CountOrOff, Fraction, Number, Positive
+from zeromesh.trainer.config.sections.base import Ratio, Section
 
 _CYCLES = {"num_cycles": "num_cycles"}
 _LOWEST = {**_CYCLES, "min_ratio": "min_lr_rate"}

@@ -3,27 +3,21 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from annotated_types import Predicate
+from pydantic import Field, JsonValue, model_validator
 
-from zeromesh.trainer.config.sections.base import (
+from zeromesh.settings.keys import (
     Allowed,
+    AverageSettings,
     Count,
     CountOrOff,
     Fraction,
-    Listed,
-    Named,
-    NamedFunction,
-    NamedList,
-    Names,
-    NotNegative,
+    OptimizerKeys,
     Positive,
-    Seconds,
-    Section,
-    Seed,
     Text,
-    Texts,
     Whole,
 )
+from zeromesh.trainer.config.sections.base import Named, NamedFunction, NamedList, Seconds, Section, Seed, Texts
 from zeromesh.trainer.config.sections.formats import COLUMNS, FORMATS, RowFormat
 
 
@@ -48,16 +42,10 @@ Column = Literal[*COLUMNS]  # type: ignore[valid-type]
 Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
 
 
-def _without_python(sets: dict[str, Any]) -> dict[str, Any]:
-    """Reject a mapping with `python`, which is a Python object with an invalid name, and no mapping of evaluation sets."""
-    if "python" in sets:
-        raise ValueError("python names an object, and no evaluation set")
-    return sets
-
-
 Source = Text | Texts | Named
-SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-Sources = Annotated[dict[SetName, Source], Field(min_length=1), AfterValidator(_without_python)]
+SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$"), Predicate(lambda name: name != "python")]
+"""The name of an evaluation set; `python` names an object instead."""
+Sources = Annotated[dict[SetName, Source], Field(min_length=1)]
 
 
 def paths_of(source: Any) -> tuple[str, ...]:
@@ -198,26 +186,9 @@ class DataSection(Section):
         return [part.rows for part in self.parts().values()]
 
 
-class OptimizerSection(Section):
+class OptimizerSection(Section, OptimizerKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The optimizer, one of torch's fused optimizers, on flat shards."""
 
-    name: Literal["adamw", "adam", "sgd", "adagrad"] = "adamw"
-    """The optimizer."""
-    lr: NotNegative = 3.0e-4
-    """Learning rate after the warm-up."""
-    betas: Annotated[Listed[tuple[Fraction, Fraction]], Allowed("a list of two numbers, each >= 0 and < 1")] = (
-        0.9,
-        0.95,
-    )
-    """Decay rates of the two moments of adamw and adam."""
-    eps: NotNegative = 1.0e-8
-    """Added to the denominator of adamw, adam and adagrad."""
-    weight_decay: NotNegative = 0.1
-    """Weight decay of all parameters that `no_decay` does not match; adamw decouples it from the gradient."""
-    momentum: Fraction = 0.0
-    """Momentum of sgd."""
-    no_decay: Names = ()
-    """Patterns such as '*.bias' of the names of parameters without weight decay."""
     exempt: Literal["none", "biases_and_norms"] = "none"
     """Further parameters without weight decay: none, or the biases and normalisations that transformers' Trainer exempts."""
     in_backward: bool = False
@@ -237,14 +208,8 @@ class TrainSection(Section):
     """Further arguments of TRL's configuration of the method, by their names there: `beta`, `loss_type`, `num_generations`."""
 
 
-class EmaSection(Section):
+class EmaSection(Section, AverageSettings):  # type: ignore[misc]  # pydantic freezes it too
     """An exponential moving average of the weights, in shards."""
 
-    decay: Fraction = 0.0
-    """EMA decay at each update, such as 0.999: average = decay x average + (1 - decay) x weights. 0 = off."""
-    every_steps: Count = 1
-    """Optimizer updates between two updates of the average."""
-    start_step: CountOrOff = 0
-    """The first optimizer update that enters the average; before it, the average equals the weights."""
     evaluate: bool = False
     """Evaluate and predict with averaged weights."""

@@ -1,0 +1,142 @@
+"""The keys of the configuration that the engine reads, each declared once: its type with its bounds, default and description.
+
+`zeromesh/options.py` adds what only the engine knows, `trainer/config/sections` what only the trainer reads. Neither torch nor
+pydantic is imported here: a configuration is refused quickly, and the engine needs no pydantic.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
+
+_UNITS = (
+    {"B": 1}
+    | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
+    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
+)
+_EXACT = 1 << 53
+"""The limit below which every integer is exact as a float."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Metadata of a type with a description of allowed values that the type does not give."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBy:
+    """Metadata of a type with the function that converts what files have in its place, before a value is checked."""
+
+    convert: Callable[[object], object]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        """Return pydantic's schema of a type with this metadata, which pydantic asks for."""
+        function = {"type": "no-info", "function": self.convert}
+        return {"type": "function-before", "function": function, "schema": handler(source)}
+
+
+def _number_from_text(value: object) -> object:
+    """Convert text such as `1e-3`, which YAML 1.1 and JSON writers leave as text, to a number."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value.strip()):
+        return float(value)
+    return value
+
+
+def bytes_from_text(value: object) -> object:
+    """Convert text such as `256MiB` to a number of bytes."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)", value.strip()) if isinstance(value, str) else None
+    return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
+
+
+def whole(value: object) -> object:
+    """Convert a float without a fraction, such as 1e3, to an integer, as JSON and YAML have one kind of number."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+        return int(value)
+    return value
+
+
+_Tuple = TypeVar("_Tuple", bound=tuple[Any, ...])
+
+
+Listed = Annotated[_Tuple, ReadBy(lambda value: tuple(value) if isinstance(value, list) else value)]
+"""The type of a tuple that files write as a list."""
+Number = Annotated[float, ReadBy(_number_from_text)]
+Fraction = Annotated[Number, Ge(0.0), Lt(1.0)]
+Positive = Annotated[Number, Gt(0.0)]
+NotNegative = Annotated[Number, Ge(0.0)]
+Whole = Annotated[int, ReadBy(whole)]
+Count = Annotated[Whole, Ge(1)]
+CountOrOff = Annotated[Whole, Ge(0)]
+Bytes = Annotated[Whole, ReadBy(bytes_from_text), Ge(0), Allowed("a number of bytes, such as 268435456 or 256MiB")]
+Text = Annotated[str, MinLen(1), Predicate(lambda text: "\0" not in text)]
+Names = Listed[tuple[Text, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroKeys:
+    """The partitioning of optimizer state, gradients and parameters, and their communication."""
+
+    stage: Annotated[Whole, Ge(0), Le(3)] = 3
+    """The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
+    prefetch: CountOrOff = 1
+    """Units gathered ahead of the computing one. 0 = off."""
+    gathered_budget: Literal["auto"] | Bytes = "auto"
+    """Bytes of gathered parameters that are kept between uses, for fewer gathers; auto: as many as do not raise the peak."""
+    reduce_once: bool = False
+    """Reduce gradients once a step at stages 2 and 3, from each rank's sum over its microbatches: less traffic, but memory for all
+    gradients, as at stages 0 and 1."""
+    overlap: bool = True
+    """Gather and reduce while forward and backward compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKeys:
+    """The optimizer and its hyperparameters, under torch's names."""
+
+    name: Literal["adamw", "adam", "sgd", "adagrad"] = "adamw"
+    """The optimizer."""
+    lr: NotNegative = 3.0e-4
+    """Learning rate after the warm-up."""
+    betas: Annotated[Listed[tuple[Fraction, Fraction]], Allowed("a list of two numbers, each >= 0 and < 1")] = (
+        0.9,
+        0.95,
+    )
+    """Decay rates of the two moments of adamw and adam."""
+    eps: NotNegative = 1.0e-8
+    """Added to the denominator of adamw, adam and adagrad."""
+    weight_decay: NotNegative = 0.1
+    """Weight decay of all parameters that `no_decay` does not match; adamw decouples it from the gradient."""
+    momentum: Fraction = 0.0
+    """Momentum of sgd."""
+    no_decay: Names = ()
+    """Patterns such as '*.bias' of the names of parameters without weight decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalerSettings:
+    """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
+
+    initial_scale: Positive = 65536.0
+    """The scale of the first step."""
+    growth_factor: Annotated[Number, Gt(1.0)] = 2.0
+    """Factor of the scale after `growth_interval` good steps."""
+    backoff_factor: Annotated[Number, Gt(0.0), Lt(1.0)] = 0.5
+    """Factor of the scale after a step with non-finite gradients."""
+    growth_interval: Count = 2000
+    """Consecutive steps with finite gradients before the scale grows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageSettings:
+    """An exponential moving average of the weights, in shards."""
+
+    decay: Fraction = 0.0
+    """EMA decay at each update, such as 0.999: average = decay x average + (1 - decay) x weights. 0 = off."""
+    every_steps: Count = 1
+    """Optimizer updates between two updates of the average."""
+    start_step: CountOrOff = 0
+    """The first optimizer update that enters the average; before it, the average equals the weights."""
