@@ -22,49 +22,45 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from zeromesh.errors import LayoutError, some
-from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Placement
 from zeromesh.overrides import tensors_put_aside
 from zeromesh.pipeline.generation import CACHE
-from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.rng import own_randomness, seed_all
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.generation.requests import Finish, Progress, Request
 from zeromesh.trainer.generation.sampling import RowDraws, logprobs_of, widened
 from zeromesh.trainer.generation.settings import PLAIN_MODES, ServedModel, encoder_config, ends_of, rope_kinds
+from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.prepare import in_evaluation_mode
-from zeromesh.zero.engine import ZeroEngine
 
 
 def generate(
-    model: Any,
-    mesh: Mesh,
+    placed: PlacedModel,
     arguments: Mapping[str, Any],
     *,
     seed: Callable[[], object] | None,
-    engine: ZeroEngine | None = None,
-    pipeline: Pipeline | None = None,
     see: Callable[[torch.Tensor], object] = lambda logits: None,
 ) -> Any:
     """Return `model.generate(**arguments)` in evaluation mode; all ranks call it.
 
     Data ranks may have different prompts. `seed` seeds the sampling, and the generator is restored afterwards. If None, the mode
-    and the generator are the caller's, as in the library. `engine` and `pipeline` are those of a partitioned model.
-    `see` is given the logits [rows, vocabulary] of the last position, as the model computes them, after each of its calls.
+    and the generator are the caller's, as in the library. `see` is given the logits [rows, vocabulary] of the last position, as
+    the model computes them, after each of its calls.
 
     Raises:
         DataError: if ranks that share a model have different prompts or arguments.
         LayoutError: for a pipeline whose modules keep tensors between tokens.
     """
+    model, mesh, pipeline = placed.module, placed.mesh, placed.divided.pipeline
     arguments = {
         name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
     }
-    if engine is not None:
+    if placed.engine is not None:
         require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
     # The library's loop calls the base model inside an adapter's wrapper.
     looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
     looped_class = type(looped)
-    calls = _Calls(looped, mesh, engine, pipeline, len(arguments["input_ids"]) if pipeline is not None else 0)
+    calls = _Calls(looped, placed, len(arguments["input_ids"]) if pipeline is not None else 0)
 
     def called(_model: nn.Module, *ids: Any, **inputs: Any) -> Any:
         calls.some_rank_goes_on(here=True)
@@ -101,7 +97,8 @@ class _Calls:
     """The model calls of one generation, which all ranks that share parameters make together, in all stages of a pipeline. `rows`
     is the number of this rank's prompts."""
 
-    def __init__(self, model: Any, mesh: Mesh, engine: ZeroEngine | None, pipeline: Pipeline | None, rows: int) -> None:
+    def __init__(self, model: Any, placed: PlacedModel, rows: int) -> None:
+        mesh, engine, pipeline = placed.mesh, placed.engine, placed.divided.pipeline
         sharded = engine is not None and engine.options.placements.parameters is Placement.SHARDED
         self._model, self._mesh, self._waits = model, mesh, sharded and mesh.data.size > 1
         self._microbatches, call = 1, partial(type(model).__call__, model)
@@ -195,15 +192,7 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
     if not guided and settings.get_generation_mode() in PLAIN_MODES:
         arguments["stopping_criteria"] = [chosen]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
-        tokens = generate(
-            placed.module,
-            mesh,
-            arguments,
-            seed=partial(seed_all, seeds[0]),
-            engine=placed.engine,
-            pipeline=placed.divided.pipeline,
-            see=chosen.see,
-        )
+        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), see=chosen.see)
     begin = 1 if has_encoder else ids.shape[1]
     logprobs = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
     rows = zip(requests, tokens[:, begin:].tolist(), logprobs, strict=True)

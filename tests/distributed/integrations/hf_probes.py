@@ -2,21 +2,22 @@
 
 import tempfile
 from collections.abc import Callable
-from functools import wraps
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers as tf
 from torch.utils.data import IterableDataset
 
 from tests.distributed.integrations.accelerate_cases import fresh_state
-from tests.distributed.integrations.hf_trainer_cases import arguments_of
+from tests.distributed.integrations.hf_trainer_cases import TRAINS_ALONE, arguments_of, history, noting
+from tests.support.plain import like
 from tests.support.trainer_cases import llama, seeded, sentences
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.transformers import on_zeromesh
 
 Make = Callable[..., Any]
-_KEPT = ("loss", "grad_norm", "learning_rate", "eval_loss", "step", "train_loss")
 _OVERRIDDEN = """
     training_step compute_loss create_optimizer create_scheduler get_train_dataloader _get_train_sampler get_eval_dataloader
     _prepare_inputs log evaluate prediction_step evaluation_loop _save_checkpoint _maybe_log_save_evaluate save_model _save
@@ -28,13 +29,9 @@ _ATTRIBUTES = """
 """
 
 
-def _history(trainer: Any) -> list[Any]:
-    return [(name, row[name]) for row in trainer.state.log_history for name in _KEPT if name in row]
-
-
 def _trained(trainer: Any) -> Any:
     trainer.train()
-    return _history(trainer)
+    return history(trainer, -1, "train_loss")
 
 
 def _on(event: str, call: Callable[..., None]) -> list[tf.TrainerCallback]:
@@ -45,22 +42,9 @@ def _on(event: str, call: Callable[..., None]) -> list[tf.TrainerCallback]:
 
 
 def overrides(make: Make) -> Any:
-    called: set[str] = set()
-
-    def noting(name: str) -> Any:
-        plain = getattr(tf.Trainer, name)
-
-        @wraps(plain)
-        def method(self: Any, *arguments: Any, **named: Any) -> Any:
-            called.add(name)
-            return plain(self, *arguments, **named)
-
-        return method
-
-    kind = type("Noting", (tf.Trainer,), {name: noting(name) for name in _OVERRIDDEN.split()})
-    return _trained(make(kind, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2)), sorted(
-        called
-    )
+    kind = type("Noting", (tf.Trainer,), {"called": set(), **{name: noting(name) for name in _OVERRIDDEN.split()}})
+    found = _trained(make(kind, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2))
+    return found, sorted(kind.called)
 
 
 def two_backwards(make: Make) -> Any:
@@ -128,7 +112,13 @@ def changes(make: Make) -> Any:
     result, *_ = trainer.train()
     groups = trainer.optimizer.state_dict()["param_groups"]
     shown = [trainer.get_learning_rates(), trainer.get_num_trainable_parameters(), [each["lr"] for each in groups]]
-    return result, _history(trainer), trainer.evaluate()["eval_mean"], trainer.state.num_input_tokens_seen, shown
+    return (
+        result,
+        history(trainer, -1, "train_loss"),
+        trainer.evaluate()["eval_mean"],
+        trainer.state.num_input_tokens_seen,
+        shown,
+    )
 
 
 def full_eval(make: Make) -> Any:
@@ -172,33 +162,22 @@ PROBES = (
 def _plain(kind: Any = tf.Trainer, *, over: Any = None, given: Any = None, **changes: Any) -> Any:
     torch.manual_seed(3)
     given = {"train_dataset": sentences(), "eval_dataset": sentences(5, seed=4), **(given or {})}
-    asked = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "max_steps": 3} | changes
-    asked = {"gradient_accumulation_steps": 1, "learning_rate": 1e-2, **asked}
+    asked = {"max_steps": 3, "gradient_accumulation_steps": 1, "learning_rate": 1e-2, **TRAINS_ALONE, **changes}
     model = None if "model_init" in given else seeded(llama)
-    return (over or kind)(model, arguments_of(tempfile.mkdtemp(), **asked), **given)
+    return (over or kind)(model, arguments_of(Path(tempfile.mkdtemp()), **asked), **given)
 
 
-def differing(mesh: Mesh, folder: str, stage: int) -> list[str]:
-    """The probes that do not find over the engine what they find in the original."""
-    tempfile.tempdir = folder
+def alike(mesh: Mesh, folder: str, stage: int) -> None:
+    """All probes find over the engine what they find in the original."""
 
     def mine(kind: Any = tf.Trainer, *, given: Any = None, **changes: Any) -> Any:
         given = {**(given or {}), "zeromesh": {"zero": {"stage": stage}}}
         return _plain(over=on_zeromesh(kind), given=given, **changes)
 
-    wrong = []
-    for probe in PROBES:
-        found = []
-        for make in (_plain, mine):
-            with fresh_state():
-                found.append(probe(make))
-        if not _close(*found):
-            wrong.append(f"{probe.__name__}: {found}")
-    tempfile.tempdir = None
-    return wrong
-
-
-def _close(mine: Any, wanted: Any) -> bool:
-    if isinstance(wanted, list | tuple) and isinstance(mine, list | tuple):
-        return len(mine) == len(wanted) and all(map(_close, mine, wanted))
-    return bool(abs(mine - wanted) <= 2e-5 * max(1, abs(wanted))) if isinstance(wanted, float) else bool(mine == wanted)
+    with patch.object(tempfile, "tempdir", folder):
+        for probe in PROBES:
+            found = []
+            for make in (_plain, mine):
+                with fresh_state():
+                    found.append(probe(make))
+            like(found[1], found[0], rel=2e-5, abs_=2e-5, where=probe.__name__)

@@ -7,39 +7,34 @@ import pytest
 
 from tests.support.workers import Workers
 
-
-def said(workers: Workers, folder: Path, name: str, every_steps: int = 0) -> str:
-    """All lines of rank 0; the others print nothing."""
-    first, *others = workers.run(2, "note_cases:said", folder=str(folder), name=name, every_steps=every_steps)
-    assert others == [[]]
-    assert any(line.startswith("done: 4 steps") for line in first), first
-    return "\n".join(first)
+DRAWN, NORMED = "reset_parameters", "BatchNorm"
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "wanted", "absent"),
     [
-        ("built", ""),
-        ("callable", "built whole on CPU by every rank, because it initialises second.weight otherwise"),
-        ("meta", "passed on the meta device: weights of first, second are drawn by `reset_parameters`"),
-        ("library on meta", "it has no values: its weights are drawn anew"),
+        ("built", "", (DRAWN, NORMED)),
+        ("callable", "built whole on CPU by every rank, because it initialises second.weight otherwise", (NORMED,)),
+        ("meta", "passed on the meta device: weights of first, second are drawn by `reset_parameters`", (NORMED,)),
+        ("library on meta", "it has no values: its weights are drawn anew", (DRAWN, NORMED)),
+        ("normed", "BatchNorm (layers.1): means and variances are those of each rank's own microbatch", (DRAWN,)),
+        ("frozen", "model    Redrawn, trained 9 of 49 parameters (18.37%)", (DRAWN,)),
     ],
 )
-def test_what_becomes_of_weights_that_init_has_drawn(workers: Workers, tmp_path: Path, name: str, wanted: str) -> None:
-    text = said(workers, tmp_path, name)
-    assert wanted in text
-    assert ("reset_parameters" in text) == (name in ("callable", "meta"))
-
-
-def test_statistics_of_microbatches(workers: Workers, tmp_path: Path) -> None:
-    lines = [line for line in said(workers, tmp_path, "normed").splitlines() if "BatchNorm" in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("BatchNorm (layers.1): means and variances are those of each rank's own microbatch")
-    assert "BatchNorm" not in said(workers, tmp_path, "built")
+def test_what_is_said_of_a_model(
+    workers: Workers, tmp_path: Path, name: str, wanted: str, absent: tuple[str, ...]
+) -> None:
+    """Rank 0 says it once, and the others nothing."""
+    lines, others = workers.run(2, "note_cases:said", folder=str(tmp_path), name=name, every_steps=0)
+    assert others == []
+    assert any(line.startswith("done: 4 steps") for line in lines), lines
+    assert len([line for line in lines if wanted in line]) == 1 or not wanted
+    assert not any(word in "".join(lines) for word in absent)
+    assert sum(NORMED in line for line in lines) == (name == "normed")
 
 
 def test_rows_of_the_start_and_the_next_command_at_the_end(workers: Workers, tmp_path: Path) -> None:
-    lines = said(workers, tmp_path, "built", every_steps=4).splitlines()
+    lines = workers.run(2, "note_cases:said", folder=str(tmp_path), name="built", every_steps=4)[0]
     assert "model    Redrawn, 49 parameters" in lines
     assert [line for line in lines if line.startswith("data ")] == ["data     16 samples"]
     assert [line.split()[0] for line in lines[-2:]] == ["model", "next"]
@@ -47,7 +42,3 @@ def test_rows_of_the_start_and_the_next_command_at_the_end(workers: Workers, tmp
     assert lines[-1].startswith("next     zeromesh report ")
     start = json.loads(next(tmp_path.glob("*/starts.jsonl")).read_text().splitlines()[0])
     assert start["parameters"] == 49
-
-
-def test_of_a_model_that_is_partly_frozen_the_trained_parameters_are_counted(workers: Workers, tmp_path: Path) -> None:
-    assert "model    Redrawn, trained 9 of 49 parameters (18.37%)" in said(workers, tmp_path, "frozen")

@@ -1,4 +1,4 @@
-"""`Trainer.verify`: right layouts pass, wrong ones are found and located."""
+"""`Trainer.verify`: right layouts pass, wrong ones are found and located; and machines that are measured."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.workers import Workers
+from tests.support.workers import PoolOptions, Workers
 
 CASES = "verification_cases"
 CONFIGS = sorted(path.name for path in (Path(__file__).parents[3] / "configs").iterdir())
@@ -67,6 +67,13 @@ def test_what_is_wrong_is_found_and_named(workers: Workers, tmp_path: Path, faul
 def test_a_large_model_of_ones_own_is_refused(workers: Workers, tmp_path: Path) -> None:
     said = workers.run(2, f"{CASES}:refused", folder=str(tmp_path))[0]
     assert "Sequential has 2,266,510 parameters" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_a_machine_is_measured_by_all_ranks_alike(workers: Workers, tmp_path: Path, hosts: int) -> None:
+    with workers.fresh(PoolOptions(size=3, hosts=hosts)) as pool:
+        pool.run("measure_cases:measured", folder=str(tmp_path), hosts=hosts)
 
 
 @pytest.mark.full
