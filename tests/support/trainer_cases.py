@@ -440,7 +440,7 @@ def broken(mesh: Mesh, folder: str) -> None:
     """Several ranks: one fails, all know why, and no call afterwards waits for what will not come."""
     stop = Stop("end", 2, ValueError("no more"), here=mesh.rank == 1)
     trainer = Trainer(seeded(llama), settings(folder), sentences(), callbacks=[stop])
-    why = (ValueError, "^no more$") if mesh.rank == 1 else (CollectiveError, "rank 1 failed with ValueError: no more")
+    why = (ValueError, "^no more") if mesh.rank == 1 else (CollectiveError, "rank 1 failed with ValueError: no more")
     with pytest.raises(why[0], match=why[1]):
         trainer.fit()
     for call in (trainer.fit, trainer.evaluate, lambda: trainer.save(folder), trainer.state_dict):

@@ -176,8 +176,14 @@ def generate_in_rounds(
 
 def _generate(placed: ServedModel, requests: Sequence[Request], settings: GenerationConfig) -> list[Progress]:
     """Generate to the end on ranks that differ along data axes; prompts are of equal length, except for an encoder."""
-    _forget_lengths(placed.module)
-    mesh, has_encoder = placed.mesh, placed.module.config.is_encoder_decoder
+    module, mesh, has_encoder = placed.module, placed.mesh, placed.module.config.is_encoder_decoder
+    # Rotary embeddings that grow with the length of the text begin again as those of a new model.
+    for part in module.modules() if "dynamic" in rope_kinds(module.config) else ():
+        for name, original in list(part.named_buffers(recurse=False)):
+            prefix, found, _ = name.rpartition("original_inv_freq")
+            if found:
+                part.get_buffer(f"{prefix}inv_freq").copy_(original)
+                setattr(part, f"{prefix}max_seq_len_cached", part.original_max_seq_len)
     prompts, padding = [torch.tensor(each.tokens) for each in requests], int(settings.pad_token_id or 0)
     ids = pad_sequence(prompts, batch_first=True, padding_value=padding)
     mask = pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True)
@@ -193,10 +199,19 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         arguments["stopping_criteria"] = [chosen]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
         tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), see=chosen.see)
-    begin = 1 if has_encoder else ids.shape[1]
-    logprobs = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
-    rows = zip(requests, tokens[:, begin:].tolist(), logprobs, strict=True)
-    return [_until_end(each.number, row, values, settings) for each, row, values in rows]
+    begin, ends, results = 1 if has_encoder else ids.shape[1], ends_of(settings), list[Progress]()
+    probabilities = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
+    for request, row, logprobs in zip(requests, tokens[:, begin:].tolist(), probabilities, strict=True):
+        # A row is cut after its end token, or before the first token with logits that are not finite.
+        count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
+        kept = count or len(row)
+        finish: Finish = "stop" if count else "length"
+        unknown = next((place for place, value in enumerate((logprobs or [])[:kept]) if math.isnan(value)), None)
+        if unknown is not None:
+            kept, finish = unknown, "not_finite"
+        logprobs = logprobs and logprobs[:kept]
+        results.append(Progress(number=request.number, tokens=row[:kept], logprobs=logprobs, finish=finish))
+    return results
 
 
 class _ChosenTokens:
@@ -213,30 +228,6 @@ class _ChosenTokens:
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         self.logprobs.append(logprobs_of(self._logits, input_ids[:, -1].to(self._logits.device)))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _until_end(number: int, row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> Progress:
-    """Return the progress of a row, cut after its end token or before the first token with logits that are not finite."""
-    ends = ends_of(settings)
-    count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
-    kept = count or len(row)
-    finish: Finish = "stop" if count else "length"
-    unknown = next((place for place, value in enumerate((logprobs or [])[:kept]) if math.isnan(value)), None)
-    if unknown is not None:
-        kept, finish = unknown, "not_finite"
-    return Progress(number=number, tokens=row[:kept], logprobs=logprobs and logprobs[:kept], finish=finish)
-
-
-def _forget_lengths(module: Any) -> None:
-    """Reset rotary embeddings that grow with the length of the text to those of a new model."""
-    if "dynamic" not in rope_kinds(module.config):
-        return
-    for part in module.modules():
-        for name, original in list(part.named_buffers(recurse=False)):
-            prefix, found, _ = name.rpartition("original_inv_freq")
-            if found:
-                part.get_buffer(f"{prefix}inv_freq").copy_(original)
-                setattr(part, f"{prefix}max_seq_len_cached", part.original_max_seq_len)
 
 
 def partition_prompts(

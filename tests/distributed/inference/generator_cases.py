@@ -420,8 +420,8 @@ def loses_a_rank(mesh: Mesh, folder: str) -> None:
     assert time.monotonic() - began < 8
 
 
-def finds_flips(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, str]:
-    """What a check says after one bit of a weight has changed on the last rank, of each bucket in turn, and of a buffer."""
+def finds_flips(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:
+    """A check names the weight of which one bit has changed on the last rank, of each bucket in turn, on all ranks."""
     said: dict[str, str] = {}
     with Generator(stored(mesh, folder, sharp("gpt2")), run={"output_dir": folder}, **sections) as generator:
         generator.check_weights()
@@ -446,7 +446,19 @@ def finds_flips(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, 
             if flips:
                 places[name] ^= 1
         generator.check_weights()
-    return said
+    assert said
+    assert mesh.world.gather_json(said, "what was said") == [said] * mesh.world_size
+    for name, message in said.items():
+        assert f"ranks hold other values of the same weights:\n{name}" in message
+        assert f"rank {mesh.world_size - 1} has " in message
+    if "parallel" not in sections:
+        assert len(said) == 28, "every parameter"
+    if "tensor" in sections.get("parallel", {}):
+        # What tensor ranks divide nobody else has.
+        assert {"transformer.ln_f.weight", "transformer.h.0.attn.c_proj.bias"} <= set(said)
+        assert "transformer.h.0.attn.c_attn.weight" not in said
+    if "pipeline" in sections.get("parallel", {}):
+        assert any("transformer.wte.weight" in name for name in said)
 
 
 def cancels(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.inference.feature_cases import FEATURES
 from tests.distributed.inference.generator_cases import MODELS
 from tests.support.workers import PoolOptions, Workers
 
@@ -67,7 +68,7 @@ def test_tokens_are_those_of_one_process(workers: Workers, tmp_path: Path, model
     assert all(each == rounds[0] for each in rounds)
 
 
-SHARDED, STAGED = {"zero": {"gathered_budget": 0}}, {"parallel": {"pipeline": 2}}
+SHARDED, WHOLE, STAGED = {"zero": {"gathered_budget": 0}}, {"zero": {"stage": 0}}, {"parallel": {"pipeline": 2}}
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,15 @@ SHARDED, STAGED = {"zero": {"gathered_budget": 0}}, {"parallel": {"pipeline": 2}
         pytest.param(2, "is_not_finite", {"sections": STAGED}, marks=pytest.mark.full),
         (2, "cancels", {"sections": {"zero": {"stage": 3}}}),
         pytest.param(2, "cancels", {"sections": STAGED}, marks=pytest.mark.full),
+        (2, "finds_flips", {"sections": WHOLE}),
+        *(
+            pytest.param(ranks, "finds_flips", {"sections": sections}, marks=pytest.mark.full)
+            for ranks, sections in (
+                (4, {"zero": {"stage": 3}, "parallel": {"replicate": 2}}),
+                (2, {**WHOLE, "parallel": {"tensor": 2}}),
+                (2, {**WHOLE, **STAGED}),
+            )
+        ),
     ],
 )
 def test_generation(workers: Workers, tmp_path: Path, ranks: int, case: str, arguments: dict[str, Any]) -> None:
@@ -111,27 +121,43 @@ def test_prompts_without_a_result_are_named_when_a_rank_dies(workers: Workers, t
     assert (survivor.error, victim.error) == ("", "died"), survivor.traceback
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sections"),
-    [
-        (2, {"zero": {"stage": 0}}),
-        pytest.param(4, {"zero": {"stage": 3}, "parallel": {"replicate": 2}}, marks=pytest.mark.full),
-        pytest.param(2, {"zero": {"stage": 0}, "parallel": {"tensor": 2}}, marks=pytest.mark.full),
-        pytest.param(2, {"zero": {"stage": 0}, "parallel": {"pipeline": 2}}, marks=pytest.mark.full),
-    ],
-)
-def test_a_flipped_bit_is_named(workers: Workers, tmp_path: Path, ranks: int, sections: dict[str, Any]) -> None:
-    *others, flipped = workers.run(ranks, "generator_cases:finds_flips", folder=str(tmp_path), sections=sections)
-    assert all(each == flipped for each in others)
-    if "parallel" not in sections:
-        assert len(flipped) == 28, "every parameter"
-    if "tensor" in sections.get("parallel", {}):
-        # What tensor ranks divide nobody else has.
-        assert {"transformer.ln_f.weight", "transformer.h.0.attn.c_proj.bias"} <= set(flipped)
-        assert "transformer.h.0.attn.c_attn.weight" not in flipped
-    if "pipeline" in sections.get("parallel", {}):
-        assert any("transformer.wte.weight" in name for name in flipped)
-    for name, message in flipped.items():
-        assert f"ranks hold other values of the same weights:\n{name}" in message
-        assert f"rank {ranks - 1} has " in message
-    assert flipped
+PAGE = Path(__file__).parents[3] / "docs" / "generation-features.md"
+COLUMNS = ("data", "sharded", "tensor", "pipeline")
+FEW_FEATURES = ["greedy search", "beams", "DoLa", "guidance_scale", "stop_strings"]
+
+
+def table() -> dict[str, dict[str, str]]:
+    """The cells of each feature by their columns, without notes."""
+    rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    head, *features = [[cell.split("[")[0].strip(" `") for cell in row] for row in rows]
+    return {name: dict(zip(head[1:], cells, strict=True)) for name, *cells in features}
+
+
+def test_the_page_has_every_feature() -> None:
+    assert list(table()) == list(FEATURES)
+
+
+FEATURE_CASES: list[Any] = [
+    ("pipeline", FEW_FEATURES),
+    *[pytest.param(layout, list(FEATURES), marks=pytest.mark.full) for layout in COLUMNS],
+]
+
+
+@pytest.mark.parametrize(("layout", "names"), FEATURE_CASES)
+def test_what_a_trainer_generates(workers: Workers, tmp_path: Path, layout: str, names: list[str]) -> None:
+    ranks, sections = LAYOUTS[layout]
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "sections": sections, "names": names}
+    for found in workers.run(ranks, "feature_cases:of_a_trainer", timeout=120.0, **arguments):
+        for name in names:
+            assert found[name].split(":")[0] == table()[name][layout], f"{name}: {found[name]}"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", COLUMNS)
+def test_what_a_generator_generates(workers: Workers, tmp_path: Path, layout: str) -> None:
+    ranks, sections = LAYOUTS[layout]
+    arguments: dict[str, Any] = {"folder": str(tmp_path), "sections": sections, "names": list(FEATURES)}
+    for found in workers.run(ranks, "feature_cases:of_a_generator", timeout=120.0, **arguments):
+        for name, cells in table().items():
+            wanted = "refused" if cells[layout] == "refused" else cells["Generator"]
+            assert found[name].split(":")[0] == wanted, f"{name}: {found[name]}"

@@ -126,16 +126,13 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(path) if path.exists() else []
 
 
-def failing_once(folder: Path, attribute: str, *, times: float = 1) -> Callable[..., Any]:
-    """A method of the store that fails so many times, and then does what it did."""
-    real = getattr(CheckpointStore, attribute)
-    left = times
+def failing_once(attribute: str) -> Callable[..., Any]:
+    """A method of the store that fails the first time, and then does what it did."""
+    real, failures = getattr(CheckpointStore, attribute), iter([errno.EPERM])
 
     def fails(store: CheckpointStore, *arguments: Any, **options: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left >= 0:
-            raise StorageError(f"{str(store.root)!r} cannot be written: {os.strerror(errno.EPERM)}")
+        for number in failures:
+            raise StorageError(f"{str(store.root)!r} cannot be written: {os.strerror(number)}")
         return real(store, *arguments, **options)
 
     return fails
@@ -145,7 +142,7 @@ def failing_once(folder: Path, attribute: str, *, times: float = 1) -> Callable[
 def test_the_last_checkpoint_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, asynchronous: bool, capfd: Any
 ) -> None:
-    monkeypatch.setattr(CheckpointStore, attribute, failing_once(tmp_path, attribute, times=1))
+    monkeypatch.setattr(CheckpointStore, attribute, failing_once(attribute))
     with trainer_in(tmp_path, checkpoint={"every_steps": 3, "asynchronous": asynchronous}) as trainer:
         trainer.fit()
     assert store_of(tmp_path).steps() == [2]
@@ -159,13 +156,11 @@ def test_a_run_without_its_last_checkpoint_is_an_error_and_the_next_start_goes_o
 ) -> None:
     with monkeypatch.context() as patch:
         real = CheckpointStore.commit
-        patch.setattr(
-            CheckpointStore,
-            "commit",
-            lambda store, step, manifest: (real if step == 1 else failing_once(tmp_path, "commit"))(
-                store, step, manifest
-            ),
-        )
+
+        def commit(store: CheckpointStore, step: int, manifest: Any) -> Any:
+            return (failing_once("commit") if step > 1 else real)(store, step, manifest)
+
+        patch.setattr(CheckpointStore, "commit", commit)
         refused = pytest.raises(StorageError, match=r"not permitted; the newest is of step 1\..*start the run again")
         sections = {"run": {"max_steps": 2}, "checkpoint": {"every_steps": 1, "max_failures": 9}}
         with trainer_in(tmp_path, **sections) as trainer, refused:

@@ -73,7 +73,7 @@ def test_a_large_model_of_ones_own_is_refused(workers: Workers, tmp_path: Path) 
 @pytest.mark.parametrize("hosts", [0, 2])
 def test_a_machine_is_measured_by_all_ranks_alike(workers: Workers, tmp_path: Path, hosts: int) -> None:
     with workers.fresh(PoolOptions(size=3, hosts=hosts)) as pool:
-        pool.run("measure_cases:measured", folder=str(tmp_path), hosts=hosts)
+        pool.run("profiling_cases:measured", folder=str(tmp_path), hosts=hosts)
 
 
 @pytest.mark.full

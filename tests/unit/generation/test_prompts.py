@@ -153,14 +153,17 @@ def test_inputs_of_a_decoder_that_are_made_of_labels_are_left_out() -> None:
     assert without_targets(begun).keys() == {"input_ids", "decoder_input_ids", "decoder_attention_mask"}
 
 
-def test_a_prompt_that_leaves_no_room_is_named() -> None:
-    model: Any = llama()
+def generation(model: Any, **fields: Any) -> BatchGeneration:
+    """The generation of a model that is not partitioned."""
     placed: Any = SimpleNamespace(module=model, processing_class=None, mesh=None, engine=None)
-    generation = BatchGeneration(placed, {"max_new_tokens": 30}, seed="0")
-    with pytest.raises(
-        DataError, match="the prompt of sample 4 has 3 tokens, which with 30 new ones are more than the model's 32"
-    ):
-        generation.tokens({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}, [4, 5, 6], torch.float32)
+    return BatchGeneration(placed, fields, seed="0")
+
+
+def test_a_prompt_that_leaves_no_room_is_named() -> None:
+    batch = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
+    why = "the prompt of sample 4 has 3 tokens, which with 30 new ones are more than the model's 32"
+    with pytest.raises(DataError, match=why):
+        generation(llama(), max_new_tokens=30).tokens(batch, [4, 5, 6], torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -174,16 +177,13 @@ def test_a_prompt_that_leaves_no_room_is_named() -> None:
     ],
 )
 def test_settings_are_refused_before_an_evaluation_begins(fields: dict[str, Any], message: str) -> None:
-    placed: Any = SimpleNamespace(module=llama(), processing_class=None, mesh=None, engine=None)
     with pytest.raises(ConfigError, match=f"predict_with_generate: {message}"):
-        BatchGeneration(placed, fields, seed="0")
+        generation(llama(), **fields)
 
 
 def test_a_model_may_suppress_tokens_beyond_its_own_vocabulary() -> None:
     model: Any = llama()
     model.generation_config.begin_suppress_tokens = [220, 50256]  # The defaults of Whisper, in a copy with few tokens.
-    placed: Any = SimpleNamespace(module=model, processing_class=None, mesh=None, engine=None)
-    generation = BatchGeneration(placed, {"max_new_tokens": 2}, seed="0")
-    assert generation.settings.begin_suppress_tokens == [220, 50256]
+    assert generation(model, max_new_tokens=2).settings.begin_suppress_tokens == [220, 50256]
     with pytest.raises(ConfigError, match="forced_eos_token_id is 50256; give ids of tokens"):
-        BatchGeneration(placed, {"forced_eos_token_id": 50256}, seed="0")
+        generation(model, forced_eos_token_id=50256)
