@@ -25,48 +25,44 @@ def _row(number: int) -> dict[str, object]:
     return {"number": number, "text": f"tëxt\n{number}", "tokens": [number]}
 
 
+def _journal(out: Path, count: int, *numbers: int) -> ResultJournal:
+    """A journal of a generation with so many results, some of which are there."""
+    journal = ResultJournal(out, "abc", count)
+    for number in numbers:
+        journal.add(_row(number))
+    return journal
+
+
 def test_results_are_in_order_and_the_journal_is_gone(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
-    journal = ResultJournal(out, "abc", 3)
-    for number in (2, 0, 0, 1):
-        journal.add(_row(number))
+    journal = _journal(out, 3, 2, 0, 0, 1)
     assert not journal.missing()
     journal.finish()
     assert [json.loads(line) for line in out.read_text().splitlines()] == [_row(0), _row(1), _row(2)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".results.jsonl.done", "results.jsonl"]
-
-
-def test_finished_results_are_not_made_again(tmp_path: Path) -> None:
-    out = tmp_path / "results.jsonl"
-    journal = ResultJournal(out, "abc", 2)
-    journal.add(_row(0))
-    journal.add(_row(1))
-    journal.finish()
-    content = out.read_bytes()
-    again = ResultJournal(out, "abc", 2)
+    # Finished results are not made again.
+    content, again = out.read_bytes(), _journal(out, 3)
     assert again.finished
     assert not again.missing()
     again.finish()
     again.close()
     assert out.read_bytes() == content
     with pytest.raises(ConfigError, match="has content already"):
-        ResultJournal(out, "of other prompts", 2)
+        ResultJournal(out, "of other prompts", 3)
     out.write_bytes(content + b"{}\n")
     with pytest.raises(ConfigError, match="has content already"):
-        ResultJournal(out, "abc", 2)
+        _journal(out, 3)
 
 
 def test_a_journal_that_is_cut_anywhere_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
-    journal = ResultJournal(out, "abc", 3)
-    journal.add(_row(1))
-    journal.add(_row(0))
+    journal = _journal(out, 3, 1, 0)
     journal.close()
     content = journal.path.read_bytes()
     ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
     for cut in range(len(content) + 1):
         journal.path.write_bytes(content[:cut])
-        again = ResultJournal(out, "abc", 3)
+        again = _journal(out, 3)
         whole = sum(end <= cut for end in ends)
         assert again.missing() == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 2], 3: [2]}[whole]
         for number in again.missing():
@@ -76,25 +72,25 @@ def test_a_journal_that_is_cut_anywhere_goes_on(tmp_path: Path) -> None:
     damaged = bytearray(content)
     damaged[ends[2] - 5] ^= 1
     journal.path.write_bytes(damaged)
-    assert ResultJournal(out, "abc", 3).missing() == [0, 2]
+    assert _journal(out, 3).missing() == [0, 2]
 
 
-def test_one_command_at_a_time_writes_results(tmp_path: Path) -> None:
-    journal = ResultJournal(tmp_path / "out", "abc", 1)
+def test_results_of_others_and_places_that_are_no_files_are_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    journal = _journal(out, 1)
     with pytest.raises(ConfigError, match=r"another command writes its results to .*out\.part now"):
-        ResultJournal(tmp_path / "out", "abc", 1)
+        _journal(out, 1)
     journal.close()
-    ResultJournal(tmp_path / "out", "abc", 1).close()
-
-
-def test_results_of_something_else_are_left_alone(tmp_path: Path) -> None:
-    out = tmp_path / "results.jsonl"
-    ResultJournal(out, "abc", 3).close()
+    _journal(out, 1).close()
     with pytest.raises(ConfigError, match="has results of other prompts or settings; give another --out, or delete it"):
-        ResultJournal(out, "abd", 3)
+        ResultJournal(out, "abd", 1)
     with pytest.raises(StorageError, match="cannot be written"):
-        ResultJournal(tmp_path / "none" / "out", "abc", 3)
-    assert out.with_name(out.name + SUFFIX).exists()
+        _journal(tmp_path / "none" / "out", 1)
+    assert journal.path.name == out.name + SUFFIX
+    for other in (tmp_path, Path("/dev/null")):
+        with pytest.raises(ConfigError, match="is no regular file"):
+            _journal(other, 1)
+    assert [path.name for path in tmp_path.iterdir()] == [journal.path.name]
 
 
 def test_text_that_comes_in_pieces_has_whole_characters() -> None:
@@ -128,22 +124,14 @@ def test_text_that_comes_in_pieces_is_that_of_all_tokens() -> None:
         assert max(sizes) < 150, "not all of a long text is decoded for each token"
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
-    for out, message in ((tmp_path, "is no regular file"), (Path("/dev/null"), "is no regular file")):
-        with pytest.raises(ConfigError, match=message):
-            ResultJournal(out, "abc", 1)
-    assert not any(tmp_path.iterdir())
-
-
 def test_a_full_disk_is_named_and_what_was_kept_is_left(tmp_path: Path) -> None:
-    journal = ResultJournal(tmp_path / "r.jsonl", "abc", 2)
-    journal.add(_row(0))
+    journal = _journal(tmp_path / "r.jsonl", 2, 0)
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), journal._file.fileno())
     with pytest.raises(StorageError, match="cannot be written: No space left"):
         journal.add(_row(1))
     journal.close()
-    assert ResultJournal(tmp_path / "r.jsonl", "abc", 2).missing() == [1]
+    assert _journal(tmp_path / "r.jsonl", 2).missing() == [1]
 
 
 SIZES = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 48, "vocab_size": 256}
