@@ -89,8 +89,6 @@ def test_ctrl_c_ends_answers_and_then_the_conversation(tmp_path: Path) -> None:
     words = ["generate", "model", "--chat", "--nproc", "2", "zero.stage=0", "--max-new-tokens", "400"]
     words += ["generation.eos_token_id=-1", "generation.do_sample=true"]
     command = started(tmp_path, *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert command.stdin is not None
-    assert command.stdout is not None
 
     def heard(many: int) -> bytes:
         return os.read(command.stdout.fileno(), many) if command.stdout is not None else b""
@@ -177,7 +175,6 @@ def test_answers_and_a_clean_stop(tmp_path: Path, words: tuple[str, ...]) -> Non
         wanted = alone(tmp_path, "Once", 20)
         tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "model")
         assert made.choices[0].text == tokenizer.decode(wanted, skip_special_tokens=True)
-        assert made.usage is not None
         assert made.usage.completion_tokens == len(wanted)
         parts = list(
             client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=9, temperature=0, stream=True)
@@ -218,7 +215,6 @@ def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
             list(stream)
         assert server.wait(20) == 128 + signal.SIGKILL, "that of the rank that failed first"
         assert time.monotonic() - began < 15
-        assert server.stderr is not None
         assert "rank 1" in server.stderr.read()
 
 

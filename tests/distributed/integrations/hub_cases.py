@@ -180,7 +180,6 @@ def pushed(mesh: Mesh, folder: str) -> None:
         ["upload_folder", "me/tiny", None, "End of training", "dev"],
         ["upload_folder", "me/tiny", TOKEN, "End of training", "dev"],
     ]
-    assert commit is not None
     assert commit.commit_url == "https://huggingface.co/me/tiny/commit/0"
     last = root / "hub" / str(len(api.calls))
     assert files(last) == ["README.md", "config.json", "generation_config.json", "model.safetensors"]
