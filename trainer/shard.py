@@ -270,7 +270,8 @@ def engine_of(model: nn.Module) -> AutogradEngine:
 
 
 def placed_of(model: nn.Module) -> ShardedModel:
-    """Return this rank's part of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
+    """Return this rank's part of a model that `shard` has partitioned, with the operations of `Trainer` on a model. Raises
+    `ConfigError` for any other."""
     placed: ShardedModel | None = vars(model).get(_SHARDING)
     if placed is None:
         raise ConfigError(
