@@ -32,7 +32,8 @@ from zeromesh.zero.full_state import saved_buffers
 
 
 class ModelOnMesh(ABC):
-    """The operations on a model that is divided over the ranks of a mesh. All ranks make the same calls."""
+    """The operations on a model that is divided over the ranks of a mesh, of `Trainer`, `Generator` and `shard`. All ranks make the
+    same calls."""
 
     @property
     @abstractmethod
@@ -206,7 +207,7 @@ class PlacedModel(ModelOnMesh):
 
     def over(self) -> str:
         """Return the reason why the model is unusable."""
-        return f"this generator ended with {self.failure}; make a new one"
+        return f"this {self.owner} ended with {self.failure}; make a new one"
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise in place of another one; by default that one."""

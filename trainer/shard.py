@@ -18,7 +18,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import MethodType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
 from zeromesh.offload import settle_heap
 from zeromesh.options import OptimizerSettings, ZeroOptions
-from zeromesh.parallelize import Divided
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights, source_directory
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
@@ -41,7 +40,10 @@ from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments
+from zeromesh.trainer.model_on_mesh import PlacedModel
+from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import use_float8_linear
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect, set_products
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.setup.model import begin_alike, divide_model
@@ -56,15 +58,16 @@ _Model = TypeVar("_Model", bound=nn.Module)
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema", "checkpoint")
 _SHARDING = "_zeromesh_sharding"
-"""The attribute of a partitioned model that has its `_Sharding`, so that the engine lives as long as the model."""
+"""The attribute of a partitioned model that has its `ShardedModel`, so that the engine lives as long as the model."""
 
 
-@dataclass(frozen=True)
-class _Sharding:
-    """The state of a partitioned model. In copies and pickles of the model it is None, as they are not partitioned."""
+@dataclass(kw_only=True)
+class ShardedModel(PlacedModel):
+    """This rank's part of a model in a user's own loop. In copies and pickles of the model it is None, as they are not
+    partitioned."""
 
+    owner: ClassVar[str] = "model"
     engine: AutogradEngine
-    divided: Divided
     frozen: list[nn.Parameter]
     """The parameters that were frozen because the model was partitioned without an optimizer."""
     source: FrozenWeights
@@ -144,12 +147,22 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     begin_alike(built, mesh, config.run.seed)
     for note in built.notes if mesh.rank == 0 else ():
         _LOGGER.warning("%s", note)
-    divided = divide_model(model, mesh, config)
+    hub_form, divided = HubForm(model), divide_model(model, mesh, config)
     if config.precision.linear is not None:
         use_float8_linear(model, mesh.device)
     engine = AutogradEngine.build(model, mesh, options, built.source, cuts=divided.cuts)
-    source = FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info)
-    vars(model)[_SHARDING] = _Sharding(engine, divided, trained, source)
+    vars(model)[_SHARDING] = ShardedModel(
+        config=config,
+        mesh=mesh,
+        console=Console(shown=False),
+        module=model,
+        hub_form=hub_form,
+        divided=divided,
+        engine=engine,
+        processing_class=None,
+        frozen=trained,
+        source=FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info),
+    )
     vars(model)["no_sync"] = partial(_no_sync, model)  # As DDP's.
     for name, method in _METHODS.items():
         if callable(getattr(model, name, None)):
@@ -217,12 +230,12 @@ def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) 
     """Replace `generate` of a partitioned model, and keep ranks with other prompts in step."""
     if not is_sharded(model):
         return type(model).generate(model, inputs, **arguments)
-    engine = engine_of(model)
+    placed = placed_of(model)
     arguments.pop("synced_gpus", None)  # Ranks are kept in step anyway.
     if inputs is not None:
         arguments["inputs"] = inputs
-    check_arguments(model, arguments, engine.mesh)
-    return generate(model, engine.mesh, arguments, seed=None, engine=engine)
+    check_arguments(model, arguments, placed.mesh)
+    return generate(placed, arguments, seed=None)
 
 
 def _loading(name: str) -> Callable[..., Any]:
@@ -253,30 +266,33 @@ def is_sharded(model: nn.Module) -> bool:
 
 def engine_of(model: nn.Module) -> AutogradEngine:
     """Return the engine of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
-    return _sharding_of(model).engine
+    return placed_of(model).engine
 
 
-def _sharding_of(model: nn.Module) -> _Sharding:
-    sharding: _Sharding | None = vars(model).get(_SHARDING)
-    if sharding is None:
+def placed_of(model: nn.Module) -> ShardedModel:
+    """Return this rank's part of a model that `shard` has partitioned, with the operations of `Trainer` on a model. Raises
+    `ConfigError` for any other."""
+    placed: ShardedModel | None = vars(model).get(_SHARDING)
+    if placed is None:
         raise ConfigError(
             f"this {type(model).__name__} is not partitioned; call zeromesh.shard(model, optimizer) first"
         )
-    return sharding
+    return placed
 
 
 def gathered(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
     """Inside the block these parameters of a partitioned model are whole on every rank, to be read. All ranks enter it.
 
     Raises:
+        StorageError: when they would not fit in memory.
         PhaseError: when the block writes to them.
     """
-    return engine_of(model).gathered(list(names))
+    return placed_of(model).gathered(names)
 
 
 def averaged(model: nn.Module) -> AbstractContextManager[None]:
     """Inside the block a partitioned model has the averaged weights of the section `ema`. All ranks enter it."""
-    return engine_of(model).averaged()
+    return placed_of(model).averaged()
 
 
 def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -294,11 +310,11 @@ def unshard(model: nn.Module) -> None:
 
     Its `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again.
     """
-    sharding = _sharding_of(model)
-    sharding.engine.settle()
-    sharding.engine.state.make_whole(sharding.divided.restore)
-    sharding.engine.close()
-    for parameter in sharding.frozen:
+    placed = placed_of(model)
+    placed.engine.settle()
+    placed.engine.state.make_whole(placed.divided.restore)
+    placed.engine.close()
+    for parameter in placed.frozen:
         parameter.requires_grad_(True)
     for name in (_SHARDING, "no_sync", *_METHODS):
         vars(model).pop(name, None)
@@ -349,7 +365,7 @@ def save(
     store = CheckpointStore(Path(directory).expanduser())
     saver = Saver(store, engine.mesh, engine.ledger)
     try:
-        away = vars(model)[_SHARDING].source.referenced()
+        away = placed_of(model).source.referenced()
         content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()), away)
         saver.begin(made.step, _without(content, without))
     except CheckpointError as error:

@@ -376,8 +376,7 @@ class Trainer(ModelOnMesh):
         own = number_of(f"{self.config.run.seed}/{self.run.progress.step}/{model.generations}/generate")
         set_seed = partial(seed_all, own) if seed is None else partial(torch.manual_seed, seed)
         with model.guarded("trainer.generate()" if model.engine is not None else ""):
-            pipeline = model.divided.pipeline
-            return generate(model.module, model.mesh, named, seed=set_seed, engine=model.engine, pipeline=pipeline)
+            return generate(model, named, seed=set_seed)
 
     def gradient(self, name: str) -> Tensor | None:
         """Return the whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.

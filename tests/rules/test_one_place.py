@@ -1,6 +1,7 @@
-"""What comes with a new optimizer, schedule or key of the configuration has one place: each is added to a copy of the source, which
-then trains a step with it."""
+"""What comes with a new optimizer, schedule, key of the configuration or tracker has one place: each is added to a copy of the
+source, which then trains a step with it."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,22 @@ from pathlib import Path
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
+TRACKED = '''class DummyTracker(Tracker):
+    """Writes rows into a file."""
+
+    def start(self) -> None:
+        self.sent, _ = self._noted()
+
+    def log(self, row: TrackedRow) -> None:
+        self._note(row.place)
+        with open(self.run.folder("dummy.jsonl"), "a") as file:
+            file.write(json.dumps([row.place.step, row.values["train/loss"]]) + "\\n")
+
+    def finish(self) -> None:
+        """Nothing is left."""
+
+
+'''
 CHANGES = {
     "an optimizer": [
         ("zeromesh/optim/fused_optimizer.py", "OPTIMIZERS = {\n", '    "sign": OptimizerRow(SGD, (), ()),\n'),
@@ -38,8 +55,20 @@ CHANGES = {
     "a key that the engine reads": [
         ("zeromesh/settings/keys.py", "    overlap: bool = True\n", "    warmth: Count = 3\n")
     ],
+    "a tracker": [
+        (
+            "trainer/trackers/backends.py",
+            '    return {**known, "log_dir": run.folder("swanlab"), "settings": settings, **where}\n\n\n',
+            TRACKED,
+        ),
+        (
+            "trainer/trackers/backends.py",
+            "TRACKERS = {\n",
+            '    "dummy": TrackerKind(make=DummyTracker, modules=("json",)),\n',
+        ),
+    ],
 }
-PLACES = {"an optimizer": 2, "a schedule": 1, "a key": 1, "a key that the engine reads": 1}
+PLACES = {"an optimizer": 2, "a schedule": 1, "a key": 1, "a key that the engine reads": 1, "a tracker": 1}
 """In how many files each of them is."""
 CONFIG = """
 model: {config: {model_type: llama, vocab_size: 259, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
@@ -50,6 +79,7 @@ optimizer: {name: sign, lr: 0.25}
 schedule: {name: halved, warmup_steps: 0}
 zero: {warmth: 5}
 run: {name: new, max_steps: 1, colour: red}
+tracking: {backends: [dummy]}
 """
 PROGRAM = """
 from zeromesh import Trainer
@@ -61,7 +91,7 @@ with Trainer(config="new.yaml") as trainer:
 """
 
 
-def test_a_new_optimizer_schedule_or_key_is_one_place(tmp_path: Path) -> None:
+def test_a_new_optimizer_schedule_key_or_tracker_is_one_place(tmp_path: Path) -> None:
     for floor in ("zeromesh", "trainer", "offload", "configs"):
         shutil.copytree(ROOT / floor, tmp_path / floor, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for path, before, added in (each for change in CHANGES.values() for each in change):
@@ -79,3 +109,5 @@ def test_a_new_optimizer_schedule_or_key_is_one_place(tmp_path: Path) -> None:
     assert "colour: red" in ended.stdout
     (line,) = read_metrics(tmp_path / "runs" / "new" / "metrics.jsonl")
     assert line["lr"] == 0.125
+    assert "WARNING" not in ended.stdout
+    assert json.loads((tmp_path / "runs" / "new" / "dummy.jsonl").read_text()) == [1, line["loss"]]

@@ -158,6 +158,24 @@ def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
 
 
+def like(mine: Any, theirs: Any, *, rel: float = 1e-9, abs_: float = 0.0, where: str = "") -> None:
+    """Assert that two nests of values are the same but for rounding of their numbers with a fraction, and tensors."""
+    if isinstance(theirs, Mapping):
+        assert list(mine) == list(theirs), where
+        for name, value in theirs.items():
+            like(mine[name], value, rel=rel, abs_=abs_, where=f"{where}.{name}")
+    elif isinstance(theirs, list | tuple):
+        assert len(mine) == len(theirs), where
+        for number, value in enumerate(theirs):
+            like(mine[number], value, rel=rel, abs_=abs_, where=f"{where}[{number}]")
+    elif isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(mine, theirs, rtol=rel, atol=abs_, msg=lambda text: f"{where}: {text}")
+    elif isinstance(theirs, float) and isinstance(mine, float | int):
+        assert math.isclose(mine, theirs, rel_tol=rel, abs_tol=abs_), (where, mine, theirs)
+    else:
+        assert mine == theirs, (where, mine, theirs)
+
+
 def compare(
     model: Any,
     config: Mapping[str, Any],

@@ -88,14 +88,7 @@ class BatchGeneration:
             for name, value in inputs.items()
         }
         seed = number_of(f"{self._seed}/{samples[0]}/predict_with_generate")
-        tokens: Tensor = generate(
-            placed.module,
-            placed.mesh,
-            {**arguments, **self._fixed},
-            seed=partial(seed_all, seed),
-            engine=placed.engine,
-            pipeline=placed.divided.pipeline,
-        )
+        tokens: Tensor = generate(placed, {**arguments, **self._fixed}, seed=partial(seed_all, seed))
         begun = inputs.get("decoder_input_ids")
         given = inputs["input_ids"].shape[1] if not whole else begun.shape[1] if isinstance(begun, Tensor) else 1
         new = tokens[:, given:]

@@ -22,49 +22,45 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from zeromesh.errors import LayoutError, some
-from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Placement
 from zeromesh.overrides import tensors_put_aside
 from zeromesh.pipeline.generation import CACHE
-from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.rng import own_randomness, seed_all
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.generation.requests import Finish, Progress, Request
 from zeromesh.trainer.generation.sampling import RowDraws, logprobs_of, widened
 from zeromesh.trainer.generation.settings import PLAIN_MODES, ServedModel, encoder_config, ends_of, rope_kinds
+from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.prepare import in_evaluation_mode
-from zeromesh.zero.engine import ZeroEngine
 
 
 def generate(
-    model: Any,
-    mesh: Mesh,
+    placed: PlacedModel,
     arguments: Mapping[str, Any],
     *,
     seed: Callable[[], object] | None,
-    engine: ZeroEngine | None = None,
-    pipeline: Pipeline | None = None,
     see: Callable[[torch.Tensor], object] = lambda logits: None,
 ) -> Any:
     """Return `model.generate(**arguments)` in evaluation mode; all ranks call it.
 
     Data ranks may have different prompts. `seed` seeds the sampling, and the generator is restored afterwards. If None, the mode
-    and the generator are the caller's, as in the library. `engine` and `pipeline` are those of a partitioned model.
-    `see` is given the logits [rows, vocabulary] of the last position, as the model computes them, after each of its calls.
+    and the generator are the caller's, as in the library. `see` is given the logits [rows, vocabulary] of the last position, as
+    the model computes them, after each of its calls.
 
     Raises:
         DataError: if ranks that share a model have different prompts or arguments.
         LayoutError: for a pipeline whose modules keep tensors between tokens.
     """
+    model, mesh, pipeline = placed.module, placed.mesh, placed.divided.pipeline
     arguments = {
         name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
     }
-    if engine is not None:
+    if placed.engine is not None:
         require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
     # The library's loop calls the base model inside an adapter's wrapper.
     looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
     looped_class = type(looped)
-    calls = _Calls(looped, mesh, engine, pipeline, len(arguments["input_ids"]) if pipeline is not None else 0)
+    calls = _Calls(looped, placed, len(arguments["input_ids"]) if pipeline is not None else 0)
 
     def called(_model: nn.Module, *ids: Any, **inputs: Any) -> Any:
         calls.some_rank_goes_on(here=True)
@@ -101,7 +97,8 @@ class _Calls:
     """The model calls of one generation, which all ranks that share parameters make together, in all stages of a pipeline. `rows`
     is the number of this rank's prompts."""
 
-    def __init__(self, model: Any, mesh: Mesh, engine: ZeroEngine | None, pipeline: Pipeline | None, rows: int) -> None:
+    def __init__(self, model: Any, placed: PlacedModel, rows: int) -> None:
+        mesh, engine, pipeline = placed.mesh, placed.engine, placed.divided.pipeline
         sharded = engine is not None and engine.options.placements.parameters is Placement.SHARDED
         self._model, self._mesh, self._waits = model, mesh, sharded and mesh.data.size > 1
         self._microbatches, call = 1, partial(type(model).__call__, model)
@@ -179,8 +176,14 @@ def generate_in_rounds(
 
 def _generate(placed: ServedModel, requests: Sequence[Request], settings: GenerationConfig) -> list[Progress]:
     """Generate to the end on ranks that differ along data axes; prompts are of equal length, except for an encoder."""
-    _forget_lengths(placed.module)
-    mesh, has_encoder = placed.mesh, placed.module.config.is_encoder_decoder
+    module, mesh, has_encoder = placed.module, placed.mesh, placed.module.config.is_encoder_decoder
+    # Rotary embeddings that grow with the length of the text begin again as those of a new model.
+    for part in module.modules() if "dynamic" in rope_kinds(module.config) else ():
+        for name, original in list(part.named_buffers(recurse=False)):
+            prefix, found, _ = name.rpartition("original_inv_freq")
+            if found:
+                part.get_buffer(f"{prefix}inv_freq").copy_(original)
+                setattr(part, f"{prefix}max_seq_len_cached", part.original_max_seq_len)
     prompts, padding = [torch.tensor(each.tokens) for each in requests], int(settings.pad_token_id or 0)
     ids = pad_sequence(prompts, batch_first=True, padding_value=padding)
     mask = pad_sequence(list(map(torch.ones_like, prompts)), batch_first=True)
@@ -195,19 +198,20 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
     if not guided and settings.get_generation_mode() in PLAIN_MODES:
         arguments["stopping_criteria"] = [chosen]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
-        tokens = generate(
-            placed.module,
-            mesh,
-            arguments,
-            seed=partial(seed_all, seeds[0]),
-            engine=placed.engine,
-            pipeline=placed.divided.pipeline,
-            see=chosen.see,
-        )
-    begin = 1 if has_encoder else ids.shape[1]
-    logprobs = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
-    rows = zip(requests, tokens[:, begin:].tolist(), logprobs, strict=True)
-    return [_until_end(each.number, row, values, settings) for each, row, values in rows]
+        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), see=chosen.see)
+    begin, ends, results = 1 if has_encoder else ids.shape[1], ends_of(settings), list[Progress]()
+    probabilities = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
+    for request, row, logprobs in zip(requests, tokens[:, begin:].tolist(), probabilities, strict=True):
+        # A row is cut after its end token, or before the first token with logits that are not finite.
+        count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
+        kept = count or len(row)
+        finish: Finish = "stop" if count else "length"
+        unknown = next((place for place, value in enumerate((logprobs or [])[:kept]) if math.isnan(value)), None)
+        if unknown is not None:
+            kept, finish = unknown, "not_finite"
+        logprobs = logprobs and logprobs[:kept]
+        results.append(Progress(number=request.number, tokens=row[:kept], logprobs=logprobs, finish=finish))
+    return results
 
 
 class _ChosenTokens:
@@ -224,30 +228,6 @@ class _ChosenTokens:
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         self.logprobs.append(logprobs_of(self._logits, input_ids[:, -1].to(self._logits.device)))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-
-
-def _until_end(number: int, row: list[int], logprobs: list[float] | None, settings: GenerationConfig) -> Progress:
-    """Return the progress of a row, cut after its end token or before the first token with logits that are not finite."""
-    ends = ends_of(settings)
-    count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
-    kept = count or len(row)
-    finish: Finish = "stop" if count else "length"
-    unknown = next((place for place, value in enumerate((logprobs or [])[:kept]) if math.isnan(value)), None)
-    if unknown is not None:
-        kept, finish = unknown, "not_finite"
-    return Progress(number=number, tokens=row[:kept], logprobs=logprobs and logprobs[:kept], finish=finish)
-
-
-def _forget_lengths(module: Any) -> None:
-    """Reset rotary embeddings that grow with the length of the text to those of a new model."""
-    if "dynamic" not in rope_kinds(module.config):
-        return
-    for part in module.modules():
-        for name, original in list(part.named_buffers(recurse=False)):
-            prefix, found, _ = name.rpartition("original_inv_freq")
-            if found:
-                part.get_buffer(f"{prefix}inv_freq").copy_(original)
-                setattr(part, f"{prefix}max_seq_len_cached", part.original_max_seq_len)
 
 
 def partition_prompts(

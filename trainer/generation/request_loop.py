@@ -143,10 +143,21 @@ class RequestLoop:
                 min(self._batches, key=lambda batch: batch.open_tokens).add(request, settings)
 
     def _forwards(self, most: int, *, eager: bool) -> None:
-        """Run up to `most` forwards of each batch, and choose the tokens that follow."""
+        """Run up to `most` forwards of each batch, equally many on replicas that gather each other's parameters."""
         for batch in self._batches:
             batch.plan(eager=eager)
-        count = self._agreed_forwards(most)
+        busy = [batch for batch in self._batches if batch.busy]
+        if self._pipeline is None:
+            count = min(most, max((batch.most_forwards() for batch in busy), default=0))
+        else:
+            count = min([most, *(batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy)]) if busy else 0
+        if self._together:
+            # The most of all replicas, or in a pipeline the fewest of those with work; idle ones join in.
+            fewest = self._pipeline is not None and count > 0
+            agreed = torch.tensor([most + 1 - count if fewest else count])
+            count = int(self._mesh.data.all_reduce_max(agreed, "forwards")[0])
+            if self._pipeline is not None and count:
+                count = most + 1 - count
         if self._pipeline is not None:
             if count:
                 with self._engine.evaluation():
@@ -163,18 +174,3 @@ class RequestLoop:
                 logits = self._module(**inputs).logits[:, -1]
             batch.take(batch.choose(logits))
             batch.settle()
-
-    def _agreed_forwards(self, most: int) -> int:
-        """Return the number of forwards, equal on all replicas that gather each other's parameters."""
-        busy = [batch for batch in self._batches if batch.busy]
-        if self._pipeline is None:
-            own = min(most, max((batch.most_forwards() for batch in busy), default=0))
-        else:
-            own = min([most, *(batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy)]) if busy else 0
-        if not self._together:
-            return own
-        # The most of all replicas, or in a pipeline the fewest of those with work; idle ones join in.
-        fewest = self._pipeline is not None and own > 0
-        agreed = torch.tensor([most + 1 - own if fewest else own])
-        found = int(self._mesh.data.all_reduce_max(agreed, "forwards")[0])
-        return most + 1 - found if self._pipeline is not None and found else found

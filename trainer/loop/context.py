@@ -1,7 +1,7 @@
 """`RunContext`, the parts of a run as `build_run` creates them, and `RunProgress`, the counters that its steps update."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -85,10 +85,6 @@ class FitReport:
     """The summary of the run under transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
 
 
-def _mean(losses: Sequence[float]) -> float:
-    return sum(losses) / max(1, len(losses))
-
-
 @dataclass(kw_only=True, slots=True)
 class RunProgress:
     """The counters of a run. Losses and seconds are those of this process's steps."""
@@ -166,14 +162,6 @@ class RunProgress:
             self.bubbles.append(result.bubble)
         if result.communication:
             self.communication = added(self.communication, result.communication)
-
-    def log_step(self, line: Mapping[str, Any], epoch: float) -> None:
-        """Append a step's line to the log; `loss` is the mean over the steps since the last such line."""
-        logged: Line = {"loss": _mean(self.losses[self.logged :])}
-        self.logged = len(self.losses)
-        if line["grad_norm"] is not None:
-            logged["grad_norm"] = line["grad_norm"]
-        self.log.append({**logged, "learning_rate": line["lr"], "epoch": epoch, "step": line["step"]})
 
     def notes(self) -> list[str]:
         """Return notes about the average step: skipped updates, communication, and the pipeline bubble."""
@@ -266,7 +254,7 @@ class RunContext:
             "train_samples_per_second": round((self.samples - samples) / seconds, 3),
             "train_steps_per_second": round(len(losses) / seconds, 3),
             "total_flos": self.total_flos,
-            "train_loss": _mean(losses),
+            "train_loss": sum(losses) / max(1, len(losses)),
             "epoch": self.epoch,
         }
 

@@ -71,11 +71,6 @@ class DeviceBatch(dict[str, Any]):
         self.send()
         if self._next is not None:
             self._next.send()
-        self._arrive()
-        with self.answering():
-            yield
-
-    def _arrive(self) -> None:
         if self._copied is not None:
             stream = current_stream(self._device)
             stream.wait_event(self._copied)
@@ -86,10 +81,6 @@ class DeviceBatch(dict[str, Any]):
                 value.record_stream(stream)
             dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
             self[name] = value.to(self._device, dtype, non_blocking=True)
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Inside the block, transformers' queries about masks and positions are answered from the host's inspection."""
         if not self._on_device:
             yield
             return

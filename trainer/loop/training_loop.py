@@ -379,7 +379,12 @@ class TrainingLoop:
             self._write(line)
         self._line = None
         run.events.control.should_log = False
-        run.progress.log_step(line, run.epoch)
+        # The loss is the mean over the steps since the last line of the log.
+        progress, losses = run.progress, run.progress.losses[run.progress.logged :]
+        progress.logged = len(progress.losses)
+        norm = {} if line["grad_norm"] is None else {"grad_norm": line["grad_norm"]}
+        logged = {"loss": sum(losses) / max(1, len(losses)), **norm, "learning_rate": line["lr"]}
+        progress.log.append({**logged, "epoch": run.epoch, "step": line["step"]})
         self._announce("on_log", line)
         return True
 

@@ -1,15 +1,16 @@
 """Cases on evaluations that generate, against transformers' own `generate` in one process."""
 
 import json
-from functools import partial
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from tests.distributed.inference.feature_cases import tokenizer
-from tests.distributed.inference.generator_cases import sharp
+from tests.distributed.inference.generator_cases import patient, sharp, stored
 from tests.support.trainer_cases import VOCABULARY, settings
 from zeromesh import Trainer
 from zeromesh.errors import CollectiveError, ConfigError, DataError
@@ -72,146 +73,124 @@ def wanted_of(model: Any, samples: list[dict[str, Any]], fields: dict[str, Any])
     return found
 
 
-def differences(predictions: Any, label_ids: Any, samples: list[dict[str, Any]], wanted: list[list[int]]) -> list[str]:
-    """What is wrong with predictions and labels, which are padded to one width each."""
-    wrong = []
-    if predictions.tolist() != padded(wanted, PAD).tolist():
-        wrong.append(f"{predictions.tolist()} for {wanted}")
+def require_like(prediction: Any, samples: list[dict[str, Any]], wanted: list[list[int]]) -> None:
+    """Assert that predictions and labels, which are padded to one width each, are those of the samples by themselves."""
+    assert prediction.predictions.tolist() == padded(wanted, PAD).tolist()
     if "labels" in samples[0]:
-        if label_ids.tolist() != padded([each["labels"] for each in samples], IGNORED).tolist():
-            wrong.append(f"labels are {label_ids.tolist()}")
-    elif label_ids is not None:
-        wrong.append("labels that nobody gave")
-    return wrong
-
-
-def agrees(
-    mesh: Mesh, folder: str, model: str, sections: dict[str, Any], count: int = 11, fields: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """What differs from one process in `evaluate`, in `predict` with and without labels, and in evaluations of a run."""
-    reference, given = sharp(model), fields or {}
-    whole = reference.config.is_encoder_decoder
-    samples, bare = questions(count, whole=whole), questions(3, whole=whole, labels=False)
-    wrong: list[str] = []
-    seen: list[tuple[Any, Any]] = []
-
-    def compute_metrics(prediction: Any) -> dict[str, float]:
-        seen.append((prediction.predictions, prediction.label_ids))
-        return {"samples": len(prediction.label_ids)}
-
-    config = settings(
-        folder,
-        **{
-            **sections,
-            "parallel": {"timeout_seconds": 30, **sections.get("parallel", {})},
-            "run": {
-                "max_steps": 1, "name": model, "predict_with_generate": True,
-                "generation": {"pad_token_id": PAD, **GREEDY, **given},
-            },
-        },
-    )  # fmt: skip
-    arguments: dict[str, Any] = {"train_dataset": samples, "eval_dataset": samples, "data_collator": collate}
-    with Trainer(sharp(model).train(), config, compute_metrics=compute_metrics, **arguments) as trainer:
-        wanted = wanted_of(reference, samples, given)
-        values = trainer.evaluate()
-        wrong += differences(*seen[-1], samples, wanted)
-        plain = trainer.evaluate(predict_with_generate=False)
-        logits = seen[-1][0][0] if isinstance(seen[-1][0], tuple) else seen[-1][0]
-        wrong += [] if logits.ndim == 3 else ["no logits without generation"]
-        # A model's own loss, which comes with logits, is in float32.
-        if abs(values["eval_loss"] - plain["eval_loss"]) > 1e-6:
-            wrong.append(f"loss {values['eval_loss']} for {plain['eval_loss']}")
-        output = trainer.predict(samples, predict_with_generate=True, max_new_tokens=3)
-        wrong += differences(
-            output.predictions, output.label_ids, samples, wanted_of(reference, samples, {**given, "max_new_tokens": 3})
-        )
-        output = trainer.predict(bare)
-        wrong += differences(output.predictions, output.label_ids, bare, wanted_of(reference, bare, given))
-        trainer.fit()
-        after = sharp(model)
-        after.load_state_dict(dict(trainer.state_dict()), strict=False)
-        wrong += differences(*seen[-1], samples, wanted_of(after, samples, given))
-    return {"wrong": wrong, "kinds": len({tuple(each) for each in wanted})}
-
-
-def refuses(mesh: Mesh, folder: str) -> dict[str, str]:
-    """What is refused, by what was asked, of one trainer, which outlives it."""
-    config = settings(folder, parallel={"pipeline": 2, "timeout_seconds": 10}, run={"name": "refused"})
-    samples = questions(5, whole=False)
-    asked: dict[str, dict[str, Any]] = {
-        "no generation": {"predict_with_generate": None, "max_new_tokens": 3},
-        "field": {"max_new_token": 3},
-        "several": {"num_return_sequences": 2},
-        "length": {"max_length": 9},
-        "stop": {"stop_strings": ["a"]},
-        "beams": {"num_beams": 2},
-    }
-    messages: dict[str, str] = {}
-    with Trainer(sharp("llama").train(), config, eval_dataset=samples, data_collator=collate) as trainer:
-        calls: dict[str, Any] = {
-            name: partial(trainer.predict, samples, **{"predict_with_generate": True, **fields})
-            for name, fields in asked.items()
-        }
-        for name, call in {"no metrics": partial(trainer.evaluate, predict_with_generate=True), **calls}.items():
-            try:
-                call()
-                messages[name] = ""
-            except ConfigError as error:
-                messages[name] = str(error)
-        messages["afterwards"] = str(trainer.predict(samples, predict_with_generate=True, **GREEDY).predictions.shape)
-    return messages
-
-
-def lacks_a_prompt(mesh: Mesh, folder: str) -> str:
-    """What a rank says of a set in which a sample that one rank reads has no prompt."""
-    samples = questions(5, whole=False)
-    samples[3]["labels"] = samples[3]["input_ids"]
-    config = settings(folder, parallel={"timeout_seconds": 10}, run={"name": "refused"})
-    with Trainer(sharp("llama").train(), config, eval_dataset=samples, data_collator=collate) as trainer:
-        try:
-            trainer.predict(samples, predict_with_generate=True, **GREEDY)
-        except (DataError, CollectiveError) as error:
-            return str(error)
-    return ""
-
-
-def samples_prompts(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, Any]:
-    """Losses and weights of runs with and without `run.prompts`, with dropout, and what the model wrote in the first."""
-    text = Path(folder) / "text.txt"
-    if not mesh.rank:
-        text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
-    mesh.meet("text")
-    sizes = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256}
-    how = {"prompts": ["2 times", "7 "], "prompts_every": 2, "generation": {"do_sample": True, "max_new_tokens": 4}}
-    found: dict[str, Any] = {"weights": [], "losses": [], "states": []}
-    for name, run in {"with": how, "without": {}}.items():
-        config = settings(
-            folder,
-            model={"config": {**sizes, "eos_token_id": 255, "bos_token_id": None}},
-            data={"train": str(text), "tokenizer": "bytes", "sequence_length": 16, "cache": folder},
-            **{**sections, "parallel": {"timeout_seconds": 30, **sections.get("parallel", {})}},
-            run={"name": name, "eval_every": 2, **run},
-        )
-        torch.manual_seed(3)
-        with Trainer(config=config) as trainer:
-            report = trainer.fit()
-            found["states"].append(torch.get_rng_state().tolist())
-            found["losses"].append(report.losses)
-            found["weights"].append({name: each.tolist() for name, each in trainer.state_dict()})
-    lines = (Path(folder) / "with" / "samples.jsonl").read_text().splitlines()
-    alike = {name: one == other for name, (one, other) in found.items()}
-    return {"alike": alike, "lines": [json.loads(line) for line in lines]}
+        assert prediction.label_ids.tolist() == padded([each["labels"] for each in samples], IGNORED).tolist()
+    else:
+        assert prediction.label_ids is None
 
 
 class Predictions:
     """A `compute_metrics` that keeps what it is given."""
 
     def __init__(self) -> None:
-        self.seen: list[tuple[Any, Any]] = []
+        self.seen: list[Any] = []
 
     def __call__(self, prediction: Any) -> dict[str, int]:
-        self.seen.append((prediction.predictions, prediction.label_ids))
+        self.seen.append(prediction)
         return {"samples": len(prediction.predictions)}
+
+
+def trainer_of(
+    folder: str, sections: dict[str, Any], model: Any = None, *, run: dict[str, Any] | None = None, **inputs: Any
+) -> Trainer:
+    """A trainer, by default of a Llama, whose evaluations generate greedily."""
+    how = {"max_steps": 2, "predict_with_generate": True, "generation": {"pad_token_id": PAD, **GREEDY}, **(run or {})}
+    model = sharp("llama") if model is None else model
+    return Trainer(model.train(), settings(folder, **patient(sections), run=how), data_collator=collate, **inputs)
+
+
+def agrees(
+    mesh: Mesh, folder: str, model: str, sections: dict[str, Any], count: int = 11, fields: dict[str, Any] | None = None
+) -> None:
+    """`evaluate`, `predict` with and without labels, and evaluations of a run give what one process does."""
+    reference, given, metrics = sharp(model), fields or {}, Predictions()
+    whole = reference.config.is_encoder_decoder
+    samples, bare = questions(count, whole=whole), questions(3, whole=whole, labels=False)
+    run = {"max_steps": 1, "generation": {"pad_token_id": PAD, **GREEDY, **given}}
+    data: dict[str, Any] = {"train_dataset": samples, "eval_dataset": samples, "compute_metrics": metrics}
+    with trainer_of(folder, sections, sharp(model), run=run, **data) as trainer:
+        wanted = wanted_of(reference, samples, given)
+        values = trainer.evaluate()
+        require_like(metrics.seen[-1], samples, wanted)
+        plain = trainer.evaluate(predict_with_generate=False)
+        logits = metrics.seen[-1].predictions
+        assert (logits[0] if isinstance(logits, tuple) else logits).ndim == 3
+        # A model's own loss, which comes with logits, is in float32.
+        assert values["eval_loss"] == pytest.approx(plain["eval_loss"], rel=0, abs=1e-6)
+        output = trainer.predict(samples, predict_with_generate=True, max_new_tokens=3)
+        require_like(output, samples, wanted_of(reference, samples, {**given, "max_new_tokens": 3}))
+        require_like(trainer.predict(bare), bare, wanted_of(reference, bare, given))
+        trainer.fit()
+        after = sharp(model)
+        after.load_state_dict(dict(trainer.state_dict()), strict=False)
+        require_like(metrics.seen[-1], samples, wanted_of(after, samples, given))
+    assert given or len(set(map(tuple, wanted))) > 1, "one text for all prompts, which any mistake would give too"
+
+
+def refuses(mesh: Mesh, folder: str) -> None:
+    """What is refused of one trainer, which outlives it."""
+    samples = questions(5, whole=False)
+    sections, run = {"parallel": {"pipeline": 2}}, {"predict_with_generate": False, "generation": None}
+    asked: dict[str, dict[str, Any]] = {
+        "max_new_tokens: an evaluation generates with predict_with_generate=True": {
+            "predict_with_generate": None, "max_new_tokens": 3,
+        },
+        "max_new_token is no field of transformers' GenerationConfig": {"max_new_token": 3},
+        "num_return_sequences: 2: a sample has one prediction": {"num_return_sequences": 2},
+        "max_length counts the padding of prompts; give max_new_tokens": {"max_length": 9},
+        "stop_strings needs a tokenizer": {"stop_strings": ["a"]},
+        "beam_search is not possible under parallel.pipeline": {"num_beams": 2},
+    }  # fmt: skip
+    with trainer_of(folder, sections, run=run, eval_dataset=samples) as trainer:
+        with pytest.raises(ConfigError, match="predict_with_generate: what is generated is for compute_metrics"):
+            trainer.evaluate(predict_with_generate=True)
+        for message, fields in asked.items():
+            with pytest.raises(ConfigError, match=re.escape(message)):
+                trainer.predict(samples, **{"predict_with_generate": True, **fields})
+        assert trainer.predict(samples, predict_with_generate=True, **GREEDY).predictions.shape == (5, 6)
+
+
+def lacks_a_prompt(mesh: Mesh, folder: str) -> None:
+    """A sample that one rank reads has no prompt, which all say."""
+    samples = questions(5, whole=False)
+    samples[3]["labels"] = samples[3]["input_ids"]
+    sections = {"parallel": {"timeout_seconds": 10}}
+    with (
+        trainer_of(folder, sections, eval_dataset=samples) as trainer,
+        pytest.raises((DataError, CollectiveError), match="sample 3 has no prompt"),
+    ):
+        trainer.predict(samples)
+
+
+def samples_prompts(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:
+    """Runs with and without `run.prompts` have the same losses, weights and states of dropout; the first has written samples."""
+    text = Path(folder) / "text.txt"
+    if not mesh.rank:
+        text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
+    mesh.meet("text")
+    sizes = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256}
+    how = {"prompts": ["2 times", "7 "], "prompts_every": 2, "generation": {"do_sample": True, "max_new_tokens": 4}}
+    found: list[Any] = []
+    for name, run in {"with": how, "without": {}}.items():
+        config = settings(
+            folder,
+            model={"config": {**sizes, "eos_token_id": 255, "bos_token_id": None}},
+            data={"train": str(text), "tokenizer": "bytes", "sequence_length": 16, "cache": folder},
+            **patient(sections),
+            run={"name": name, "eval_every": 2, **run},
+        )
+        torch.manual_seed(3)
+        with Trainer(config=config) as trainer:
+            report = trainer.fit()
+            weights = {name: each.tolist() for name, each in trainer.state_dict()}
+            found.append([report.losses, torch.get_rng_state().tolist(), weights])
+    assert found[0] == found[1]
+    lines = [json.loads(line) for line in (Path(folder) / "with" / "samples.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in lines] == [(n, p) for n in (2, 4) for p in ("2 times", "7 ")]
+    assert all(line["completion"] for line in lines)
 
 
 def own_loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
@@ -221,111 +200,80 @@ def own_loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, 
     return total, int((labels[:, 1:] != -100).sum())
 
 
-def configured(folder: str, sections: dict[str, Any], **run: Any) -> dict[str, Any]:
-    """A configuration whose evaluations generate greedily."""
-    return settings(
-        folder,
-        **{
-            **sections,
-            "parallel": {"timeout_seconds": 30, **sections.get("parallel", {})},
-            "run": {
-                "max_steps": 2, "predict_with_generate": True, "generation": {"pad_token_id": PAD, **GREEDY}, **run,
-            },
-        },
-    )  # fmt: skip
-
-
-def averages(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, Any]:
+def averages(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:
     """With `ema.evaluate` averaged weights generate, and the trained ones are there again afterwards."""
     samples, metrics = questions(5, whole=False), Predictions()
-    config = configured(folder, {**sections, "ema": {"decay": 0.9, "evaluate": True}, "optimizer": {"lr": 0.3}})
-    data: dict[str, Any] = {"train_dataset": samples, "eval_dataset": samples, "data_collator": collate}
-    wrong: list[str] = []
-    with Trainer(sharp("llama").train(), config, compute_metrics=metrics, **data) as trainer:
+    sections = {**sections, "ema": {"decay": 0.9, "evaluate": True}, "optimizer": {"lr": 0.3}}
+    data: dict[str, Any] = {"train_dataset": samples, "eval_dataset": samples, "compute_metrics": metrics}
+    with trainer_of(folder, sections, **data) as trainer:
         trainer.fit()
         trainer.evaluate()
         averaged, trained = sharp("llama"), sharp("llama")
         averaged.load_state_dict(dict(trainer.state_dict(ema=True)), strict=False)
         trained.load_state_dict(dict(trainer.state_dict()), strict=False)
         wanted = wanted_of(averaged, samples, {})
-        for predictions, labels in metrics.seen:
-            wrong += differences(predictions, labels, samples, wanted)
+        assert wanted != wanted_of(trained, samples, {}), "averages generate what the weights do: nothing is shown"
+        assert len(metrics.seen) == 2
+        for prediction in metrics.seen:
+            require_like(prediction, samples, wanted)
         prompt = torch.tensor([[9, 3, 11]])
         now = trainer.generate(prompt, **GREEDY, pad_token_id=PAD)
-        wrong += [] if torch.equal(now, trained.generate(prompt, **GREEDY, pad_token_id=PAD)) else ["the weights"]
-    return {"wrong": wrong, "evaluations": len(metrics.seen), "apart": wanted != wanted_of(trained, samples, {})}
+        assert torch.equal(now, trained.generate(prompt, **GREEDY, pad_token_id=PAD))
 
 
-def several(mesh: Mesh, folder: str, sections: dict[str, Any]) -> dict[str, Any]:
+def several(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:
     """Two sets by name, of which one has fewer samples than there are ranks, with a loss of one's own."""
     sets, metrics = {"one": questions(1, whole=False), "three": questions(3, whole=False)}, Predictions()
-    reference, wrong = sharp("llama"), []
-    config = configured(folder, sections)
-    with Trainer(
-        sharp("llama").train(), config, eval_dataset=sets, data_collator=collate, compute_metrics=metrics,
-        compute_loss=own_loss,
-    ) as trainer:  # fmt: skip
+    reference = sharp("llama")
+    inputs: dict[str, Any] = {"eval_dataset": sets, "compute_metrics": metrics, "compute_loss": own_loss}
+    with trainer_of(folder, sections, **inputs) as trainer:
         values = trainer.evaluate()
-        for (predictions, labels), samples in zip(metrics.seen, sets.values(), strict=True):
-            wrong += differences(predictions, labels, samples, wanted_of(reference, samples, {}))
-    batch = collate(sets["three"])
-    total, count = own_loss(reference, batch)
-    return {
-        "wrong": wrong,
-        "samples": [values["eval_one_samples"], values["eval_three_samples"]],
-        "loss": abs(values["eval_three_loss"] - float(total) / count),
-    }
+    for prediction, samples in zip(metrics.seen, sets.values(), strict=True):
+        require_like(prediction, samples, wanted_of(reference, samples, {}))
+    total, count = own_loss(reference, collate(sets["three"]))
+    assert [values["eval_one_samples"], values["eval_three_samples"]] == [1, 3]
+    assert values["eval_three_loss"] == pytest.approx(float(total) / count, rel=0, abs=1e-9)
 
 
-def beams(mesh: Mesh, folder: str, sections: dict[str, Any], model: str) -> dict[str, Any]:
+def beams(mesh: Mesh, folder: str, sections: dict[str, Any], model: str) -> None:
     """Beams give what each sample gives by itself in one process: padding behind its end is the pad token, which is 0.
 
     A decoder starts with the token that ends, as that of BART does.
     """
-    reference, trained, fields = sharp(model), sharp(model).train(), {"num_beams": 3, "max_new_tokens": 4}
+    reference, trained, fields = sharp(model), sharp(model), {"num_beams": 3, "max_new_tokens": 4}
     whole = reference.config.is_encoder_decoder
     if whole:
         for each in (reference, trained):
             each.generation_config.decoder_start_token_id = each.generation_config.eos_token_id
     samples = questions(5, whole=whole)
-    with Trainer(trained, configured(folder, sections), eval_dataset=samples, data_collator=collate) as trainer:
-        found = trainer.predict(samples, **fields)
     wanted = wanted_of(reference, samples, fields)
-    return {"wrong": differences(found.predictions, found.label_ids, samples, wanted), "wanted": wanted}
+    assert not whole or {each[0] for each in wanted} == {5}
+    with trainer_of(folder, sections, trained, eval_dataset=samples) as trainer:
+        require_like(trainer.predict(samples, **fields), samples, wanted)
 
 
 def draws(mesh: Mesh, folder: str, sections: dict[str, Any]) -> list[Any]:
     """What sampling draws, which is the same in every call."""
     samples, fields = questions(5, whole=False), {"do_sample": True, "temperature": 1.5, "top_k": 20}
-    with Trainer(
-        sharp("llama").train(), configured(folder, sections), eval_dataset=samples, data_collator=collate
-    ) as trainer:
+    with trainer_of(folder, sections, eval_dataset=samples) as trainer:
         first, second = (trainer.predict(samples, **fields).predictions.tolist() for _ in range(2))
-    return [first, first == second or second]
+    assert first == second
+    drawn: list[Any] = first
+    return drawn
 
 
-def tokenized(mesh: Mesh, folder: str) -> dict[str, Any]:
+def tokenized(mesh: Mesh, folder: str) -> None:
     """The tokenizer that the configuration names knows where texts end, and what pads them."""
-    text, directory = Path(folder, "text.txt"), Path(folder, "tokenizer")
-    known = tokenizer()
+    text, known = Path(folder, "text.txt"), tokenizer()
     known.eos_token = "f"
     if mesh.rank == 0:
         text.write_text("once upon a time there was a text of letters " * 20)
-        known.save_pretrained(directory)
-    mesh.world.barrier("the tokenizer")
+    data = {"train": str(text), "tokenizer": str(stored(mesh, folder, known)), "sequence_length": 8}
     samples, fields = questions(5, whole=False), {"stop_strings": [*"bcdefghijklmnopqrstuvwxyz"], **GREEDY}
-    config = settings(
-        folder,
-        data={"train": str(text), "tokenizer": str(directory), "sequence_length": 8},
-        run={"name": "tokenized"},
-        parallel={"timeout_seconds": 30},
-    )
-    model = sharp("llama").train()
+    model = sharp("llama")
     model.generation_config.pad_token_id = None
-    with Trainer(model, config, data_collator=collate) as trainer:
-        found = trainer.predict(samples, predict_with_generate=True, **fields)
+    with trainer_of(folder, {"data": data}, model, run={"generation": None}) as trainer:
+        found = trainer.predict(samples, **fields)
     wanted = wanted_of(sharp("llama"), samples, {**fields, "tokenizer": known})
-    return {
-        "wrong": differences(found.predictions, found.label_ids, samples, wanted),
-        "ended": min(map(len, wanted)) < GREEDY["max_new_tokens"],
-    }
+    assert min(map(len, wanted)) < GREEDY["max_new_tokens"], "no text has ended"
+    require_like(found, samples, wanted)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import DynamicCache, PreTrainedTokenizerFast, WatermarkingConfig
 from transformers.generation import BaseStreamer
 
-from tests.distributed.inference.generator_cases import sharp
+from tests.distributed.inference.generator_cases import patient, sharp, stored
 from tests.support.trainer_cases import sentences, settings
 from zeromesh import Generator, Trainer
 from zeromesh.errors import ConfigError
@@ -105,7 +104,7 @@ def outcome(call: Any, arguments: Mapping[str, Any]) -> Any:
 def of_a_trainer(mesh: Mesh, folder: str, sections: dict[str, Any], names: list[str]) -> dict[str, str]:
     """Of each feature `works`, why it is refused, or what differs from one process."""
     reference, ids = sharp("llama"), torch.tensor([PROMPT])
-    config = settings(folder, **{**sections, "parallel": {"timeout_seconds": 30, **sections.get("parallel", {})}})
+    config = settings(folder, **patient(sections))
     results: dict[str, str] = {}
     with Trainer(sharp("llama").train(), config, train_dataset=sentences()) as trainer:
         for name in names:
@@ -125,14 +124,11 @@ def _whole(generator: Generator, **fields: Any) -> torch.Tensor:
 
 def of_a_generator(mesh: Mesh, folder: str, sections: dict[str, Any], names: list[str]) -> dict[str, str]:
     """Of each feature `running batch`, `by length`, why it is refused, or what differs from one process."""
-    reference, ids, directory = sharp("llama"), torch.tensor([PROMPT]), Path(folder, "llama")
-    if mesh.rank == 0:
-        reference.save_pretrained(directory)
-    mesh.world.barrier("the model's directory")
+    reference, ids = sharp("llama"), torch.tensor([PROMPT])
+    directory = stored(mesh, folder, reference)
     reference.generation_config.use_cache = True
     results: dict[str, str] = {}
-    sections = {**sections, "parallel": {"timeout_seconds": 30, **sections.get("parallel", {})}}
-    with Generator(directory, **sections, run={"output_dir": folder}) as generator:
+    with Generator(directory, **patient(sections), run={"output_dir": folder}) as generator:
         for name in names:
             fields = arguments_of(name)
             found = outcome(partial(_whole, generator), fields)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -41,7 +42,11 @@ def write_model(directory: Path, *, layers: int = 2, hidden: int = 32) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def commands(mesh: Mesh, folder: str) -> dict[str, Any]:
+def _lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def commands(mesh: Mesh, folder: str) -> None:
     """What the command says in several ways of giving it prompts, and the results that it writes."""
     root = Path(folder)
     lines = [
@@ -73,12 +78,35 @@ def commands(mesh: Mesh, folder: str) -> dict[str, Any]:
             found["talk"] = command(mesh, ["generate", "model", "--chat", "--max-new-tokens", "4"])
         with mock.patch.object(sys, "stdin", None):
             found["closed"] = command(mesh, ["generate", "model", "--chat"])
-        rows = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
-    return {"said": found, "rows": rows}
+        rows = _lines(Path("r.jsonl").read_text())
+    if mesh.rank:
+        assert not found["shown"]["out"]
+        return
+    assert [row["id"] for row in rows] == ["a", 1, 9, 3]
+    assert [row["new_tokens"] for row in rows if row["finish"] == "length"][1:2] == [3]
+    # Another layout gives the same tokens, those that are drawn too.
+    for row, shown in zip(rows, _lines(found["shown"]["out"]), strict=True):
+        assert row["tokens"] == shown["tokens"]
+        assert row["logprobs"] == pytest.approx(shown["logprobs"], rel=0, abs=1e-9)
+    assert found["bad"]["code"] == found["field"]["code"] == found["chat"]["code"] == 2
+    for name, said in {
+        "bad": "bad.jsonl, line 2: the prompt has token 999, and the model knows 258",
+        "field": "temprature is no field of transformers' GenerationConfig",
+        "closed": "--chat reads from standard input, which is closed; leave it open",
+        "chat": "--chat reads from the terminal",
+    }.items():
+        assert said in found[name]["err"]
+    assert found["one"]["out"].rstrip("\n") == rows[0]["text"]
+    # What is written as it comes is of a running batch, which beams that a prompt asks for cannot join.
+    assert [row["logprobs"] for row in _lines(found["beams"]["out"])] == [None]
+    answers = found["talk"]["out"].split("> ")
+    assert "bytes that are no UTF-8, which is no text; /reset begins anew" in answers[4]
+    assert len(answers) == 8, "a greeting, and a sign for each line that was read"
+    assert found["talk"]["code"] == 0
 
 
-def refusals(mesh: Mesh, folder: str) -> dict[str, Any]:
-    """What `serve` says of models that it cannot serve."""
+def refusals(mesh: Mesh, folder: str) -> None:
+    """Models that `serve` cannot serve are refused before anyone listens."""
     root = Path(folder)
     if mesh.rank == 0:
         write_model(root / "wordless")
@@ -87,5 +115,12 @@ def refusals(mesh: Mesh, folder: str) -> dict[str, Any]:
         config = tf.T5Config(vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         tf.T5ForConditionalGeneration(config).save_pretrained(root / "encoder")
     mesh.world.barrier("files")
-    with contextlib.chdir(root):
-        return {name: command(mesh, ["serve", name, "--port", "0"]) for name in ("encoder", "wordless")}
+    for name, why in {
+        "encoder": "T5ForConditionalGeneration has an encoder",
+        "wordless": "answers are text, and the model's directory has no tokenizer",
+    }.items():
+        with contextlib.chdir(root):
+            said = command(mesh, ["serve", name, "--port", "0"])
+        assert said["code"] == 2
+        assert why in said["err"]
+        assert "serving" not in said["err"]

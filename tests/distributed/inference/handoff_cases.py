@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
-import transformers as tf
 from safetensors.torch import load_file
 
-from tests.distributed.parallel.parallel_cases import MIXTRAL
+from tests.distributed.inference.generator_cases import MODELS, SIZES, causal, seq2seq, stored
 from tests.distributed.trainer.lora_cases import adapted
+from tests.support.plain import clones, like
 from tests.support.trainer_cases import VOCABULARY, gpt2, llama, seeded, sentences, settings
 from zeromesh import Callback, Generator, Trainer, receive_weights
 from zeromesh.errors import TransferError, ZeromeshError
@@ -58,14 +59,16 @@ def _ready(mesh: Mesh, paths: list[Path]) -> None:
     mesh.world.barrier("receivers listen")
 
 
-def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llama") -> dict[str, Any]:
-    """What differs between the weights of two receivers, one of which wants halves, and those that the trainer has."""
-    build = {"llama": llama, "gpt2": gpt2}[model]
+def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llama") -> None:
+    """Two receivers, one of which wants halves, get the weights that the trainer has."""
     config = settings(folder, run={"max_steps": 2}, **sections)
     halves = {"*.weight": (0, 1, 2), "*embed*": (1, 0, 2)}
     paths = [Path(folder, "whole.sock"), Path(folder, "half.sock")]
     listeners: list[_Listener] = []
     found: dict[str, Any] = {}
+
+    def part_of(name: str) -> Any:
+        return (0, mesh.rank % 2, 2) if name.endswith("weight") else None
 
     class HandsOver(Callback):
         """After the first step, when weights are those of shards."""
@@ -79,63 +82,50 @@ def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llam
             _ready(mesh, paths)
             trainer.check_weights()
             found["count"] = trainer.send_weights(str(paths[0]))
-            assert trainer.send_weights(str(paths[1]), token="t0ken") == found["count"]
+            assert trainer.send_weights(str(paths[1]), token="t0ken") == found["count"] > 10
             found["wanted"] = {name: tensor.clone() for name, tensor in trainer.stream_weights()}
-            found["masters"] = {name: tensor.clone() for name, tensor in trainer.state_dict()}
-            found["own"] = {
-                name: tensor.clone()
-                for name, tensor in trainer.stream_weights(
-                    lambda name: (0, mesh.rank % 2, 2) if name.endswith("weight") else None
-                )
-            }
+            masters = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+            like({name: found["wanted"][name] for name in masters}, masters, rel=0)
+            found["own"] = {name: tensor.clone() for name, tensor in trainer.stream_weights(part_of)}
 
-    with Trainer(seeded(build), config, train_dataset=sentences(), callbacks=[HandsOver()]) as trainer:
+    with Trainer(
+        seeded({"llama": llama, "gpt2": gpt2}[model]), config, sentences(), callbacks=[HandsOver()]
+    ) as trainer:
         trainer.fit()
-    count, wanted, masters, own = (found[name] for name in ("count", "wanted", "masters", "own"))
-    wrong = [name for name in masters if not torch.equal(wanted[name], masters[name])]
+    wanted = found["wanted"]
+    parts = {
+        name: tensor.tensor_split(2)[mesh.rank % 2] if part_of(name) else tensor for name, tensor in wanted.items()
+    }
+    like(found["own"], parts, rel=0)
     for listener in listeners:
         listener.join()
-        wrong += [listener.error] if listener.error or len(listener.found) != count else []
-    for name, tensor in wanted.items():
-        part = tensor.tensor_split(2)[mesh.rank % 2] if name.endswith("weight") else tensor
-        wrong += [f"{name}, streamed"] if not torch.equal(own[name], part) else []
-        if not listeners:
-            continue
-        whole, half = (listener.found.get(name) for listener in listeners)
+        assert (listener.error, len(listener.found)) == ("", found["count"])
+    if listeners:
+        whole, half = (listener.found for listener in listeners)
+        like({name: whole[name] for name in wanted}, wanted, rel=0)
         # The first pattern that fits says which part.
-        wished = tensor.tensor_split(2)[1] if name.endswith(".weight") else tensor
-        wrong += [name] if whole is None or not torch.equal(whole, tensor) else []
-        wrong += [f"{name}, half"] if half is None or not torch.equal(half, wished) else []
-    left = [path.name for path in Path(folder).glob("*.sock")] if mesh.rank == 0 else []
-    return {"wrong": wrong, "count": count, "left": left}
-
-
-def _neox() -> Any:
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**shape, vocab_size=VOCABULARY, max_position_embeddings=64))
-
-
-def _mixtral() -> Any:
-    config = tf.MixtralConfig(**MIXTRAL)
-    config._experts_implementation = "eager"
-    return tf.MixtralForCausalLM(config)
+        wished = {
+            name: tensor.tensor_split(2)[1] if name.endswith(".weight") else tensor for name, tensor in wanted.items()
+        }
+        like({name: half[name] for name in wanted}, wished, rel=0)
+        assert not list(Path(folder).glob("*.sock")), "sockets are removed"
 
 
 FORMS: dict[str, Callable[[], Any]] = {
-    "mixtral": lambda: seeded(_mixtral),
-    "neox": lambda: seeded(_neox),
+    "mixtral": lambda: seeded(MODELS["mixtral"]),
+    "neox": lambda: seeded(MODELS["neox"]),
     "lora": adapted,
     "dora": lambda: adapted(use_dora=True),
     "head": lambda: adapted(modules_to_save=["lm_head"]),
     "embedding": lambda: adapted({"tie_word_embeddings": True}, modules_to_save=["embed_tokens"]),
     "tokens": lambda: adapted({"tie_word_embeddings": True}, trainable_token_indices=[3, 5]),
-    "moe-lora": lambda: peft.get_peft_model(seeded(_mixtral), peft.LoraConfig(target_modules=["q_proj"])),
+    "moe-lora": lambda: peft.get_peft_model(seeded(MODELS["mixtral"]), peft.LoraConfig(target_modules=["q_proj"])),
 }
 
 
-def has_the_form_of_files(mesh: Mesh, folder: str, sections: dict[str, Any], model: str) -> dict[str, Any]:
-    """What differs between the weights that are streamed and those in the files that `save_pretrained` writes of a plain model."""
-    root, build = Path(folder), FORMS[model]
+def has_the_form_of_files(mesh: Mesh, folder: str, sections: dict[str, Any], model: str) -> None:
+    """The weights that are streamed are those in the files that `save_pretrained` writes of a plain model."""
+    build = FORMS[model]
     config = settings(folder, run={"max_steps": 2}, **sections)
     found: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -148,87 +138,65 @@ def has_the_form_of_files(mesh: Mesh, folder: str, sections: dict[str, Any], mod
         trainer.fit()
         found["whole"] = dict(trainer.stream_weights())
     plain = build().double()
-    before = {name: parameter.clone() for name, parameter in plain.named_parameters()}
+    before = clones(plain)
     plain.load_state_dict(found["trained"], strict=False)
-    changed = [name for name, value in plain.named_parameters() if not torch.equal(value, before[name])]
+    assert sum(not torch.equal(value, before[name]) for name, value in plain.named_parameters()) > 3
     if isinstance(plain, peft.PeftModel):
         plain = plain.merge_and_unload()
-    if mesh.rank == 0:
-        plain.save_pretrained(root / "plain")
-    mesh.world.barrier("files")
-    files = [load_file(path) for path in (root / "plain").glob("*.safetensors")]
-    wanted = {name: tensor for file in files for name, tensor in file.items()}
-    wrong = [f"names: {sorted(set(wanted) ^ set(found['sent']))}"] if set(wanted) != set(found["sent"]) else []
-    wrong += [
-        f"{name}, {when}"
-        for when in ("sent", "whole")
-        for name, tensor in found[when].items()
-        if name in wanted and not torch.allclose(tensor, wanted[name], rtol=0, atol=1e-14)
-    ]
-    return {"wrong": wrong, "changed": len(changed), "names": sorted(wanted)}
+    files = [load_file(path) for path in stored(mesh, folder, plain).glob("*.safetensors")]
+    wanted = dict(sorted((name, tensor) for file in files for name, tensor in file.items()))
+    for when in ("sent", "whole"):
+        like(dict(sorted(found[when].items())), wanted, rel=0, abs_=1e-14)
+    assert model != "mixtral" or "model.layers.0.block_sparse_moe.experts.0.w1.weight" in wanted
 
 
-def fails(mesh: Mesh, folder: str) -> dict[str, Any]:
-    """What is said when receivers are not there, leave, or do not know the token; and that training goes on."""
-    config = settings(folder, run={"max_steps": 3})
-    said: dict[str, Any] = {}
-
-    def attempt(name: str, trainer: Any, path: Path, **options: Any) -> None:
-        try:
-            trainer.send_weights(str(path), timeout_seconds=2, **options)
-            said[name] = ""
-        except TransferError as error:
-            said[name] = str(error)
-
-    with Trainer(seeded(llama), config, train_dataset=sentences()) as trainer:
-        attempt("nobody", trainer, Path(folder, "none.sock"))
-        for name, options, sent in (("leaves", {"most": 3}, {}), ("token", {"token": "a"}, {"token": "b"})):
+def fails(mesh: Mesh, folder: str) -> None:
+    """Receivers that are not there, leave, or do not know the token end nothing: training goes on."""
+    rows: tuple[tuple[str, dict[str, Any] | None, dict[str, Any], str], ...] = (
+        ("none", None, {}, "nobody receives weights at"),
+        ("leaves", {"most": 3}, {}, "weights were not handed over"),
+        ("token", {"token": "a"}, {"token": "b"}, "has another token"),
+    )
+    with Trainer(seeded(llama), settings(folder, run={"max_steps": 3}), train_dataset=sentences()) as trainer:
+        for name, options, sent, said in rows:
             path, listener = Path(folder, f"{name}.sock"), None
-            if mesh.rank == 0:
+            if mesh.rank == 0 and options is not None:
                 listener = _Listener(str(path), **options)
-            _ready(mesh, [path])
-            attempt(name, trainer, path, **sent)
+            _ready(mesh, [path] if options is not None else [])
+            with pytest.raises(TransferError, match=said):
+                trainer.send_weights(str(path), timeout_seconds=2, **sent)
             if listener is not None:
                 listener.join()
-                said[f"{name}, receiver"] = listener.error
+                assert name != "token" or "has another token" in listener.error
         trainer.fit()
-        said["steps"] = trainer.state.step
-    return said
-
-
-def _small(config_class: Any, **more: Any) -> Any:
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return config_class(**shape, vocab_size=VOCABULARY, max_position_embeddings=64, **more)
+        assert trainer.state.step == 3
 
 
 DIRECTORIES: dict[str, Callable[[], Any]] = {
     "llama": llama,
     # The first name of its tied weight is not the one in files.
-    "camembert": lambda: tf.CamembertForCausalLM(_small(tf.CamembertConfig, is_decoder=True)),
+    "camembert": causal("camembert", SIZES, is_decoder=True),
     # Positions of sines are not in files.
-    "marian": lambda: tf.MarianMTModel(
-        tf.MarianConfig(
-            d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
-            encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=VOCABULARY, pad_token_id=0, max_position_embeddings=64,
-        )
+    "marian": seq2seq(
+        "marian",
+        {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+        vocab_size=VOCABULARY,
+        pad_token_id=0,
+        max_position_embeddings=64,
     ),
-}  # fmt: skip
+}
 
 
-def from_generator(mesh: Mesh, folder: str, model: str) -> dict[str, Any]:
-    """What differs between the weights of a generator and those in the files of the model's directory."""
-    directory = Path(folder, "model")
-    if mesh.rank == 0:
-        seeded(DIRECTORIES[model]).double().save_pretrained(directory)
-    mesh.world.barrier("the model's directory")
+def from_generator(mesh: Mesh, folder: str, model: str) -> None:
+    """The weights of a generator are those in the files of the model's directory."""
+    directory = stored(mesh, folder, seeded(DIRECTORIES[model]).double())
     with Generator(directory, run={"output_dir": folder}) as generator:
         found = {name: tensor.clone() for name, tensor in generator.stream_weights()}
-    wanted = load_file(directory / "model.safetensors")
-    wrong = sorted(found.keys() ^ wanted.keys())
-    return {"wrong": wrong or [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]}
+    like(dict(sorted(found.items())), dict(sorted(load_file(directory / "model.safetensors").items())), rel=0)
 
 
-def is_slow(mesh: Mesh, folder: str) -> dict[str, Any]:
+def is_slow(mesh: Mesh, folder: str) -> None:
     """A receiver that rests longer than ranks wait for each other, but not longer than it may be silent."""
     model, path, listener = seeded(wide), Path(folder, "slow.sock"), None
     config = settings(folder, run={"max_steps": 1}, parallel={"timeout_seconds": 2})
@@ -237,7 +205,9 @@ def is_slow(mesh: Mesh, folder: str) -> dict[str, Any]:
             listener = _Listener(str(path), pause=4.0)
         _ready(mesh, [path])
         count = trainer.send_weights(str(path), timeout_seconds=15)
+        assert count > 10
         if listener is not None:
             listener.join()
+            assert len(listener.found) == count
         trainer.fit()
-        return {"count": count, "found": len(listener.found) if listener else count, "steps": trainer.state.step}
+        assert trainer.state.step == 1

@@ -17,69 +17,37 @@ from zeromesh import receive_weights
 from zeromesh.errors import ConfigError, TransferError
 from zeromesh.trainer.weights.handoff import _greet, _WeightLine
 
+FULL = pytest.mark.full
+STAGE_1, STAGE_3 = ({"zero": {"stage": stage}} for stage in (1, 3))
+TENSOR, PIPELINE = ({"parallel": {axis: 2}} for axis in ("tensor", "pipeline"))
 
-@pytest.mark.parametrize(
-    ("ranks", "sections", "model"),
-    [
-        (2, {"zero": {"stage": 3}}, "gpt2"),
-        pytest.param(2, {"parallel": {"tensor": 2}}, "llama", marks=pytest.mark.full),
-        pytest.param(2, {"parallel": {"pipeline": 2}}, "gpt2", marks=pytest.mark.full),
-        pytest.param(4, {"parallel": {"tensor": 2}, "zero": {"stage": 3}}, "llama", marks=pytest.mark.full),
-    ],
-)
-def test_weights_arrive(workers: Workers, tmp_path: Path, ranks: int, sections: dict[str, Any], model: str) -> None:
-    for found in workers.run(ranks, "handoff_cases:arrive", folder=str(tmp_path), sections=sections, model=model):
-        assert not found["wrong"]
-        assert found["count"] > 10
-        assert not found["left"], "sockets are removed"
+
+def row(case: str, model: str, sections: Any = STAGE_3, *marks: pytest.MarkDecorator, ranks: int = 2) -> Any:
+    return pytest.param(ranks, case, {"sections": sections, "model": model}, marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sections", "model"),
+    ("ranks", "case", "arguments"),
     [
-        (2, {"zero": {"stage": 3}}, "mixtral"),
-        (2, {"zero": {"stage": 3}}, "lora"),
-        pytest.param(2, {"parallel": {"tensor": 2}}, "mixtral", marks=pytest.mark.full),
-        pytest.param(2, {"parallel": {"tensor": 2}}, "neox", marks=pytest.mark.full),
-        pytest.param(2, {"parallel": {"pipeline": 2}}, "mixtral", marks=pytest.mark.full),
-        pytest.param(2, {"zero": {"stage": 3}}, "dora", marks=pytest.mark.full),
-        pytest.param(2, {"zero": {"stage": 3}}, "head", marks=pytest.mark.full),
-        (2, {"zero": {"stage": 3}}, "embedding"),
-        (2, {"zero": {"stage": 3}}, "tokens"),
-        pytest.param(2, {"zero": {"stage": 1}}, "moe-lora", marks=pytest.mark.full),
+        row("arrive", "gpt2"),
+        row("arrive", "llama", TENSOR, FULL),
+        row("arrive", "gpt2", PIPELINE, FULL),
+        row("arrive", "llama", {**TENSOR, **STAGE_3}, FULL, ranks=4),
+        *(row("has_the_form_of_files", model) for model in ("mixtral", "lora", "embedding", "tokens")),
+        *(row("has_the_form_of_files", model, STAGE_3, FULL) for model in ("dora", "head")),
+        *(row("has_the_form_of_files", model, TENSOR, FULL) for model in ("mixtral", "neox")),
+        row("has_the_form_of_files", "mixtral", PIPELINE, FULL),
+        row("has_the_form_of_files", "moe-lora", STAGE_1, FULL),
+        (2, "fails", {}),
+        # Other ranks wait while a receiver rests.
+        pytest.param(2, "is_slow", {}, marks=FULL),
+        *((2, "from_generator", {"model": model}) for model in DIRECTORIES),
     ],
 )
-def test_they_have_the_form_of_files(
-    workers: Workers, tmp_path: Path, ranks: int, sections: dict[str, Any], model: str
+def test_weights_are_those_of_the_trainer(
+    workers: Workers, tmp_path: Path, ranks: int, case: str, arguments: dict[str, Any]
 ) -> None:
-    arguments = {"folder": str(tmp_path), "sections": sections, "model": model}
-    for found in workers.run(ranks, "handoff_cases:has_the_form_of_files", **arguments):
-        assert not found["wrong"]
-        assert found["changed"] > 3
-        if model == "mixtral":
-            assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in found["names"]
-
-
-def test_receivers_that_fail_end_nothing(workers: Workers, tmp_path: Path) -> None:
-    for said in workers.run(2, "handoff_cases:fails", folder=str(tmp_path)):
-        assert "nobody receives weights at" in said["nobody"]
-        assert "weights were not handed over" in said["leaves"]
-        assert "has another token" in said["token"]
-        assert said["steps"] == 3
-        assert "has another token" in said.get("token, receiver", "has another token")
-
-
-@pytest.mark.full
-def test_other_ranks_wait_while_a_receiver_rests(workers: Workers, tmp_path: Path) -> None:
-    for found in workers.run(2, "handoff_cases:is_slow", folder=str(tmp_path)):
-        assert found["found"] == found["count"] > 10
-        assert found["steps"] == 1
-
-
-@pytest.mark.parametrize("model", DIRECTORIES)
-def test_a_generator_has_those_of_its_directory(workers: Workers, tmp_path: Path, model: str) -> None:
-    for found in workers.run(2, "handoff_cases:from_generator", folder=str(tmp_path), model=model):
-        assert not found["wrong"]
+    workers.run(ranks, f"handoff_cases:{case}", folder=str(tmp_path), **arguments)
 
 
 def _sent(address: Path, *frames: bytes) -> TransferError:
@@ -164,36 +132,32 @@ def test_one_who_takes_a_tensor_slowly_is_not_silent() -> None:
     assert found == len(content)
 
 
-@pytest.mark.parametrize("parts", [None, [], {"*": [0, 1]}, {"*": ["a", 0, 1]}, {"*": 3}, {"*": [0, 0, float("inf")]}])
-def test_parts_that_are_none_are_refused(parts: Any) -> None:
-    line, theirs = _pair()
+PARTS: tuple[Any, ...] = (None, [], {"*": [0, 1]}, {"*": ["a", 0, 1]}, {"*": 3}, {"*": [0, 0, float("inf")]})
+
+
+@pytest.mark.parametrize(
+    ("said", "token", "message"),
+    [
+        *(({"format": "zeromesh-weights-2", "parts": parts}, None, "asks for parts that are not") for parts in PARTS),
+        # A token that is no UTF-8, and a receiver that is silent.
+        (b"#CHALLENGE#" + bytes(20), "\udcff", "the receiver was silent for too long"),
+        (b"220 mail.example.org", None, "the receiver has another token"),
+    ],
+)
+def test_who_is_no_receiver_is_refused(said: Any, token: str | None, message: str) -> None:
+    line, theirs = _pair(2.0 if isinstance(said, dict) else 0.2)
 
     def receive() -> None:
-        deliver_challenge(theirs, b"")
-        theirs.send_bytes(json.dumps({"format": "zeromesh-weights-2", "parts": parts}).encode())
+        if isinstance(said, dict):
+            deliver_challenge(theirs, b"")
+        theirs.send_bytes(json.dumps(said).encode() if isinstance(said, dict) else said)
 
     thread = threading.Thread(target=receive)
     with theirs, line as sender:
         thread.start()
-        with pytest.raises(TransferError, match=r"the receiver asks for parts that are not \(dim, index, parts\)"):
-            _greet(sender, None)
+        with pytest.raises(TransferError, match=message):
+            _greet(sender, token)
         thread.join(20)
-
-
-def test_a_token_that_is_no_utf8_and_a_receiver_that_is_silent() -> None:
-    line, theirs = _pair(0.2)
-    with theirs, line as sender:
-        theirs.send_bytes(b"#CHALLENGE#" + bytes(20))
-        with pytest.raises(TransferError, match="the receiver was silent for too long"):
-            _greet(sender, "\udcff")
-
-
-def test_who_challenges_in_other_words_is_no_receiver() -> None:
-    line, theirs = _pair()
-    with theirs, line as sender:
-        theirs.send_bytes(b"220 mail.example.org")
-        with pytest.raises(TransferError, match="the receiver has another token"):
-            _greet(sender, None)
 
 
 def test_an_address_at_which_another_one_listens(tmp_path: Path) -> None:
@@ -210,13 +174,16 @@ def test_an_address_at_which_another_one_listens(tmp_path: Path) -> None:
         assert path.exists()
 
 
-def test_addresses(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give a token"):
-        next(receive_weights("0.0.0.0:1234"))
-    for none in ("host:x", "", "/tmp/a\0b"):
-        with pytest.raises(ConfigError, match=r"is no address"):
-            next(receive_weights(none))
-    with pytest.raises(TransferError, match=r"nobody sent weights to .* within 0\.05 seconds"):
-        next(receive_weights(str(tmp_path / "s.sock"), timeout_seconds=0.05))
-    with pytest.raises(ConfigError, match="cannot listen at"):
-        next(receive_weights(str(tmp_path / "none" / "s.sock")))
+@pytest.mark.parametrize(
+    ("address", "error", "message"),
+    [
+        ("0.0.0.0:1234", ConfigError, "give a token"),
+        *((none, ConfigError, "is no address") for none in ("host:x", "", "/tmp/a\0b")),
+        ("s.sock", TransferError, r"nobody sent weights to .* within 0\.05 seconds"),
+        ("none/s.sock", ConfigError, "cannot listen at"),
+    ],
+)
+def test_addresses(tmp_path: Path, address: str, error: type[Exception], message: str) -> None:
+    place = str(tmp_path / address) if address.endswith(".sock") else address
+    with pytest.raises(error, match=message):
+        next(receive_weights(place, timeout_seconds=0.05))

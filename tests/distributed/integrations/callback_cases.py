@@ -6,6 +6,7 @@ import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from tests.distributed.integrations import user_callbacks
 from tests.distributed.integrations.user_callbacks import Recorder, timeless
+from tests.support.plain import like
 from tests.support.trainer_cases import llama, sentences
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
@@ -108,53 +110,71 @@ def run(
     return trainer
 
 
-def both(
-    mesh: Mesh,
-    folder: str,
+KINDS = {"theirs": tf.Trainer, "ours": Trainer}
+near = partial(like, rel=2e-4, abs_=1e-7)
+
+
+def same_events(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], *, judged: bool = False) -> None:
+    """Assert that two recorders saw the same, and name the first event in which they did not."""
+    for each in (*mine, *theirs) if not judged else ():
+        each["best"] = None  # Which transformers looks for only where it is to load it.
+    names = [[f"{each['event']} {each['state'][0]}" for each in seen] for seen in (mine, theirs)]
+    assert names[0] == names[1]
+    for number, (own, other) in enumerate(zip(mine, theirs, strict=True)):
+        near(own, other, where=f"{number}: {names[0][number]}")
+
+
+def seen_by(
+    kind: Any,
+    folder: Path,
     fields: Mapping[str, Any],
     callbacks: Sequence[Sequence[Any]] = (),
     scores: Sequence[float] = (),
     after: bool = False,
-) -> dict[str, list[Any]]:
-    """What callbacks see, the recorder last, under transformers' Trainer and under zeromesh's."""
-    found = {}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
-        chosen = [*(made(*each) for each in callbacks), Recorder()]
-        with quiet():
-            trainer = run(kind, Path(folder) / name, fields, chosen, scores)
-            if after:
-                trainer.evaluate()
-                trainer.predict(whole(5))
-        if kind is Trainer:
-            trainer.close()
-        found[name] = [getattr(each, "seen", None) for each in chosen]
-    return found
+    ranks: int = 1,
+) -> list[Any]:
+    """What callbacks see of a run, the recorder last."""
+    chosen = [*(made(*each) for each in callbacks), Recorder()]
+    with quiet():
+        trainer = run(kind, folder, fields, chosen, scores, ranks=ranks)
+        if after:
+            trainer.evaluate()
+            trainer.predict(whole(5))
+    if kind is Trainer:
+        trainer.close()
+    return [getattr(each, "seen", None) for each in chosen]
 
 
-def ignoring(mesh: Mesh, folder: str, keys: Sequence[str] | None, never: Sequence[str]) -> dict[str, list[Any]]:
-    """Shapes of what `compute_metrics` is given, under transformers' Trainer and zeromesh's.
+def both(mesh: Mesh, folder: str, fields: Mapping[str, Any], callbacks: Any = (), **more: Any) -> list[str]:
+    """Callbacks see and do under zeromesh's Trainer what they do under transformers', as a recorder sees; the events."""
+    theirs, ours = (seen_by(kind, Path(folder) / name, fields, callbacks, **more) for name, kind in KINDS.items())
+    assert not callbacks or theirs[0] is None or theirs[0], "the callback has seen nothing"
+    near(ours[:-1], theirs[:-1])
+    same_events(ours[-1], theirs[-1], judged="load_best_model_at_end" in fields)
+    return [each["event"] for each in ours[-1]]
 
-    The model returns its hidden states too. `keys` are ignored; `never` is what its configuration says.
+
+def ignoring(mesh: Mesh, folder: str, keys: Sequence[str] | None, never: Sequence[str], gathered: int) -> None:
+    """Shapes of what `compute_metrics` is given of a model that returns its hidden states too, under both trainers.
+
+    `keys` are ignored in place of `never`, which the model's configuration names.
     """
-    found: dict[str, list[Any]] = {}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
-        seen = found.setdefault(name, [])
-        root = f"{folder}/{name}"
-        trained = llama(output_hidden_states=True, keys_to_ignore_at_inference=list(never))
+    for name, kind in KINDS.items():
+        root, seen = f"{folder}/{name}", list[Any]()
+        ours = kind is Trainer
         trainer: Any = kind(
-            trained,
-            {"run": {"output_dir": root}}
-            if kind is Trainer
-            else tf.TrainingArguments(output_dir=root, report_to="none"),
+            llama(output_hidden_states=True, keys_to_ignore_at_inference=list(never)),
+            {"run": {"output_dir": root}} if ours else tf.TrainingArguments(output_dir=root, report_to="none"),
             train_dataset=whole(4),
             eval_dataset=whole(7),
             compute_metrics=lambda prediction, seen=seen: seen.append(shapes(prediction.predictions)) or {},
         )
         with quiet():
             trainer.evaluate(ignore_keys=keys)
-            if kind is Trainer:
-                trainer.close()
-    return found
+        if ours:
+            trainer.close()
+        logits, states = [7, 12, 64], [[7, 12, 32]] * 3
+        assert seen == [logits if gathered == 1 else [logits, states]], name
 
 
 def shapes(tree: Any) -> Any:
@@ -162,60 +182,67 @@ def shapes(tree: Any) -> Any:
     return [shapes(each) for each in tree] if isinstance(tree, tuple) else list(tree.shape)
 
 
-def recorded(mesh: Mesh, folder: str, fields: Mapping[str, Any], callbacks: Sequence[Sequence[Any]]) -> list[Any]:
-    """What callbacks see, the recorder last, under zeromesh's Trainer on all ranks."""
-    chosen = [*(made(*each) for each in callbacks), Recorder()]
-    with quiet():
-        run(Trainer, Path(folder), fields, chosen, ranks=mesh.world_size).close()
-    return [each.seen for each in chosen]
+def single(mesh: Mesh, folder: str, fields: Mapping[str, Any], callbacks: Any) -> list[Any]:
+    """What callbacks see under transformers' Trainer, the recorder last."""
+    return seen_by(tf.Trainer, Path(folder), fields, callbacks)
 
 
-def resumed(mesh: Mesh, folder: str, fields: Mapping[str, Any], scores: Sequence[float]) -> dict[str, list[Any]]:
-    """What the recorder sees of a run of six steps that goes on after its second, by transformers' name of the checkpoint."""
+def recorded(mesh: Mesh, folder: str, fields: Mapping[str, Any], callbacks: Any, theirs: list[Any]) -> None:
+    """What callbacks see under zeromesh's Trainer on all ranks is what one process sees of the same global batch."""
+    ours = seen_by(Trainer, Path(folder), fields, callbacks, ranks=mesh.world_size)
+    near(ours[:2], theirs[:2])
+    assert all(each["first"] == [mesh.rank == 0] * 2 for each in ours[-1])
+    # All but whether a rank is the first, and how large and how many its microbatches are.
+    common = [
+        [{**each, "first": None, "every": None} for each in seen[-1] if each["event"] != "on_prediction_step"]
+        for seen in (ours, theirs)
+    ]
+    same_events(*common)
+
+
+def resumed(mesh: Mesh, folder: str, fields: Mapping[str, Any], scores: Sequence[float]) -> None:
+    """A run of six steps goes on after its second, by transformers' name of the checkpoint, with what was logged, which was best,
+    and what callbacks had kept before: one bad evaluation more ends the run."""
     found = {}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+    for name, kind in KINDS.items():
         root, recorder = Path(folder) / name, Recorder()
-        with quiet():
-            first = run(kind, root, {**fields, "max_steps": 2}, [made("EarlyStoppingCallback", 2)], scores)
+        for steps, given, callbacks in ((2, scores, []), (6, scores[2:], [recorder])):
+            with quiet():
+                stopping, resume = made("EarlyStoppingCallback", 2), "checkpoint-2" if callbacks else None
+                trainer = run(kind, root, {**fields, "max_steps": steps}, [*callbacks, stopping], given, resume=resume)
             if kind is Trainer:
-                first.close()
-            stopping = made("EarlyStoppingCallback", 2)
-            second = run(
-                kind, root, {**fields, "max_steps": 6}, [recorder, stopping], scores[2:], resume="checkpoint-2"
-            )
-        found[name] = [recorder.seen[1:]]  # The first is the end of the construction.
-        if kind is Trainer:
-            second.close()
-    return found
+                trainer.close()
+        found[name] = recorder.seen[1:]  # The first is the end of the construction.
+        assert [each["event"] for each in found[name][:2]] == ["on_train_begin", "on_epoch_begin"]
+        for each in found[name][:2]:
+            each["flags"] = None  # transformers brings back those that stood when the checkpoint was written.
+    same_events(found["ours"], found["theirs"], judged=True)
+    assert [each["state"][0] for each in found["ours"] if each["event"] == "on_step_end"] == [3]
 
 
-def linked(mesh: Mesh, folder: str) -> dict[str, Any]:
-    """Names of checkpoints in a run's directory, where old ones are removed, and what a run says that is to begin at another."""
+def linked(mesh: Mesh, folder: str) -> None:
+    """Checkpoints have the names of transformers, those that are kept alone; a run is told to begin at another one."""
     fields = {"eval_strategy": "no", "save_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
     root = Path(folder) / "run"
     if mesh.rank == 0:
         (root / "checkpoint-1").mkdir(parents=True)  # Somebody's own.
         (root / "checkpoint-2").symlink_to("nowhere")
     mesh.world.barrier("directories that are there before")
-    found: dict[str, Any] = {"names": []}
-    for steps, resume in ((4, None), (6, "checkpoint-3")):
+    for steps, resume, names in ((4, None, [3, 4]), (6, "checkpoint-3", [5, 6])):
+        changes = {**fields, "max_steps": steps}
         with quiet() as out:
-            trainer = run(
-                Trainer,
-                Path(folder),
-                {**fields, "max_steps": steps},
-                [Recorder()],
-                resume=resume,
-                ranks=mesh.world_size,
-            )
-            found["step"] = trainer.state.step
-            trainer.close()
-        links = [path for path in root.glob("checkpoint-*") if path.is_symlink()]
-        found["names"].append(sorted(path.name for path in links))
-        found["loads"] = [type(tf.AutoModelForCausalLM.from_pretrained(path)).__name__ for path in links]
-        found["said"] = [line for line in out.getvalue().splitlines() if "goes on from step" in line]
-    found["own"] = (root / "checkpoint-1").is_dir() and not (root / "checkpoint-1").is_symlink()
-    return found
+            trainer = run(Trainer, Path(folder), changes, [Recorder()], resume=resume, ranks=mesh.world_size)
+        assert trainer.state.step == steps
+        trainer.close()
+        links = sorted(path for path in root.glob("checkpoint-*") if path.is_symlink())
+        assert [path.name for path in links] == [f"checkpoint-{number}" for number in names]
+        for path in links:
+            assert isinstance(tf.AutoModelForCausalLM.from_pretrained(path), tf.LlamaForCausalLM)
+    said = [line for line in out.getvalue().splitlines() if "goes on from step" in line]
+    named = "checkpoint.resume names step-00000003, and this run has gone on since: it goes on from step 4."
+    assert [line.startswith(named) for line in said] == [True] * (mesh.rank == 0)
+    assert (root / "checkpoint-1").is_dir()
+    assert not (root / "checkpoint-1").is_symlink()
 
 
 @contextlib.contextmanager
@@ -226,67 +253,63 @@ def quiet() -> Iterator[io.StringIO]:
         yield out
 
 
-def shown(mesh: Mesh, folder: str, name: str) -> dict[str, list[Any]]:
+SHORT = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+
+
+def shown(mesh: Mesh, folder: str, name: str) -> None:
     """What a callback of transformers prints under either; transformers' Trainer has it by itself."""
     found = {}
-    fields = {"max_steps": 3, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
-    fields["disable_tqdm"] = name == "PrinterCallback"
-    for which, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+    fields = {**SHORT, "max_steps": 3, "logging_steps": 1, "disable_tqdm": name == "PrinterCallback"}
+    for which, kind in KINDS.items():
         with quiet() as out:
             run(kind, Path(folder) / which, fields, [] if which == "theirs" else [made(name)])
-        lines = map(ast.literal_eval, re.findall(r"\{.*?\}", out.getvalue()))
-        found[which] = [timeless(line) for line in lines]
-    return found
+        lines = [timeless(ast.literal_eval(line)) for line in re.findall(r"\{.*?\}", out.getvalue())]
+        found[which] = [
+            {key: None if value is None else float(value) for key, value in sorted(line.items())} for line in lines
+        ]
+    assert len(found["theirs"]) == 6
+    like(found["ours"], found["theirs"], rel=2e-3)
 
 
-def tensorboard(mesh: Mesh, folder: str) -> dict[str, Any]:
+def tensorboard(mesh: Mesh, folder: str) -> None:
     """The scalars that TensorBoard's callback writes under either."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = {}
-    fields = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+    for name, kind in KINDS.items():
         logs = Path(folder) / name / "logs"
         with quiet(), patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": str(logs)}):
-            run(kind, Path(folder) / name, fields, [TensorBoardCallback()])
+            run(kind, Path(folder) / name, {**SHORT, "max_steps": 4}, [TensorBoardCallback()])
         events = EventAccumulator(str(logs))
         events.Reload()
-        found[name] = {
+        scalars = {
             tag: [[event.step, event.value] for event in events.Scalars(tag)]
-            for tag in events.Tags()["scalars"]
+            for tag in sorted(events.Tags()["scalars"])
             if not tag.endswith(("runtime", "per_second"))
         }
-        found[f"{name} texts"] = sorted(events.Tags()["tensors"])
-    return found
+        found[name] = [scalars, sorted(events.Tags()["tensors"])]
+    assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/loss"} <= set(found["theirs"][0])
+    near(found["ours"], found["theirs"])
 
 
-def wandb_offline(mesh: Mesh, folder: str) -> dict[str, Any]:
+def wandb_offline(mesh: Mesh, folder: str) -> None:
     """The rows and the configuration that wandb's callback keeps under either."""
     import wandb
 
     from tests.support.wandb_log import config, files, rows
 
     found = {}
-    fields = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+    how = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
+    for name, kind in KINDS.items():
         directory = Path(folder) / name
         directory.mkdir()
-        settings = {
-            "WANDB_MODE": "offline",
-            "WANDB_DIR": str(directory),
-            "WANDB_SILENT": "true",
-            "WANDB_CONSOLE": "off",
-        }
-        with quiet(), patch.dict(os.environ, settings):
-            run(kind, directory, fields, [WandbCallback()])
+        with quiet(), patch.dict(os.environ, {**how, "WANDB_DIR": str(directory)}):
+            run(kind, directory, {**SHORT, "max_steps": 4}, [WandbCallback()])
             wandb.finish()
             wandb.teardown()
         (path,) = files(directory)
-        found[name] = [
-            {key: value for key, value in timeless(row).items() if not key.startswith("_") and value is not None}
-            for row in rows(path)
-        ]
-        found[f"{name} config"] = {
-            key: value for key, value in config(path).items() if key in ("max_steps", "model_type")
-        }
-    return found
+        kept = [dict(sorted(timeless(row).items())) for row in rows(path)]
+        kept = [{key: each for key, each in row.items() if key[0] != "_" and each is not None} for row in kept]
+        found[name] = [kept, {key: config(path).get(key) for key in ("max_steps", "model_type")}]
+    assert len(found["theirs"][0]) == 5
+    near(found["ours"], found["theirs"])

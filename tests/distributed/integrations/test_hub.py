@@ -1,4 +1,4 @@
-"""Models by their names on the Hub, from a cache that the tests make; and code that models bring along."""
+"""Models by their names on the Hub, from a cache that the tests make; code that models bring along; and uploads."""
 
 from pathlib import Path
 from typing import Any
@@ -108,22 +108,25 @@ def test_a_revision_is_of_a_repository(tmp_path: Path) -> None:
         pin_sources(config, one_rank(), model_given=False)
 
 
-@pytest.mark.parametrize("source", ["./model", "/no/model", "~/no/model", "a/b/c", "../model", "a/", "a//b"])
-def test_what_cannot_be_a_name_is_refused_at_once(source: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.source: .* does not exist.*; give a local directory"):
-        load_config({"model": {"source": source}})
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        *(
+            ({"source": source}, r"model\.source: .* does not exist.*; give a local directory")
+            for source in ("./model", "/no/model", "~/no/model", "a/b/c", "../model", "a/", "a//b")
+        ),
+        ({"revision": "main"}, r"model\.revision: is about model\.source, and that is null"),
+        ({"trust_remote_code": True}, r"model\.trust_remote_code: is about model\.source, and that is null"),
+    ],
+)
+def test_what_cannot_be_a_name_is_refused_at_once(model: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config({"model": model})
 
 
 @pytest.mark.parametrize("source", ["gpt2", "someone/model", "Some-One/a.b_c-1"])
 def test_what_may_be_a_name_is_looked_up_later(source: str) -> None:
     assert load_config({"model": {"source": source}}).model.source == source
-
-
-@pytest.mark.parametrize("key", ["revision", "trust_remote_code"])
-def test_keys_about_a_source_need_one(key: str) -> None:
-    value = "main" if key == "revision" else True
-    with pytest.raises(ConfigError, match=rf"model\.{key}: is about model\.source, and that is null"):
-        load_config({"model": {key: value}})
 
 
 def test_code_of_a_model_is_run_when_it_is_trusted(workers: Workers, tmp_path: Path) -> None:
@@ -134,3 +137,10 @@ def test_code_of_a_model_is_run_when_it_is_trusted(workers: Workers, tmp_path: P
     assert found[0]["calls"] > 0
     refused = workers.pool(2).outcomes("hub_cases:own_code", trust=False, **cases)
     assert all("config.json" in (each.message or each.result["error"]) for each in refused)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"), [(1, "pushed"), (2, "pushed"), (2, "failed"), (2, "refused"), (2, "configured")]
+)
+def test_uploads(workers: Workers, tmp_path: Path, ranks: int, case: str) -> None:
+    workers.run(ranks, f"hub_cases:{case}", folder=str(tmp_path))

@@ -25,9 +25,9 @@ from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.memory_model import predict_memory
 
 
-def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
-    """Predict, then train three steps: bytes by purpose as predicted, in the ledger before the first step and after the last, and
-    of the tensors themselves."""
+def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], paced: bool = False) -> None:
+    """Predict, then train three steps: bytes by purpose in the ledger before the first step and after the last, and of the tensors
+    themselves, are as predicted. `paced`: how many gradients are there at once depends on how ranks keep pace with each other."""
     task, how = Problem(**problem), Layout(**layout)
     options = how.options(task)
     plan = plan_model(reference.build(task), options.precision.compute, GroupRules(options.optimizer).group_of)
@@ -41,24 +41,28 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any]) -> dict
     if run.engine.transport.name != "shared":
         for unit in run.engine.units:
             unit.buckets[0].buffer.wait()
-    result = {
-        "predicted": _named(predicted.terms),
-        "stay": options.gradients_stay(mesh.device),
-        "predicted_peak": predicted.total,
-        "built": built,
-        "ledger": _named(ledger.by_purpose()),
-        "ledger_peak": ledger.peak(),
-        "tensors": _tensors(run),
-    }
+    terms, found, peak, tensors = _named(predicted.terms), _named(ledger.by_purpose()), ledger.peak(), _tensors(run)
     run.close()
-    return result
+    total, stay = sum(terms.values()), options.gradients_stay(mesh.device)
+    if paced or not stay:
+        terms.pop(Purpose.GRADIENTS.name, None)
+    assert found == terms
+    if paced:
+        assert sum(terms.values()) < peak <= predicted.total
+        return
+    # All gradient shards are there before the update, but perhaps not while most is gathered.
+    assert (predicted.total if stay else total) <= peak <= predicted.total
+    assert built == terms
+    terms.pop(Purpose.GRADIENT_BUCKETS.name, None)
+    assert tensors == terms
 
 
-def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
-    """For each transport: the most bytes of gradients that wait where autograd has put them, on a rank whose peer begins backward
-    late, and the bytes of the largest unit and of all."""
-    found = []
-    for transport in transports:
+def lead(mesh: Mesh) -> None:
+    """A rank whose peer begins backward late waits instead of keeping gradients where autograd has put them.
+
+    It may have those of a unit that backward is in beside those of one that waits for a slot.
+    """
+    for transport in ("shared", "gloo", "inside"):
         torch.manual_seed(0)
         model = stack(layers=12, size=64)
         name: Any = transport
@@ -91,9 +95,9 @@ def lead(mesh: Mesh, transports: list[str]) -> list[dict[str, int]]:
         StepDriver(mesh).train(engine, work, lambda batch, _, model=model: model(batch["tokens"]).square().sum())
         engine.finish_step()
         sizes = [sum(bucket.layout.padded * 4 for bucket in unit.trainable) for unit in engine.units]
-        found.append({"waiting": most, "largest": max(sizes), "all": sum(sizes)})
         engine.close()
-    return found
+        assert most <= 2 * max(sizes)
+        assert sum(sizes) > 8 * max(sizes)
 
 
 def _named(terms: Any) -> dict[str, int]:

@@ -343,78 +343,55 @@ def test_memory_that_runs_out_leaves_a_file_that_says_what_held_it(
 def test_what_is_memory_that_ran_out() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 55, dtype=torch.uint8)
-    assert ran_out(caught.value)
-    assert ran_out(MemoryError())
-    assert ran_out(torch.OutOfMemoryError("CUDA out of memory"))
-    assert ran_out(StorageError("device tier, master weights: [enforce fail] can't allocate memory"))
-    assert not ran_out(CollectiveError("rank 1 failed with RuntimeError: can't allocate memory"))
-    assert not ran_out(RuntimeError("shapes differ"))
-    assert not ran_out(ValueError("out of memory"))
+    for error, wanted in (
+        (caught.value, True),
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (StorageError("device tier, master weights: [enforce fail] can't allocate memory"), True),
+        (CollectiveError("rank 1 failed with RuntimeError: can't allocate memory"), False),
+        (RuntimeError("shapes differ"), False),
+        (ValueError("out of memory"), False),
+    ):
+        assert ran_out(error) is wanted
 
 
 # Utilisation
 
 
-def on_meta(kind: Any, config: Any) -> nn.Module:
+def counted_of(kind: Any, config: Any) -> tuple[Any, ModelFlops]:
+    """A model without memory, and its operations."""
     with torch.device("meta"):
-        model: nn.Module = kind(config)
-    return model
+        model = kind(config)
+    flops = ModelFlops.of(model)
+    return model, flops
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
 
 
 def test_operations_of_a_llama_are_counted_as_torch_does() -> None:
     """Against torch's own count of what forward and backward multiply."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = tf.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        attn_implementation="eager",
-    )
-    model = tf.LlamaForCausalLM(config)
+    config = tf.LlamaConfig(**SIZES, num_key_value_heads=2, attn_implementation="eager")
+    model, length = tf.LlamaForCausalLM(config), 16
     flops = ModelFlops.of(model)
-    assert flops is not None
-    length = 16
-    ids = torch.zeros(2, length, dtype=torch.long)
     with FlopCounterMode(display=False) as counted:
-        logits = model(input_ids=ids, use_cache=False).logits
-        logits.sum().backward()
+        model(input_ids=torch.zeros(2, length, dtype=torch.long), use_cache=False).logits.sum().backward()
     assert flops.of_step(2 * length, length) == pytest.approx(counted.get_total_flops(), rel=1e-3)
 
 
 def test_frozen_weights_experts_windows_and_tables() -> None:
-    llama = tf.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
-    )
-    model = on_meta(tf.LlamaForCausalLM, llama)
-    whole = ModelFlops.of(model)
-    assert whole is not None
+    model, whole = counted_of(tf.LlamaForCausalLM, tf.LlamaConfig(**SIZES))
     weights = sum(p.numel() for p in model.parameters() if p.ndim > 1) - 64 * 32  # without the table of embeddings
     assert whole.dense == 6 * weights
     model.requires_grad_(False)
     frozen = ModelFlops.of(model)
-    assert frozen is not None
     assert frozen.dense == 4 * weights
-    tied = on_meta(tf.LlamaForCausalLM, tf.LlamaConfig(**{**llama.to_dict(), "tie_word_embeddings": True}))
-    multiplied = ModelFlops.of(tied)
-    assert multiplied is not None
-    assert multiplied.dense == whole.dense
-    mixtral = tf.MixtralConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=64,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-        sliding_window=5,
-    )
-    experts = on_meta(tf.MixtralForCausalLM, mixtral)
-    found = ModelFlops.of(experts)
-    assert found is not None
+    _, tied = counted_of(tf.LlamaForCausalLM, tf.LlamaConfig(**SIZES, tie_word_embeddings=True))
+    assert tied.dense == whole.dense
+    mixtral = tf.MixtralConfig(**SIZES, num_local_experts=8, num_experts_per_tok=2, sliding_window=5)
+    experts, found = counted_of(tf.MixtralForCausalLM, mixtral)
     inside = sum(p.numel() for name, p in experts.named_parameters() if ".experts." in name)
     outside = sum(p.numel() for p in experts.parameters() if p.ndim > 1) - inside - 64 * 32
     assert found.dense == 6 * (outside + inside * 2 / 8)
@@ -424,7 +401,7 @@ def test_frozen_weights_experts_windows_and_tables() -> None:
 
 def test_models_whose_samples_are_not_tokens_have_no_utilisation() -> None:
     t5 = tf.T5Config(d_model=16, num_layers=1, num_heads=2, d_ff=16, d_kv=8, vocab_size=32)
-    assert ModelFlops.of(on_meta(tf.T5ForConditionalGeneration, t5)) is None
+    assert ModelFlops.of(tf.T5ForConditionalGeneration(t5)) is None
     assert ModelFlops.of(nn.Linear(3, 3)) is None
 
 

@@ -1,9 +1,11 @@
 """Verifications that workers run: of examples, of architectures, of what was made wrong on purpose."""
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import transformers as tf
 from torch import nn
 
@@ -15,27 +17,15 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.setup import model as setup
-from zeromesh.trainer.verification.certificate import Certificate
 
 ROOT = Path(__file__).resolve().parents[3]
+SINGLE = {"compute": "float32", "master": "float32", "reduce": "float32"}
 
 
-def _said(certificate: Certificate) -> dict[str, Any]:
-    return {
-        "passed": certificate.passed,
-        "located": certificate.located,
-        "found": [[each.kind, each.name, each.step, list(each.ranks)] for each in certificate.differences],
-        "outputs": sum(each.outputs for each in certificate.passes.values()),
-        "gradients": len(certificate.passes["exact"].gradients) if "exact" in certificate.passes else 0,
-        "checks": dict(certificate.checks),
-        "seconds": certificate.seconds,
-    }
-
-
-def example(mesh: Mesh, folder: str, name: str, overrides: list[str]) -> dict[str, Any]:
+def example(mesh: Mesh, folder: str, name: str) -> None:
     """A file of `configs/`, with a directory of this machine in place of a model of the Hub."""
     source = Path(folder, "source")
-    words = [f"run.output_dir={folder}", *overrides]
+    words = [f"run.output_dir={folder}"]
     if "HuggingFaceTB" in (ROOT / "configs" / name).read_text(encoding="utf-8"):
         if mesh.rank == 0:
             sizes = {"hidden_size": 72, "intermediate_size": 192, "num_hidden_layers": 3}
@@ -44,20 +34,37 @@ def example(mesh: Mesh, folder: str, name: str, overrides: list[str]) -> dict[st
         mesh.meet("the source")
         words += [f"model.source={source}", "data.tokenizer=bytes"]
     with Trainer(config=load_config(ROOT / "configs" / name, words, ranks=mesh.world_size)) as trainer:
-        return _said(trainer.verify())
+        certificate = trainer.verify()
+    assert certificate.passed or mesh.rank, certificate.located
+    assert certificate.seconds < 120
 
 
-def architecture(mesh: Mesh, folder: str, name: str, **sections: Any) -> dict[str, Any]:
+def architecture(mesh: Mesh, folder: str, name: str, **sections: Any) -> None:
     """One of the fifteen, as it is and with its own data."""
     subject = ARCHITECTURES[name]
-    config = settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"}, **sections)
+    config = settings(folder, precision=SINGLE, **sections)
     with Trainer(subject.build(), config, subject.samples(17)) as trainer:
-        return _said(trainer.verify())
+        certificate = trainer.verify()
+    assert certificate.passed or mesh.rank, certificate.located
 
 
-def small_llama(mesh: Mesh, folder: str, fault: str, checks: list[str], **sections: Any) -> dict[str, Any]:
-    """A tiny Llama, with or without something that is wrong in the layout alone."""
-    config = settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"}, **sections)
+def right(mesh: Mesh, folder: str) -> None:
+    """A tiny Llama in a right layout, and the certificate's file."""
+    with Trainer(llama(), settings(folder, precision=SINGLE), sentences()) as trainer:
+        certificate = trainer.verify(checks=["resume"])
+    if mesh.rank:
+        return
+    assert certificate.passed, certificate.located
+    assert sum(each.outputs for each in certificate.passes.values()) > 100
+    assert len(certificate.passes["exact"].gradients) == 21
+    written = json.loads(Path(folder, "run/certificate.json").read_text())
+    assert written["passed"]
+    assert written["layout"]["layout"] == "2 ranks: shard 2"
+    assert set(written["digests"]) == {"config", "weights", "data"}
+
+
+def wrong(mesh: Mesh, folder: str, fault: str, kind: str, name: str) -> None:
+    """What is wrong in the layout alone is found and named."""
     own_divide, own_count = setup.divide, Stepper._count_targets
 
     def divide(model: Any, *arguments: Any) -> Any:
@@ -77,24 +84,29 @@ def small_llama(mesh: Mesh, folder: str, fault: str, checks: list[str], **sectio
         return own_count(self, plan, *arguments)
 
     faults: dict[str, Any] = {
-        "": {},
-        "output": {"target": setup, "attribute": "divide", "new": divide},
-        "scale": {"target": Stepper, "attribute": "_count_targets", "new": count},
-        "error": {"target": Stepper, "attribute": "_count_targets", "new": fail},
+        "a module": {"target": setup, "attribute": "divide", "new": divide},
+        "a scale": {"target": Stepper, "attribute": "_count_targets", "new": count},
+        "an error": {"target": Stepper, "attribute": "_count_targets", "new": fail},
     }
-    with Trainer(llama(), config, sentences()) as trainer:
-        if not fault:
-            return _said(trainer.verify(checks=checks))
-        with patch.object(**faults[fault]):
-            return _said(trainer.verify(checks=checks))
+    config = settings(folder, precision=SINGLE)
+    with Trainer(llama(), config, sentences()) as trainer, patch.object(**faults[fault]):
+        certificate = trainer.verify()
+    if mesh.rank:
+        return
+    assert not certificate.passed
+    first, located = certificate.differences[0], certificate.located
+    assert (first.kind, first.step) == (kind, 1)
+    if kind == "error":
+        assert located.startswith("the run ends in step 1, and rank 0 says: ")
+        assert "shapes do not fit" in located
+    if name:
+        assert (first.name, list(first.ranks)) == (name, [1])
+        assert f"{name} in step 1, microbatch 1 on rank 1" in located
 
 
-def refused(mesh: Mesh, folder: str) -> str:
+def refused(mesh: Mesh, folder: str) -> None:
     """A model that is large and none of transformers."""
     model = nn.Sequential(nn.Linear(1500, 1500), nn.Linear(1500, 10))
-    with Trainer(model, settings(folder), sentences()) as trainer:
-        try:
-            trainer.verify()
-        except ConfigError as error:
-            return str(error)
-    return ""
+    why = "" if mesh.rank else "Sequential has 2,266,510 parameters"
+    with Trainer(model, settings(folder), sentences()) as trainer, pytest.raises(ConfigError, match=why):
+        trainer.verify()

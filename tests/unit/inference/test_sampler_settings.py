@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.inference.generator import Generator
+from zeromesh.trainer.shard import placed_of, shard, unshard
 
 TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 WRONG: list[dict[str, Any]] = [
@@ -88,17 +89,23 @@ def test_right_settings_generate(generator: Generator, fields: dict[str, Any]) -
     assert generator.generate([[1, 2]], **{"max_new_tokens": 2, **fields})[0].new_tokens == 2
 
 
-def test_a_generator_gives_its_weights_as_a_trainer_does(generator: Generator, folder: Path, tmp_path: Path) -> None:
+def test_a_generator_and_a_sharded_model_give_their_weights_as_a_trainer_does(
+    generator: Generator, folder: Path, tmp_path: Path
+) -> None:
     wanted = LlamaForCausalLM.from_pretrained(folder).state_dict()
-    generator.save(tmp_path / "again")
-    with generator.gathered(["model.norm.weight"]):
-        assert generator.placed.module.model.norm.weight.shape == (16,)
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "again").state_dict()
-    for found in (dict(generator.state_dict()), dict(generator.stream_weights()), again):
-        assert all(torch.equal(value, wanted[name]) for name, value in found.items())
-        assert len(found) > 5
-    with pytest.raises(ConfigError, match="no averaged weights"):
-        generator.save(tmp_path / "again", ema=True)
+    sharded, _ = shard(LlamaForCausalLM.from_pretrained(folder))
+    for number, model in enumerate((generator, placed_of(sharded))):
+        model.check_weights()
+        model.save(tmp_path / str(number))
+        with model.gathered(["model.norm.weight"]):
+            assert model.placed.module.model.norm.weight.shape == (16,)
+        again = LlamaForCausalLM.from_pretrained(tmp_path / str(number)).state_dict()
+        for found in (dict(model.state_dict()), dict(model.stream_weights()), again):
+            assert all(torch.equal(value, wanted[name]) for name, value in found.items())
+            assert len(found) > 5
+        with pytest.raises(ConfigError, match="no averaged weights"):
+            model.save(tmp_path / "again", ema=True)
+    unshard(sharded)
     with Generator(folder) as closed:
         pass
     with pytest.raises(PhaseError, match=r"ended with close\(\)"):

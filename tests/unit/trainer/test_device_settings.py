@@ -12,7 +12,7 @@ from torch.numa import binding
 from zeromesh.environment import kept_environment
 from zeromesh.errors import ConfigError
 from zeromesh.offload import accelerator
-from zeromesh.offload.accelerator import bind_near, pick_device, round_float32_products
+from zeromesh.offload.accelerator import bind_near, pick_device
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup import build
 from zeromesh.trainer.setup.build import be_deterministic, set_products
@@ -55,19 +55,14 @@ def test_products_are_rounded_where_that_is_asked_for() -> None:
         set_products(load_config({"precision": {"tf32": on}}), GPU)
         assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is on
         assert torch.backends.cuda.matmul.fp32_precision == name
+        # By both of torch's interfaces.
+        assert torch.get_float32_matmul_precision() == ("high" if on else "highest")
+        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is on  # type: ignore[attr-defined]
     before = torch.get_float32_matmul_precision()
     set_products(load_config({}), CPU)
     assert torch.get_float32_matmul_precision() == before
     with pytest.raises(ConfigError, match=r"precision\.tf32: TF32 is a format of GPUs"):
         set_products(load_config({"precision": {"tf32": True}}), CPU)
-
-
-@pytest.mark.usefixtures("kept")
-def test_torch_reads_by_both_of_its_interfaces_what_was_set() -> None:
-    for on in (True, False):
-        round_float32_products(on)
-        assert torch.get_float32_matmul_precision() == ("high" if on else "highest")
-        assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is on  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("kept")

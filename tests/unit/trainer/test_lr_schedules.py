@@ -22,11 +22,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("cosine_with_restarts", {"num_cycles": 3}, {"num_cycles": 3}),
     ("cosine_with_min_lr", {"min_ratio": 0.1}, {"min_lr_rate": 0.1}),
     ("cosine_warmup_with_min_lr", {"min_ratio": 0.1}, {"min_lr_rate": 0.1}),
-    (
-        "cosine_warmup_with_min_lr",
-        {"min_ratio": 0.1, "start_ratio": 0.2},
-        {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2},
-    ),
+    ("cosine_warmup_with_min_lr", {"min_ratio": 0.1, "start_ratio": 0.2}, {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2}),
     ("inverse_sqrt", {"timescale": 30}, {"timescale": 30}),
     ("constant_with_warmup", {}, {}),
     ("inverse_sqrt", {}, {}),
@@ -36,17 +32,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     *(
         (
             "warmup_stable_decay",
-            {"decay_steps": 10, "decay_shape": shape, "min_ratio": 0.05},
-            {"num_decay_steps": 10, "decay_type": shape, "min_lr_ratio": 0.05},
+            {"decay_steps": 10, f"{part}_shape": shape, "min_ratio": 0.05},
+            {"num_decay_steps": 10, f"{part}_type": shape, "min_lr_ratio": 0.05},
         )
-        for shape in ("linear", "cosine", "1-sqrt")
-    ),
-    *(
-        (
-            "warmup_stable_decay",
-            {"decay_steps": 10, "warmup_shape": shape, "min_ratio": 0.05},
-            {"num_decay_steps": 10, "warmup_type": shape, "min_lr_ratio": 0.05},
-        )
+        for part in ("decay", "warmup")
         for shape in ("linear", "cosine", "1-sqrt")
     ),
 ]
@@ -57,13 +46,7 @@ def reference(name: str, warmup: int, total: int, options: dict[str, Any]) -> li
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE_LR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: the scheduler steps and the optimizer does not
-        scheduler = get_scheduler(
-            name,
-            optimizer,
-            num_warmup_steps=warmup,
-            num_training_steps=total,
-            scheduler_specific_kwargs=options,
-        )
+        scheduler = get_scheduler(name, optimizer, warmup, total, scheduler_specific_kwargs=options)
         rates = []
         for _ in range(total + 10):
             rates.append(optimizer.param_groups[0]["lr"])

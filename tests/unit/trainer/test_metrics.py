@@ -7,6 +7,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,12 +43,7 @@ def test_a_line_per_step_with_the_fields_of_the_design(tmp_path: Path) -> None:
         *("tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes"),
         "time",
     ]
-    assert (second["step"], second["grad_norm"], second["skipped"], second["loss_scale"]) == (
-        2,
-        None,
-        True,
-        1024,
-    )
+    assert [second[name] for name in ("step", "grad_norm", "skipped", "loss_scale")] == [2, None, True, 1024]
 
 
 @given(value=st.floats())
@@ -62,15 +58,9 @@ def test_every_line_is_strict_json(tmp_path_factory: pytest.TempPathFactory, val
 
 
 def test_numbers_of_torch_and_numpy_are_numbers(tmp_path: Path) -> None:
+    numbers = {"step": np.int64(3), "loss": torch.tensor(float("nan")), "norms": torch.tensor([1.0, 2.0])}
     with MetricsWriter(tmp_path / "m.jsonl") as writer:
-        writer.write(
-            {
-                "step": np.int64(3),
-                "loss": torch.tensor(float("nan")),
-                "norms": torch.tensor([1.0, 2.0]),
-                "path": tmp_path,
-            }
-        )
+        writer.write({**numbers, "path": tmp_path})
     (line,) = read_metrics(tmp_path / "m.jsonl")
     assert abs(line.pop("time") - time.time()) < 60
     assert line == {"step": 3, "loss": "nan", "norms": [1.0, 2.0], "path": str(tmp_path)}
@@ -102,14 +92,15 @@ def test_the_lines_of_some_steps(tmp_path: Path, end: str) -> None:
 
 def test_resuming_removes_the_steps_that_come_again(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
+    lines: list[dict[str, Any]] = [
+        {"event": "start"},
+        {"step": 1},
+        {"step": 2},
+        {"step": 2, "eval_loss": 1.0},
+        {"step": 3},
+    ]
     with MetricsWriter(path) as writer:
-        for record in (
-            {"event": "start"},
-            {"step": 1},
-            {"step": 2},
-            {"step": 2, "eval_loss": 1.0},
-            {"step": 3},
-        ):
+        for record in lines:
             writer.write(record)
     with MetricsWriter(path, keep_through=2) as writer:
         writer.write({"step": 3, "again": True})
@@ -168,23 +159,32 @@ def test_piped_output_is_one_plain_line_per_logged_step() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-class FakeTerminal(io.StringIO):
-    """A stream that says it is a terminal."""
+class Stream(io.StringIO):
+    """A stream that says it is a terminal, or none, and whose reader may have gone."""
+
+    def __init__(self, *, is_terminal: bool = True, error: Exception | None = None) -> None:
+        super().__init__()
+        self.is_terminal, self.error = is_terminal, error
 
     def isatty(self) -> bool:
-        return True
+        return self.is_terminal
+
+    def write(self, text: str) -> int:
+        if self.error is not None:
+            raise self.error
+        return super().write(text)
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Stream:
     for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
-    return FakeTerminal()
+    return Stream()
 
 
-def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> None:
+def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: Stream) -> None:
     with Console(terminal) as console:
         console.start(total_steps=10, first_step=4)
         console.step(metrics(5))
@@ -200,7 +200,7 @@ def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> 
 
 
 def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
-    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+    terminal: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zeromesh.trainer.monitoring.console._REFRESH_SECONDS", 0.0)
     with Console(terminal) as console:
@@ -225,28 +225,13 @@ def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
     assert not plain.getvalue()
 
 
-class Broken(io.StringIO):
-    """A stream whose reader has gone."""
-
-    def __init__(self, *, is_terminal: bool, error: Exception) -> None:
-        super().__init__()
-        self.is_terminal = is_terminal
-        self.error = error
-
-    def isatty(self) -> bool:
-        return self.is_terminal
-
-    def write(self, _: str) -> int:
-        raise self.error
-
-
 @pytest.mark.parametrize("is_terminal", [False, True])
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "full"), ValueError("closed file")])
 @pytest.mark.usefixtures("terminal")
 def test_a_stream_that_fails_silences_the_console_and_nothing_else(
     is_terminal: bool, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), Console(Broken(is_terminal=is_terminal, error=error)) as console:
+    with caplog.at_level(logging.WARNING), Console(Stream(is_terminal=is_terminal, error=error)) as console:
         console.note("hello")
         console.start(total_steps=3)
         console.step(metrics(1))
@@ -296,21 +281,11 @@ def test_units_are_for_people(shown: str, expected: str) -> None:
 
 
 def test_a_tracker_has_the_values_of_each_evaluation_set_below_its_name() -> None:
-    values = {
-        "eval_loss": 3.0,
-        "eval_a_loss": 1.0,
-        "eval_a_runtime": 0.5,
-        "eval_a_b_loss": 5.0,
-        "eval_a_b_runtime": 0.25,
-    }
-    row = evaluation_row({"step": 7, **values, "eval_a_text": "x", "time": 1.0})
+    values = {"loss": 3.0, "a_loss": 1.0, "a_runtime": 0.5, "a_b_loss": 5.0, "a_b_runtime": 0.25}
+    named = {f"eval_{name}": value for name, value in values.items()}
+    row = evaluation_row({"step": 7, **named, "eval_a_text": "x", "time": 1.0})
     assert row.place.step == 7
-    assert row.values == {
-        "eval/loss": 3.0,
-        "eval/a/loss": 1.0,
-        "eval/a/runtime": 0.5,
-        "eval/a_b/loss": 5.0,
-        "eval/a_b/runtime": 0.25,
-    }
+    wanted = {"loss": 3.0, "a/loss": 1.0, "a/runtime": 0.5, "a_b/loss": 5.0, "a_b/runtime": 0.25}
+    assert row.values == {f"eval/{name}": value for name, value in wanted.items()}
     of_one_set = evaluation_row({"step": 1, "eval_loss": 1.0, "eval_runtime": 2.0})
     assert of_one_set.values == {"eval/loss": 1.0, "eval/runtime": 2.0}

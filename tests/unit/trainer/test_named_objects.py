@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import yaml
 from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.callbacks.callback import Callback
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 CODE = """
 import torch
@@ -65,14 +66,13 @@ NAMED: dict[str, Any] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "own_code.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
-    with monkeypatch.context() as kept:
-        kept.setattr("sys.path", list(__import__("sys").path))
-        yield tmp_path
-    __import__("sys").modules.pop("own_code", None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+    return tmp_path
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -89,13 +89,11 @@ def written(folder: Path, **changes: Any) -> Path:
 def test_all_of_a_run_from_code(folder: Path) -> None:
     with Trainer(config=written(folder)) as trainer:
         report = trainer.fit()
-        code: Any = __import__("sys").modules["own_code"]
+        code: Any = sys.modules["own_code"]
         assert code.Seen.steps == [("made", 1), ("made", 2), ("made", 3)]
         assert trainer.model.up.out_features == 8
         started = json.loads((trainer.run_directory / "starts.jsonl").read_text())
-        evaluated = [
-            json.loads(line) for line in (trainer.run_directory / "evaluations.jsonl").read_text().splitlines()
-        ]
+        evaluated = read_metrics(trainer.run_directory / "evaluations.jsonl")
     assert started["given"] == []
     assert {"eval_a_loss", "eval_b_c_loss", "eval_loss"} <= evaluated[0].keys()
     torch.manual_seed(0)
@@ -176,5 +174,5 @@ def test_the_best_of_several_sets_needs_the_name_of_one(folder: Path, metric: st
 def test_the_best_of_one_set(folder: Path) -> None:
     with Trainer(config=written(folder, run__metric="eval_b_c_loss", run__patience=1)) as trainer:
         trainer.fit()
-        lines = [json.loads(line) for line in (trainer.run_directory / "evaluations.jsonl").read_text().splitlines()]
+        lines = read_metrics(trainer.run_directory / "evaluations.jsonl")
         assert trainer.state.best_metric == min(line["eval_b_c_loss"] for line in lines)

@@ -14,10 +14,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import h11
 import uvicorn
+from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -27,24 +28,23 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from zeromesh.errors import ConfigError, ZeromeshError
+from zeromesh.errors import ConfigError, ZeromeshError, printable
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.trainer.generation.requests import Inbox
 from zeromesh.trainer.inference.server.answers import Answer, chat_tokens, response_parser
 from zeromesh.trainer.inference.server.schema import (
-    Body,
     ChatRequest,
     Completion,
     CompletionRequest,
     Piece,
     RequestError,
     Usage,
-    parse_body,
 )
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
 
+_Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 NEW_TOKENS = 1024
 """The default of `max_new_tokens` where neither the request nor the command gives one."""
 _CONNECTIONS = 1024
@@ -223,8 +223,8 @@ class HttpServer:
 
     # Shared by the routes
 
-    async def _parsed_body(self, request: Request, kind: type[Body]) -> Body:
-        """Return the validated body, which is within the size limit and names the served model."""
+    async def _parsed_body(self, request: Request, kind: type[_Body]) -> _Body:
+        """Return the validated body, which is within the size limit and names the served model; an error names the wrong field."""
         if self.failure is not None or self._stopping:
             raise RequestError(503, "the server stops and takes no more requests", code="stopping")
         content, most, seconds = bytearray(), self._options.body_bytes, self._options.receive_seconds
@@ -240,7 +240,13 @@ class HttpServer:
             raise RequestError(499, "the client has left") from error
         # Encoding a long prompt takes a while, so a full queue is refused first.
         self._inbox.require_room()
-        asked = parse_body(bytes(content), kind)
+        try:
+            asked = kind.model_validate_json(bytes(content))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"])) or None
+            text = printable(f"{where or 'body'}: {first['msg'].removeprefix('Value error, ')}")
+            raise RequestError(400, text, param=where and printable(where)) from error
         self._require_model(asked.model)
         return asked
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import from_json
 
-from zeromesh.errors import PhaseError, QueueFullError, ZeromeshError, printable
+from zeromesh.errors import PhaseError, QueueFullError, ZeromeshError
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _GREEDY_BELOW = 1e-5
@@ -234,29 +234,12 @@ class ChatRequest(_Options):
             calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
         if calls:
             said["tool_calls"] = calls
-        found: dict[str, Any] = {"delta" if self.stream else "message": ChoiceMessage(**said)}
-        return Choice(index=0, **found, logprobs=self._logprobs(piece, decode), finish_reason=piece.finish)
-
-    def _logprobs(self, piece: Piece, decode: Callable[[Sequence[int]], str]) -> ChoiceLogprobs | None:
-        if not self.logprobs:
-            return None
-        texts = [decode([token]) for token in piece.tokens]
-        rows = [
-            TokenLogprob(token=text, logprob=value, bytes=list(text.encode()), top_logprobs=[])
-            for text, value in zip(texts, piece.logprobs, strict=True)
-        ]
-        return ChoiceLogprobs(content=rows, refusal=None)
-
-
-Body = TypeVar("Body", CompletionRequest, ChatRequest)
-
-
-def parse_body(content: bytes, kind: type[Body]) -> Body:
-    """Parse and validate a JSON body. Raises `RequestError` 400 that names the wrong field."""
-    try:
-        return kind.model_validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or None
-        text = printable(f"{where or 'body'}: {first['msg'].removeprefix('Value error, ')}")
-        raise RequestError(400, text, param=where and printable(where)) from error
+        found: dict[str, Any] = {"delta" if self.stream else "message": ChoiceMessage(**said), "logprobs": None}
+        if self.logprobs:
+            texts = [decode([token]) for token in piece.tokens]
+            rows = [
+                TokenLogprob(token=text, logprob=value, bytes=list(text.encode()), top_logprobs=[])
+                for text, value in zip(texts, piece.logprobs, strict=True)
+            ]
+            found["logprobs"] = ChoiceLogprobs(content=rows, refusal=None)
+        return Choice(index=0, **found, finish_reason=piece.finish)

@@ -1,5 +1,6 @@
-"""`zeromesh serve` with OpenAI's own client: answers, a signal, a rank that is killed."""
+"""`zeromesh generate` and `serve`: what they write and say, with OpenAI's own client, and what a signal or a killed rank does."""
 
+import json
 import os
 import re
 import signal
@@ -19,9 +20,112 @@ import torch
 import transformers as tf
 
 from tests.distributed.inference.generate_command_cases import write_model
+from tests.support.terminal import on_terminal, seen
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("at_once")
+
+
+@pytest.mark.parametrize("case", ["commands", "refusals"])
+def test_results_and_messages(workers: Workers, tmp_path: Path, case: str) -> None:
+    workers.run(2, f"generate_command_cases:{case}", folder=str(tmp_path))
+
+
+def started(folder: Path, *words: str, **streams: Any) -> "subprocess.Popen[Any]":
+    """`zeromesh WORDS` in a folder; its errors are read from a pipe."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "zeromesh", *words]
+    return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, **streams)
+
+
+def _ranks(command: "subprocess.Popen[Any]") -> list[psutil.Process]:
+    children = psutil.Process(command.pid).children()
+    return [child for child in children if "--worker" in " ".join(child.cmdline())]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_killed_generation_goes_on(tmp_path: Path, whole: bool) -> None:
+    """A rank is killed, whose launcher starts all again; or the whole command, which is given again."""
+    write_model(tmp_path / "model", layers=4, hidden=128)
+    prompts = [{"input_ids": [7 + number, 9], "max_new_tokens": 10 + 4 * number} for number in range(60)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
+    words = ["generate", "model", "--prompts", "p.jsonl", "--nproc", "2", "--batch", "4", "--out", "r.jsonl"]
+    words += ["zero.stage=0", "parallel.timeout_seconds=10", "generation.eos_token_id=-1"]
+    command = started(tmp_path, *words)
+    journal = tmp_path / "r.jsonl.part"
+    deadline = time.monotonic() + 120
+    while not journal.exists() or len(journal.read_bytes().splitlines()) < 5:
+        assert time.monotonic() < deadline
+        assert command.poll() is None, "it was over before anything was killed"
+        time.sleep(0.02)
+    ranks = _ranks(command)
+    assert len(ranks) == 2
+    if whole:
+        command.kill()
+    else:
+        os.kill(ranks[1].pid, signal.SIGKILL)
+    error = command.communicate(timeout=120)[1].decode()
+    if whole:
+        for rank in ranks:
+            rank.wait(30)
+        kept = len(journal.read_bytes().splitlines()) - 1
+        assert 0 < kept < 60
+        again = started(tmp_path, *words)
+        assert again.wait(120) == 0, again.stderr and again.stderr.read()
+    else:
+        assert command.returncode == 0, error
+        assert "start" in error, "all ranks started again"
+    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [row["number"] for row in rows] == list(range(60))
+    assert [row["new_tokens"] for row in rows] == [line["max_new_tokens"] for line in prompts]
+    assert not journal.exists()
+
+
+@pytest.mark.full
+def test_ctrl_c_ends_answers_and_then_the_conversation(tmp_path: Path) -> None:
+    """As often as somebody likes, over several ranks."""
+    write_model(tmp_path / "model", layers=8, hidden=256)
+    words = ["generate", "model", "--chat", "--nproc", "2", "zero.stage=0", "--max-new-tokens", "400"]
+    words += ["generation.eos_token_id=-1", "generation.do_sample=true"]
+    command = started(tmp_path, *words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    def heard(many: int) -> bytes:
+        return os.read(command.stdout.fileno(), many) if command.stdout is not None else b""
+
+    said = b""
+    for turn in range(3):
+        while not said.endswith(b"> "):
+            said += heard(1)
+        command.stdin.write(b"Hi\n")
+        command.stdin.flush()
+        said = heard(1)
+        command.send_signal(signal.SIGINT)
+        assert command.poll() is None, turn
+    while not said.endswith(b"\n> "):
+        said += heard(1)
+    assert len(said) < 400, "the answer was not cut short"
+    command.send_signal(signal.SIGINT)
+    error = command.stderr.read().decode() if command.stderr is not None else ""
+    assert command.wait(60) == 0, error
+    command.stdin.close()
+    assert "Traceback" not in error
+
+
+def test_an_answer_streams_in_one_line_of_a_terminal(tmp_path: Path) -> None:
+    """The line of status is gone, and nothing stands between the program and its terminal, when an answer comes."""
+    write_model(tmp_path / "model")
+    words = [sys.executable, "-m", "zeromesh", "generate", "model", "--chat", "--max-new-tokens", "12"]
+    # Letters alone, so that an answer is one line.
+    forbidden = json.dumps([token for token in range(2, 258) if not 67 <= token < 90])
+    words.append(f"generation.suppress_tokens={forbidden}")
+    written = on_terminal(words, tmp_path, answers=[(b"\n> ", b"Hi\n"), (b"\n> ", b"/exit\n")])
+    lines = seen(written)
+    at = lines.index("Say something; /reset begins anew, /exit or Ctrl-D ends.")
+    assert lines[at + 1] == "> Hi"
+    assert len(lines[at + 2]) == 12, lines
+    assert lines[at + 3] == "> /exit"
+
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
@@ -30,9 +134,7 @@ MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 def serving(folder: Path, *words: str) -> Iterator[tuple["subprocess.Popen[str]", openai.OpenAI]]:
     """A server of a tiny model, and a client of it."""
     write_model(folder / "model")
-    command = [sys.executable, "-m", "zeromesh", "serve", "model", "--port", "0", "--grace", "3", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    server = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    server = started(folder, "serve", "model", "--port", "0", "--grace", "3", *words, text=True)
     try:
         said = ""
         while not (found := re.search(r"serving model at (\S+)", said)):
@@ -73,7 +175,6 @@ def test_answers_and_a_clean_stop(tmp_path: Path, words: tuple[str, ...]) -> Non
         wanted = alone(tmp_path, "Once", 20)
         tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "model")
         assert made.choices[0].text == tokenizer.decode(wanted, skip_special_tokens=True)
-        assert made.usage is not None
         assert made.usage.completion_tokens == len(wanted)
         parts = list(
             client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=9, temperature=0, stream=True)
@@ -114,7 +215,6 @@ def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
             list(stream)
         assert server.wait(20) == 128 + signal.SIGKILL, "that of the rank that failed first"
         assert time.monotonic() - began < 15
-        assert server.stderr is not None
         assert "rank 1" in server.stderr.read()
 
 
@@ -129,14 +229,6 @@ def test_a_second_signal_ends_open_requests_with_an_answer(tmp_path: Path) -> No
         with pytest.raises(openai.APIError, match="the server stops"):
             list(stream)
         assert server.wait(20) == 0
-
-
-def test_models_that_cannot_be_served_are_refused_before_anyone_listens(workers: Workers, tmp_path: Path) -> None:
-    for said in workers.run(2, "generate_command_cases:refusals", folder=str(tmp_path)):
-        assert said["encoder"]["code"] == said["wordless"]["code"] == 2
-        assert "T5ForConditionalGeneration has an encoder" in said["encoder"]["err"]
-        assert "answers are text, and the model's directory has no tokenizer" in said["wordless"]["err"]
-        assert not any("serving" in each["err"] for each in said.values())
 
 
 def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,29 +1,120 @@
-"""The end of a run: no run ends well without its last checkpoint, which is there before the evaluation of the last step."""
+"""What a run keeps: settings before the first forward, states that JSON alone cannot say, and its last checkpoint in any case."""
 
 import errno
 import json
+import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import StorageError
+from zeromesh.errors import ConfigError, StorageError
+from zeromesh.trainer.checkpoints.trainer_state import TrainerState, differences
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.trainer.tools.checkpoint.reading import summary_of
 
 
-def trainer_in(folder: Path, *, callbacks: tuple[Callback, ...] = (), **sections: Any) -> Trainer:
+class WritesIntoItsConfig(nn.Module):
+    """A model whose forward changes fields of its configuration, as transformers' classifiers do with `problem_type`."""
+
+    def __init__(self, **changes: Any) -> None:
+        super().__init__()
+        self.inner = llama(**changes)
+        self.config = self.inner.config
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        self.config.problem_type = "single_label_classification"
+        self.config.seen = getattr(self.config, "seen", 0) + 1
+        return self.inner(input_ids=input_ids, labels=labels)
+
+
+class Keeps(Callback):
+    """A callback with a state."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.value = state["value"]
+
+
+def trainer_in(
+    folder: Path, model: nn.Module | None = None, *, callbacks: Sequence[Callback] = (), **sections: Any
+) -> Trainer:
+    """A trainer of 2 steps with a checkpoint after the second."""
     config = settings(str(folder), **{"run": {"max_steps": 2}, "checkpoint": {"every_steps": 2}, **sections})
-    return Trainer(seeded(llama), config, sentences(), sentences(5, seed=4), callbacks=list(callbacks))
+    return Trainer(model or seeded(llama), config, sentences(), sentences(5, seed=4), callbacks=list(callbacks))
+
+
+def saving(folder: Path, model: nn.Module, steps: int, *callbacks: Callback) -> Trainer:
+    """A trainer that saves after each of some steps, and does not evaluate."""
+    sections = {"run": {"max_steps": steps, "eval_at_end": False}, "checkpoint": {"every_steps": 1}}
+    return trainer_in(folder, model, callbacks=callbacks, **sections)
+
+
+def test_what_a_model_writes_into_its_config_is_no_setting(tmp_path: Path) -> None:
+    used = seeded(WritesIntoItsConfig)
+    for steps, model in ((1, used), (2, seeded(WritesIntoItsConfig)), (3, used), (4, seeded(WritesIntoItsConfig))):
+        with saving(tmp_path, model, steps) as trainer:
+            assert len(trainer.fit().losses) == 1
+    with (
+        saving(tmp_path, seeded(lambda: WritesIntoItsConfig(attention_dropout=0.5)), 5) as trainer,
+        pytest.raises(ConfigError, match=r"attention_dropout: 0.0 then, 0.5 now"),
+    ):
+        trainer.fit()
+
+
+def test_states_that_are_not_finite_come_back(tmp_path: Path) -> None:
+    value = {"best": math.inf, "list": [-math.inf, 1], "tensor": torch.ones(2)}
+    model = seeded(llama)
+    model.config.time_step_limit = (0.0, math.inf)
+    with saving(tmp_path, model, 1, Keeps(value)) as trainer:
+        trainer.fit()
+    restored = Keeps(None)
+    again = seeded(llama)
+    again.config.time_step_limit = (0.0, math.inf)
+    with saving(tmp_path, again, 2, restored) as trainer:
+        trainer.fit()
+    assert restored.value == {"best": math.inf, "list": [-math.inf, 1], "tensor": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("callback", "callbacks.Keeps.value: a set, which"), ("config", "trial of a checkpoint: .*object")],
+)
+def test_what_cannot_be_written_is_found_before_the_first_step(tmp_path: Path, name: str, said: str) -> None:
+    model = seeded(llama)
+    if name == "config":
+        model.config.odd = object()
+    callbacks = [Keeps({1, 2})] if name == "callback" else []
+    with saving(tmp_path, model, 2, *callbacks) as trainer, pytest.raises(StorageError, match=said):
+        trainer.fit()
+    assert trainer.config.run.max_steps == 2
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_state_is_read_as_it_was_written() -> None:
+    kept = {"a": math.nan, "b": {"__float__": "no number"}}
+    state = TrainerState(step=1, samples=0, tokens=0, updates=1, skipped=0, settings=kept, stream={"x": [math.inf]})
+    read = TrainerState.from_json(json.loads(state.to_json()), "here")
+    assert math.isnan(read.settings["a"])
+    assert read.settings["b"] == kept["b"]
+    assert read.stream == state.stream
+    assert not differences(state.settings, read.settings)
 
 
 def store_of(folder: Path) -> CheckpointStore:
@@ -35,16 +126,13 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     return read_metrics(path) if path.exists() else []
 
 
-def failing_once(folder: Path, attribute: str, *, times: float = 1) -> Callable[..., Any]:
-    """A method of the store that fails so many times, and then does what it did."""
-    real = getattr(CheckpointStore, attribute)
-    left = times
+def failing_once(attribute: str) -> Callable[..., Any]:
+    """A method of the store that fails the first time, and then does what it did."""
+    real, failures = getattr(CheckpointStore, attribute), iter([errno.EPERM])
 
     def fails(store: CheckpointStore, *arguments: Any, **options: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left >= 0:
-            raise StorageError(f"{str(store.root)!r} cannot be written: {os.strerror(errno.EPERM)}")
+        for number in failures:
+            raise StorageError(f"{str(store.root)!r} cannot be written: {os.strerror(number)}")
         return real(store, *arguments, **options)
 
     return fails
@@ -54,7 +142,7 @@ def failing_once(folder: Path, attribute: str, *, times: float = 1) -> Callable[
 def test_the_last_checkpoint_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, asynchronous: bool, capfd: Any
 ) -> None:
-    monkeypatch.setattr(CheckpointStore, attribute, failing_once(tmp_path, attribute, times=1))
+    monkeypatch.setattr(CheckpointStore, attribute, failing_once(attribute))
     with trainer_in(tmp_path, checkpoint={"every_steps": 3, "asynchronous": asynchronous}) as trainer:
         trainer.fit()
     assert store_of(tmp_path).steps() == [2]
@@ -68,13 +156,11 @@ def test_a_run_without_its_last_checkpoint_is_an_error_and_the_next_start_goes_o
 ) -> None:
     with monkeypatch.context() as patch:
         real = CheckpointStore.commit
-        patch.setattr(
-            CheckpointStore,
-            "commit",
-            lambda store, step, manifest: (real if step == 1 else failing_once(tmp_path, "commit"))(
-                store, step, manifest
-            ),
-        )
+
+        def commit(store: CheckpointStore, step: int, manifest: Any) -> Any:
+            return (failing_once("commit") if step > 1 else real)(store, step, manifest)
+
+        patch.setattr(CheckpointStore, "commit", commit)
         refused = pytest.raises(StorageError, match=r"not permitted; the newest is of step 1\..*start the run again")
         sections = {"run": {"max_steps": 2}, "checkpoint": {"every_steps": 1, "max_failures": 9}}
         with trainer_in(tmp_path, **sections) as trainer, refused:

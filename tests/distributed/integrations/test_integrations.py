@@ -1,0 +1,103 @@
+"""Over the engine, loops of accelerate, trainers of transformers and runs of Lightning are what they were over the library alone.
+
+What cannot be right is refused."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.workers import Workers
+
+FULL, RANKS = pytest.mark.full, 2
+LIGHTNING = pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+STAGES = [{"zero": {"stage": stage}} for stage in range(4)]
+
+
+def row(case: str, *marks: Any, ranks: int = RANKS, **arguments: Any) -> Any:
+    """A case, whose assertions compare it with the library alone, or with one process of plain PyTorch."""
+    marks = (*marks, LIGHTNING) if case.startswith("lightning") else marks
+    return pytest.param(
+        ranks, case, arguments, marks=marks, id=" ".join([case.partition(":")[2], *map(str, arguments.values())])
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case", "arguments"),
+    [
+        row("accelerate_cases:as_accelerate", FULL, stage=0),
+        row("accelerate_cases:as_accelerate", stage=3),
+        row("accelerate_cases:over_tensor"),
+        row("accelerate_cases:in_low_precision", FULL, asked={"mixed_precision": "bf16"}, dtype="torch.bfloat16"),
+        row(
+            "accelerate_cases:in_low_precision",
+            asked={"zeromesh": {"precision": {"compute": "float16"}}},
+            dtype="torch.float16",
+        ),
+        row("hf_trainer_cases:as_original", stage=1),
+        row("hf_trainer_cases:as_original", FULL, stage=3),
+        row("hf_trainer_cases:as_original", stage=3, adapted=True),
+        row("hf_trainer_cases:twice"),
+        row("hf_trainer_cases:generating"),
+        row("hf_trainer_cases:generating_together"),
+        row("hf_trainer_cases:streams", ranks=1),
+        row("hf_trainer_cases:weights_alone", zeromesh=STAGES[2]),
+        row("hf_trainer_cases:weights_alone", zeromesh=STAGES[3], adapted=True),
+        row("hf_trainer_cases:weights_alone", zeromesh={"parallel": {"tensor": 2}}),
+        row("hf_trainer_cases:alike", FULL, ranks=1, stage=1),
+        row("hf_trainer_cases:alike", FULL, ranks=1, stage=3),
+        row("lightning_cases:as_lightning", ranks=1, stage=3, accumulation=1),
+        row("lightning_cases:as_lightning", stage=3, accumulation=2),
+        row("lightning_cases:as_lightning", stage=1, accumulation=1),
+        row("lightning_cases:in_part"),
+    ],
+)
+def test_over_the_engine_a_library_does_what_it_did(
+    workers: Workers, tmp_path: Path, ranks: int, case: str, arguments: dict[str, Any]
+) -> None:
+    workers.run(ranks, case, folder=str(tmp_path), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "said"),
+    [
+        *(
+            ("accelerate", {"name": name}, said)
+            for name, said in {
+                "optimizer_alone": "without its model",
+                "two_optimizers": "2 optimizers",
+                "some_parameters": "all parameters",
+                "other_norm": "norm_type=2",
+                "two_precisions": "set one alone",
+                "other_plugin": "by fsdp; leave it out",
+                "other_configuration": "by deepspeed; leave it out",
+                "compressed_gradients": "comm_hook is bf16",
+                "scaler": "GradScalerKwargs",
+                "values": "clip_grad_norm_",
+                "clipped_before_a_backward": "after the last backward",
+                "clipped_while_accumulating": "sync_gradients",
+                "step_of_one_rank": "leave no_sync()",
+                "saved_by_one_rank": "is_main_process",
+                "uneven_batches": "even_batches",
+            }.items()
+        ),
+        ("hf_trainer", {"name": "pipeline"}, "zeromesh.Trainer"),
+        ("hf_trainer", {"name": "compiled"}, "torch.compile"),
+        ("hf_trainer", {"name": "no trainer"}, "not built on"),
+        *(
+            pytest.param("lightning", arguments, said, marks=LIGHTNING)
+            for arguments, said in (
+                ({"precision": "bf16-mixed"}, "precision is bf16-mixed"),
+                ({"gradient_clip_algorithm": "value"}, "set it to norm"),
+                ({"averaging": "WeightAveraging"}, "ema.decay"),
+                ({"averaging": "StochasticWeightAveraging"}, "ema.decay"),
+                ({"rename": True}, "has put first.weight into state_dict"),
+            )
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused(
+    workers: Workers, tmp_path: Path, module: str, arguments: dict[str, Any], said: str
+) -> None:
+    assert said in workers.run(1, f"{module}_cases:refused", folder=str(tmp_path), **arguments)[0]
