@@ -220,7 +220,7 @@ class FileSlot:
             self._settle(begin, end)
         except StorageError as error:  # Raised by `wait`: the caller may have other transfers in flight.
             return Transfer.failing(error)
-        copy = copy_streams_of(data.device).copy_later() if on_accelerator(data) else _copy_here
+        copy = copy_streams_of(data.device).copy_later() if on_accelerator(data) else torch.Tensor.copy_
         straight = self._straight(begin, data)
         parts = (*_pieces(begin, data[:straight], _STRAIGHT), *_pieces(begin + straight, data[straight:], PIECE))
         pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in parts]
@@ -244,7 +244,7 @@ class FileSlot:
             begin, memory = self._around(at, out)
             self._fetch(begin, memory)
         if memory is not out:
-            copy(memory[at - begin : at - begin + out.numel()], out)
+            copy(out, memory[at - begin : at - begin + out.numel()])
 
     def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
         # The data of a piece and its checksum change together.
@@ -256,7 +256,7 @@ class FileSlot:
                     self._fetch(begin, memory)
                 else:
                     memory[last - begin :].zero_()
-                copy(data, memory[at - begin : last - begin])
+                copy(memory[at - begin : last - begin], data)
             self._put(begin, memory)
 
     def _fetch(self, begin: int, data: torch.Tensor) -> None:
@@ -317,10 +317,6 @@ def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, to
         length = min(step - (begin + done) % step, data.numel() - done)
         yield begin + done, data[done : done + length]
         done += length
-
-
-def _copy_here(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
 
 
 def _checksum(data: torch.Tensor) -> int:

@@ -1,9 +1,7 @@
 """Flat tensors that rest on tiers hold what a plain one holds, wherever their elements are."""
 
 import os
-import tempfile
-from collections.abc import Iterator, Sized
-from contextlib import closing, contextmanager
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.offload.file_cases import CPU, made_tiers, small_tiers, values
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.offload import (
-    FileSettings,
     Ledger,
     PinnedBudget,
     Purpose,
@@ -25,13 +23,11 @@ from zeromesh.offload import (
     Tiers,
     pinnable_bytes,
 )
-from zeromesh.offload import tiers as tiers_module
 from zeromesh.offload.io import file_tier
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.offload.memory import allocation
 from zeromesh.offload.tiers import GRAIN
 
-CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 choices = st.builds(
     lambda tier, fraction: TierChoice(tier=tier, fraction=fraction),
@@ -40,32 +36,6 @@ choices = st.builds(
 )
 dtypes = st.sampled_from(DTYPES)
 lengths = st.one_of(st.integers(0, 3 * GRAIN), st.sampled_from([GRAIN - 1, GRAIN, GRAIN + 1, 4 * GRAIN]))
-
-
-def values(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """`[count]`, more digits than any narrower dtype has."""
-    return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@contextmanager
-def small_tiers(stripes: int, *, checksums: bool) -> Iterator[Tiers]:
-    """Tiers whose pieces, stripes and conversions are small, so that there are many of each."""
-    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_tier, "PIECE", 2 * BLOCK)
-        patch.setattr(file_tier, "_STRAIGHT", 4 * BLOCK)
-        patch.setattr(file_tier, "STRIPE", 3 * BLOCK)
-        patch.setattr(tiers_module, "_CONVERTED", 1000)
-        directories = tuple(Path(root, str(number)) for number in range(stripes))
-        files = FileSettings(directories=directories, checksums=checksums)
-        with closing(Tiers(device=CPU, ledger=Ledger(), files=files)) as tiers:
-            yield tiers
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    found = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path / "swap",)))
-    yield found
-    found.close()
 
 
 def on(tiers: Tiers, tier: Any, fraction: float = 1.0, numel: int = 5 * GRAIN) -> TieredTensor:
@@ -163,16 +133,18 @@ def test_a_fraction_is_kept_within_one_grain(numel: int, choice: TierChoice) -> 
     assert choice.on(Tier.DEVICE, numel) == numel - cut
 
 
-def _bytes_on(tensor: TieredTensor, tier: Tier) -> int:
-    return sum((part.end - part.start) * tensor.dtype.itemsize for part in tensor.parts if part.tier is tier)
-
-
 def test_every_byte_is_in_the_ledger(tiers: Tiers) -> None:
     half = on(tiers, "file", 0.5, 6 * GRAIN)
     other = tiers.allocate(5 * GRAIN, torch.bfloat16, TierChoice(tier="host", fraction=0.3), Purpose.PARAMETERS, "copy")
     counted = {tier: tiers.ledger.by_purpose(tier) for tier in Tier}
-    assert [_bytes_on(half, tier) for tier in Tier] == [12 * GRAIN, 0, 12 * GRAIN]
-    assert [_bytes_on(other, tier) for tier in Tier] == [6 * GRAIN, 4 * GRAIN, 0]
+    assert [(part.tier, part.end - part.start) for part in half.parts] == [
+        (Tier.FILE, 3 * GRAIN),
+        (Tier.DEVICE, 3 * GRAIN),
+    ]
+    assert [(part.tier, part.end - part.start) for part in other.parts] == [
+        (Tier.HOST, 2 * GRAIN),
+        (Tier.DEVICE, 3 * GRAIN),
+    ]
     assert counted[Tier.FILE] == {Purpose.MOMENTS: 12 * GRAIN}
     assert counted[Tier.HOST] == {Purpose.PARAMETERS: 4 * GRAIN, Purpose.STAGING: file_tier.THREAD_BYTES}
     assert counted[Tier.DEVICE] == {Purpose.MOMENTS: 12 * GRAIN, Purpose.PARAMETERS: 6 * GRAIN}
@@ -239,15 +211,20 @@ def test_others_elements_are_not_touched(tiers: Tiers, tier: str) -> None:
     assert torch.equal(TieredTensor.of(model).memory, model)
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
-def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
-    with pytest.raises(ConfigError, match=r"fraction of tier file is .*; it must be from 0 to 1"):
-        TierChoice(tier="file", fraction=fraction)
-
-
-def test_a_tier_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tier is 'disk'; allowed are none, host, file"):
-        TierChoice(tier="disk")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        *(
+            ({"tier": "file", "fraction": fraction}, "fraction of tier file is")
+            for fraction in (-0.1, 1.1, float("nan"))
+        ),
+        ({"tier": "disk"}, "tier is 'disk'; allowed are none, host, file"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(choice: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        TierChoice(**choice)
+    assert "fraction" not in choice or "it must be from 0 to 1" in str(caught.value)
 
 
 @pytest.mark.parametrize(("tier", "said"), [("none", "device"), ("host", "host")])
@@ -264,7 +241,7 @@ def test_files_need_a_directory_only_when_something_rests_there(tmp_path: Path) 
     with pytest.raises(StorageError, match="no directory for them is known"):
         on(tiers, "file")
     (tmp_path / "taken").write_bytes(b"")
-    tiers = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path / "taken",)))
+    tiers = made_tiers(tmp_path / "taken")
     with pytest.raises(StorageError, match="file tier: swap files cannot be made in"):
         on(tiers, "file")
     tiers.close()
@@ -291,7 +268,7 @@ def test_errors_come_through_all_ways(tiers: Tiers) -> None:
 
 
 def test_the_end_takes_the_files(tmp_path: Path) -> None:
-    tiers = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path,), label="mine"))
+    tiers = made_tiers(tmp_path, label="mine")
     tensor = on(tiers, "file")
     tensor.write(0, torch.ones(tensor.numel))
     assert [Path(path).name.startswith("zeromesh-mine-") for path in tiers.file().paths] == [True]
