@@ -66,7 +66,12 @@ def test_a_new_optimizer_schedule_launcher_or_key_is_one_place(tmp_path: Path) -
     assert [len({path for path, *_ in change}) for change in (OPTIMIZER, SCHEDULE, LAUNCHER, KEY)] == [2, 1, 1, 1]
     (tmp_path / "text.txt").write_text("the same words again and again, " * 10)
     (tmp_path / "new.yaml").write_text(CONFIG)
-    meeting = {"PYTHONPATH": str(tmp_path), "FLUX_JOB_SIZE": "2", "FLUX_LOCAL_SIZE": "2", "MASTER_PORT": str(20000 + os.getpid() % 9000)}
+    meeting = {
+        "PYTHONPATH": str(tmp_path),
+        "FLUX_JOB_SIZE": "2",
+        "FLUX_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(20000 + os.getpid() % 9000),
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "zeromesh", "train", "new.yaml"],
@@ -83,6 +88,6 @@ def test_a_new_optimizer_schedule_launcher_or_key_is_one_place(tmp_path: Path) -
         assert rank.returncode == 0, out + error
     run = tmp_path / "runs" / "new"
     assert "colour: red" in (run / "config.resolved.yaml").read_text()
-    assert read_metrics(run / "starts.jsonl")[0]["ranks"] == 2
+    assert read_metrics(run / "starts.jsonl")[0]["hardware"].startswith("2 ranks on")
     (line,) = read_metrics(run / "metrics.jsonl")
     assert line["lr"] == 0.125

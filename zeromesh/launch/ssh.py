@@ -145,7 +145,7 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
         ConfigError: when the command `ssh` of the plan cannot be started, or `check` refuses the hosts.
     """
     plan.check(plan.hosts)
-    hosts, patience = {host.name: host for host in plan.hosts}, plan.silence_seconds + _MARGIN_SECONDS
+    hosts = {host.name: host for host in plan.hosts}
     output, started, members = Output(), list[HostProcess](), list[Member]()
 
     def stopped() -> bool:
@@ -161,9 +161,13 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
                 started.append(line)
                 greeting = {"variables": dict(plan.variables)}
                 members.append(Member(line=line, name=host.name, rank=rank, slots=host.slots, greeting=greeting))
-            # Any failure kills all ranks at once.
-            numbers = {"least": 1 + plan.least, "most": 1 + len(hosts), "max_restarts": plan.max_restarts}
-            nodes = Nodes(**numbers, rest_seconds=0, cause_seconds=patience)
+            nodes = Nodes(
+                least=1 + plan.least,
+                most=1 + len(hosts),
+                max_restarts=plan.max_restarts,
+                rest_seconds=0,  # Any failure kills all ranks at once.
+                cause_seconds=plan.silence_seconds + _MARGIN_SECONDS,
+            )
             place_of = lambda left: plan.meeting_place([hosts[each.name] for each in left])  # noqa: E731
             leader = Leader(nodes, 0, notify, stopped, members=members, place_of=place_of)
             return run_starts((), leader, requests)

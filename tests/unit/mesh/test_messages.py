@@ -250,38 +250,6 @@ def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) ->
             launch_workers(["-c", "pass"], processes=1, nodes=replace(nodes, rank=1))
 
 
-def test_a_restart_says_who_died_and_which_restart_it_is(tmp_path: Path) -> None:
-    told: list[str] = []
-    body = (
-        "import os, signal, sys, time\n"
-        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(30)\n"
-    )
-    script = tmp_path / "die.py"
-    script.write_text(body)
-    failed = launch_workers([str(script)], processes=2, nodes=Nodes(max_restarts=2), notify=told.append)
-    assert isinstance(failed, WorkersFailed)
-    assert (failed.ranks, failed.exit_code) == ((1,), 137)
-    assert len(told) == 2
-    for number, line in enumerate(told, start=1):
-        assert "rank 1 (pid " in line
-        assert "was killed by SIGKILL" in line
-        assert line.endswith(f"restart {number} of 2")
-
-
-def test_a_mistake_of_the_users_is_not_tried_again() -> None:
-    told: list[str] = []
-    body = (
-        "from zeromesh.launch.rank_processes import become_worker\n"
-        "become_worker(lambda error: 2)\n"
-        "raise ValueError('no')"
-    )
-    failed = launch_workers(["-c", body], processes=1, nodes=Nodes(max_restarts=3), notify=told.append)
-    assert isinstance(failed, WorkersFailed)
-    assert failed.exit_code == 2
-    assert not told
-
-
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_leader_that_is_gone_is_named_not_ranks_that_noticed(in_order: bool) -> None:
     """Gone without a word, it counts this host as lost, and starts the others again, no earlier than ranks are killed here."""

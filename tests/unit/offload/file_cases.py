@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from zeromesh.errors import StorageError
 from zeromesh.offload import FileSettings, FileTier, Ledger, Tiers
 from zeromesh.offload import tiers as tiers_module
 from zeromesh.offload.io import file_tier
@@ -35,6 +36,13 @@ def in_time(call: Callable[[], object]) -> None:
 
     threading.Thread(target=run, daemon=True).start()
     found.result(SECONDS)
+
+
+def check_refused(said: str, *calls: Callable[[], object], error: type[Exception] = StorageError) -> None:
+    """Each of the calls, which may hang, raises an error that says so."""
+    for call in calls:
+        with pytest.raises(error, match=said):
+            in_time(call)
 
 
 def values(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -47,26 +47,49 @@ def on(tiers: Tiers, tier: Any, fraction: float = 1.0, numel: int = 5 * GRAIN) -
 
 
 @given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices, stripes=st.integers(1, 3), checksums=st.booleans())
-@settings(max_examples=60)
-def test_reads_and_writes_are_those_of_a_plain_tensor(
+@settings(max_examples=120)
+def test_a_tensor_and_its_slices_are_those_of_a_plain_one(
     data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice, stripes: int, checksums: bool
 ) -> None:
+    """What is written is read, in any dtype, and what is in memory can be looked at."""
     with small_tiers(stripes, checksums=checksums) as tiers:
         tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
-        model = torch.zeros(numel, dtype=dtype)
+        model, cut = torch.zeros(numel, dtype=dtype), choice.cut(numel)
+        assert [part.end for part in tensor.parts] == sorted({cut, numel} - {0})
+        assert (tensor.whole(CPU) is not None) == choice.in_reach(numel, CPU)
         for number in range(data.draw(st.integers(1, 8))):
-            start, end = sorted(data.draw(st.tuples(*[st.integers(0, numel)] * 2)))
-            other = data.draw(dtypes)
-            if data.draw(st.booleans()):
-                given_ = values(end - start, other, number)
-                transfer = tensor.write(start, given_)
-                model[start:end] = given_
-                if data.draw(st.booleans()):
-                    transfer.wait()
-            else:
-                out = torch.full((end - start,), 7, dtype=other)
-                tensor.read(start, out).wait()
-                assert torch.equal(out, model[start:end].to(other))
+            part, plain, first = tensor, model, 0
+            for _ in range(data.draw(st.integers(0, 3))):
+                start, end = data.draw(intervals(part.numel, cut - first))
+                part, plain, first = part.slice(start, end), plain[start:end], first + start
+                assert part.numel == plain.numel()
+            start, end = data.draw(intervals(part.numel, cut - first))
+            given_ = values(end - start, data.draw(dtypes), number)
+            out = torch.full((end - start,), 7, dtype=given_.dtype)
+            match data.draw(st.sampled_from(["write", "copy from", "read", "copy to", "view"])):
+                case "write":
+                    transfer = part.write(start, given_)
+                    plain[start:end] = given_
+                    if data.draw(st.booleans()):
+                        transfer.wait()
+                case "copy from":
+                    part.slice(start, end).copy_from(given_)
+                    plain[start:end] = given_
+                case "read" | "copy to" as how:
+                    if how == "read":
+                        part.read(start, out).wait()
+                    else:
+                        part.slice(start, end).copy_to(out)
+                    assert torch.equal(out, plain[start:end].to(out.dtype))
+                case _:
+                    found, begin, last = part.view(start, end, CPU), first + start, first + end
+                    in_file = choice.tier == "file" and begin < cut
+                    assert (found is None) == (start < end and (in_file or begin < cut < last))
+                    assert part.view(start, end, torch.device("meta")) is None or start == end
+                    if found is not None:
+                        assert torch.equal(found, plain[start:end])
+                        found.fill_(number)
+                        plain[start:end] = number
         tensor.settle()
         assert torch.equal(tensor.load(CPU), model)
         copy = tiers.allocate(numel, data.draw(dtypes), data.draw(choices), Purpose.PARAMETERS, "copy")
@@ -74,52 +97,11 @@ def test_reads_and_writes_are_those_of_a_plain_tensor(
         assert torch.equal(copy.load(CPU), model.to(copy.dtype))
 
 
-@given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices)
-@settings(max_examples=30)
-def test_slices_are_those_of_a_plain_tensor(
-    data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice
-) -> None:
-    with small_tiers(1, checksums=False) as tiers:
-        tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
-        model = torch.zeros(numel, dtype=dtype)
-        for number in range(3):
-            part, plain = tensor.slice(0, numel), model
-            for _ in range(data.draw(st.integers(0, 3))):
-                start, end = sorted(data.draw(st.tuples(*[st.integers(0, part.numel)] * 2)))
-                part, plain = part.slice(start, end), plain[start:end]
-            assert part.numel == plain.numel()
-            written = values(part.numel, data.draw(dtypes), number)
-            part.copy_from(written)
-            plain.copy_(written)
-            out = torch.full((part.numel,), 7, dtype=data.draw(dtypes))
-            part.copy_to(out)
-            assert torch.equal(out, plain.to(out.dtype))
-        assert torch.equal(tensor.load(CPU), model)
-
-
-@given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices)
-@settings(max_examples=60)
-def test_what_is_in_memory_can_be_looked_at(
-    data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice
-) -> None:
-    with small_tiers(1, checksums=False) as tiers:
-        tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
-        model = values(numel, dtype, 0)
-        tensor.write(0, model).wait()
-        cut = choice.cut(numel)
-        inside = st.one_of(st.integers(0, cut), st.integers(cut, numel))
-        start, end = sorted(data.draw(st.tuples(inside, inside)))
-        assert [part.end for part in tensor.parts] == sorted({cut, numel} - {0})
-        found = tensor.view(start, end, CPU)
-        in_file = choice.tier == "file" and start < cut
-        assert (found is None) == (start < end and (in_file or start < cut < end))
-        if found is not None:
-            assert torch.equal(found, model[start:end])
-            found.fill_(3)
-            model[start:end] = 3
-            assert torch.equal(tensor.load(CPU), model)
-        assert (tensor.whole(CPU) is not None) == choice.in_reach(numel, CPU)
-        assert tensor.view(start, end, torch.device("meta")) is None or start == end
+def intervals(numel: int, cut: int) -> st.SearchStrategy[tuple[int, int]]:
+    """Begin and end, often at the place of `cut`."""
+    cut = min(max(cut, 0), numel)
+    inside = st.one_of(st.integers(0, cut), st.integers(cut, numel), st.just(cut))
+    return st.tuples(inside, inside).map(lambda pair: (min(pair), max(pair)))
 
 
 @given(numel=st.integers(0, 10**9), choice=choices)

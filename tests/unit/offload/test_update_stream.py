@@ -11,7 +11,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.offload.file_cases import CPU, SECONDS, in_time, small_tiers, values
+from tests.unit.offload.file_cases import CPU, SECONDS, check_refused, in_time, small_tiers, values
 from zeromesh.errors import StorageError
 from zeromesh.offload import (
     Access,
@@ -125,6 +125,14 @@ class Numbers:
 
 def add(row: StreamRow, tensors: list[torch.Tensor]) -> None:
     tensors[0].add_(1)
+
+
+class Computed(list[int]):
+    """Adds 1, and notes the numbers of the rows."""
+
+    def __call__(self, row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        self.append(row.start // ROW)
+        add(row, tensors)
 
 
 def make(width: int = 1) -> UpdateStream:
@@ -407,21 +415,18 @@ def failing(
 def test_a_row_that_cannot_be_read_is_an_error_at_its_turn(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, found = Numbers(tiers, 8, 1), make()
     mend, _ = failing(monkeypatch, "preadv", 3, errno.EIO)
-    computed: list[int] = []
-
-    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
-        computed.append(row.start // ROW)
-        add(row, tensors)
-
+    computed = Computed()
     for _ in range(2 * IN_FLIGHT):  # Were buffers lost, there would soon be none to wait for.
         computed.clear()
-        with pytest.raises(StorageError, match=r"file tier, numbers 1: .* cannot be read \(16,384 bytes at 49,152\)"):
-            in_time(lambda: found.run(numbers.rows(found), compute))
+        check_refused(
+            r"file tier, numbers 1: .* cannot be read \(16,384 bytes at 49,152\)",
+            lambda: found.run(numbers.rows(found), computed),
+        )
         assert computed == [0, 1, 2]
         assert pool_of(found).all_come_back()
         numbers.model[: 3 * ROW].add_(1)
     mend()
-    found.run(numbers.rows(found), compute)
+    found.run(numbers.rows(found), computed)
     numbers.check()
 
 
@@ -433,8 +438,7 @@ def test_an_error_of_one_tensor_leaves_the_others_reads_to_end(tiers: Tiers, mon
     pace.before = lambda what, row: pace.wait("gate", 0) if (what, row) == ("read", 1) else None
     mend, tried = failing(monkeypatch, "preadv", 0, errno.EIO)
     rows = list(found.rows(0, ROW, [StreamOperand(tensor=each.tensor, mode=Access.UPDATE) for each in (bad, slow)]))
-    with pytest.raises(StorageError, match="numbers 1"):
-        in_time(lambda: found.run(rows, add))
+    check_refused("numbers 1", lambda: found.run(rows, add))
     assert tried
     assert pool_of(found).out == 1
     mend()
@@ -468,21 +472,14 @@ def test_a_row_that_cannot_be_written_is_an_error_for_who_reads_it_next(
     assert pool_of(found).all_come_back()
     assert set(tried) == {5, 6, 7}
     mend()
-    computed: list[int] = []
-
-    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
-        computed.append(row.start // ROW)
-        add(row, tensors)
-
+    computed = Computed()
     said = r"file tier, numbers 1: .* cannot be written \(16,384 bytes at 81,920\): No space left"
     for _ in range(2 * IN_FLIGHT):
         computed.clear()
-        with pytest.raises(StorageError, match=said):
-            in_time(lambda: found.run(numbers.rows(found), compute))
+        check_refused(said, lambda: found.run(numbers.rows(found), computed))
         assert computed == [0, 1, 2, 3, 4]
         assert pool_of(found).all_come_back()
-    with pytest.raises(StorageError, match=said):
-        in_time(numbers.tensor.settle)
+    check_refused(said, numbers.tensor.settle)
     in_time(lambda: found.run(other.rows(found), add))
     other.check()
 
@@ -499,8 +496,7 @@ def test_a_write_that_does_not_begin_leaves_no_buffer_behind(tiers: Tiers, monke
 
     monkeypatch.setattr(TieredTensor, "write", refusing)
     for _ in range(2 * IN_FLIGHT):
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            in_time(lambda: found.run(rows, add))
+        check_refused("the device is gone", lambda: found.run(rows, add), error=RuntimeError)
 
 
 def test_a_tier_that_is_closed_meanwhile_is_an_error(tiers: Tiers) -> None:
@@ -510,8 +506,7 @@ def test_a_tier_that_is_closed_meanwhile_is_an_error(tiers: Tiers) -> None:
         if row.start == 2 * ROW:
             tiers.close()
 
-    with pytest.raises(StorageError, match=r"file tier, numbers 1: bytes .* the tier is closed"):
-        in_time(lambda: found.run(numbers.rows(found), compute))
+    check_refused(r"file tier, numbers 1: bytes .* the tier is closed", lambda: found.run(numbers.rows(found), compute))
 
 
 @pytest.mark.parametrize("width", [0, 1])
@@ -521,8 +516,11 @@ def test_a_row_that_is_too_wide_does_not_wait_for_ever(tiers: Tiers, width: int)
     uses = [StreamOperand(tensor=each.tensor, mode=Access.UPDATE) for each in both]
     rows = list(make(2).rows(0, ROW, uses))
     for _ in range(2 * IN_FLIGHT):
-        with pytest.raises(ValueError, match=f"a row of 2 tensors out of reach, in a stream of width {width}"):
-            in_time(lambda: found.run(rows, add))
+        check_refused(
+            f"a row of 2 tensors out of reach, in a stream of width {width}",
+            lambda: found.run(rows, add),
+            error=ValueError,
+        )
 
 
 def test_a_tensor_beside_is_taken_as_it_is(tiers: Tiers) -> None:
