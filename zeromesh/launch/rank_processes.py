@@ -16,14 +16,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import (
-    ERRORS,
-    RankRange,
-    die_with_launcher,
-    kept_environment,
-    setting,
-    worker_environment,
-)
+from zeromesh.environment import ERRORS, RankRange, die_with_launcher, kept_environment, setting, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 
 _CAUSE_SECONDS = 2.0

@@ -26,14 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zeromesh.errors import ConfigError
-from zeromesh.launch.messages import (
-    BEATS,
-    MAX_MESSAGE,
-    LauncherConnection,
-    MessageError,
-    arrived,
-    parsed,
-)
+from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, MessageError, arrived, parsed
 from zeromesh.launch.rank_processes import WorkersFailed, noted_signals
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Result, run_starts
 

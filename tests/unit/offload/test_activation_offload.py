@@ -24,16 +24,7 @@ from tests.support.waiting import wait_for
 from tests.unit.models.test_activation_checkpointing import Net, gpt2, llama
 from tests.unit.offload.file_cases import SECONDS, Gate, made_tiers, refusing
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.offload import (
-    FileSettings,
-    Ledger,
-    Purpose,
-    Tier,
-    TierChoice,
-    Tiers,
-    allocate_lasting,
-    resident_bytes,
-)
+from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, Tiers, allocate_lasting, resident_bytes
 from zeromesh.offload import activation_store as activations
 from zeromesh.offload.activation_store import ActivationStore, BlockCall, FreeRanges, SavedTensor
 from zeromesh.offload.io.direct_io import BLOCK

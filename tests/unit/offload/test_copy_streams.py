@@ -12,23 +12,11 @@ import torch
 from tests.support.devices import DEVICE, accelerated
 from tests.unit.offload.file_cases import CPU, check_refused
 from zeromesh.errors import StorageError
-from zeromesh.offload import (
-    Access,
-    FileSettings,
-    Ledger,
-    Purpose,
-    StreamOperand,
-    StreamRow,
-    Tier,
-    TierChoice,
-    TieredTensor,
-    Tiers,
-    UpdateStream,
-    WaitTime,
-)
+from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, TieredTensor, Tiers, WaitTime
 from zeromesh.offload import tiers as moving
 from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer, copy_streams_of
 from zeromesh.offload.tiers import TieredPart
+from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream
 
 GATE = 5.0
 

@@ -12,21 +12,11 @@ from hypothesis import strategies as st
 
 from tests.unit.offload.file_cases import CPU, made_tiers, small_tiers, values
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.offload import (
-    Ledger,
-    PinnedBudget,
-    Purpose,
-    Tier,
-    TierChoice,
-    TieredPart,
-    TieredTensor,
-    Tiers,
-    pinnable_bytes,
-)
+from zeromesh.offload import Ledger, PinnedBudget, Purpose, Tier, TierChoice, TieredTensor, Tiers, pinnable_bytes
 from zeromesh.offload.io import file_tier
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.offload.memory import allocation
-from zeromesh.offload.tiers import GRAIN
+from zeromesh.offload.tiers import GRAIN, TieredPart
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 choices = st.builds(
