@@ -1,6 +1,6 @@
 """Runs whose states rest on other tiers: checkpoints go from tier to tier, nothing is left behind, every fault has a name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,43 +42,47 @@ def fresh(workers: Workers) -> Iterator[Any]:
         pool.close()
 
 
+@pytest.fixture
+def trained(workers: Workers, tmp_path: Path) -> Callable[..., Any]:
+    """Trains in a folder, or goes on there; returns what rank 0 has to say."""
+
+    def play(folder: str, steps: int, sections: dict[str, Any], *, size: int = 2, **more: Any) -> Any:
+        case = "checkpoint_cases:trained"
+        return workers.run(size, case, folder=str(tmp_path / folder), steps=steps, sections=sections, **more)[0]
+
+    return play
+
+
+def check_same(tmp_path: Path, steps: int) -> None:
+    """The checkpoints of both folders are equal, and no swap file is left."""
+    assert unequal(step(tmp_path / "a", steps), step(tmp_path / "b", steps)) == []
+    assert swap_files(tmp_path / "b") == []
+
+
 def swap_files(folder: Path) -> list[Path]:
     return sorted((folder / "run" / "offload").glob("*"))
 
 
 @pytest.mark.parametrize("in_backward", [pytest.param(False, marks=FULL), True])
 def test_a_run_goes_on_from_any_tier_to_any_other_bit_by_bit(
-    workers: Workers, tmp_path: Path, in_backward: bool
+    trained: Callable[..., Any], tmp_path: Path, in_backward: bool
 ) -> None:
     sections: dict[str, Any] = {"precision": BF16}
     if in_backward:
         sections |= {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}
     total = 2 * len(TIERS)
-    straight = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=total, sections=sections)[0]
+    straight = trained("a", total, sections)
     for number, offload in enumerate(TIERS, start=1):
-        found = workers.run(
-            2,
-            "checkpoint_cases:trained",
-            folder=f"{tmp_path}/b",
-            steps=2 * number,
-            sections={**sections, "offload": offload},
-        )[0]
+        found = trained("b", 2 * number, {**sections, "offload": offload})
     assert found["all"] == straight["all"]
-    assert unequal(step(tmp_path / "a", total), step(tmp_path / "b", total)) == []
-    assert swap_files(tmp_path / "b") == []
+    check_same(tmp_path, total)
 
 
-def test_other_ranks_and_stages_load_what_was_on_files(workers: Workers, tmp_path: Path) -> None:
+def test_other_ranks_and_stages_load_what_was_on_files(trained: Callable[..., Any], tmp_path: Path) -> None:
     for number, (size, stage, offload) in enumerate(((3, 3, FILES), (2, 1, {"optimizer": "file"}), (1, 3, FILES)), 1):
         mirror = tmp_path / f"mirror-{number}"
-        workers.run(
-            size,
-            "checkpoint_cases:trained",
-            folder=str(tmp_path),
-            steps=2 * number,
-            sections={"zero": {"stage": stage}, "offload": offload},
-            mirror=str(mirror),
-        )
+        sections = {"zero": {"stage": stage}, "offload": offload}
+        trained("", 2 * number, sections, size=size, mirror=str(mirror))
         if number > 1:
             assert unequal(step(tmp_path, 2 * number - 2), mirror / "step-00000000") == []
 
@@ -117,19 +121,13 @@ def test_waits_are_in_the_metrics_and_the_console_says_what_rests_where(
     ],
 )
 def test_kept_inputs_of_blocks_rest_elsewhere_bit_by_bit(
-    workers: Workers, tmp_path: Path, size: int, activations: Any, mode: str
+    trained: Callable[..., Any], tmp_path: Path, size: int, activations: Any, mode: str
 ) -> None:
     sections = {"precision": BF16, "model": {"activation_checkpointing": mode}}
-    offload = {**FILES, "activations": activations}
-    found = [
-        workers.run(
-            size, "checkpoint_cases:trained", folder=f"{tmp_path}/{name}", steps=5, sections={**sections, **more}
-        )[0]["losses"]
-        for name, more in (("a", {}), ("b", {"offload": offload}))
-    ]
-    assert found[0] == found[1]
-    assert unequal(step(tmp_path / "a", 5), step(tmp_path / "b", 5)) == []
-    assert swap_files(tmp_path / "b") == []
+    kept = trained("a", 5, sections, size=size)
+    found = trained("b", 5, {**sections, "offload": {**FILES, "activations": activations}}, size=size)
+    assert found["losses"] == kept["losses"]
+    check_same(tmp_path, 5)
 
 
 # Faults
@@ -172,23 +170,16 @@ def test_a_disk_that_fills_up_before_training_is_a_named_error(fresh: Any, tmp_p
     [pytest.param("forward", 40, marks=FULL), pytest.param("reduce", 40, marks=FULL), ("optimizer", 18)],
 )
 def test_a_kill_inside_a_step_resumes_cleanly(
-    workers: Workers, fresh: Any, tmp_path: Path, site: str, count: int
+    trained: Callable[..., Any], fresh: Any, tmp_path: Path, site: str, count: int
 ) -> None:
     sections = {"offload": FILES}
-    straight = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=10, sections=sections)[0]
-    outcomes = fresh(
-        "checkpoint_cases:struck",
-        fault=f"kill@{site}:1:{count}",
-        folder=f"{tmp_path}/b",
-        steps=10,
-        sections=sections,
-    )
+    straight = trained("a", 10, sections)
+    fault = f"kill@{site}:1:{count}"
+    outcomes = fresh("checkpoint_cases:struck", fault=fault, folder=f"{tmp_path}/b", steps=10, sections=sections)
     assert outcomes[1].error == "died"
     assert swap_files(tmp_path / "b") == []
-    found = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=10, sections=sections)[0]
-    assert found["all"] == straight["all"]
-    assert unequal(step(tmp_path / "a", 10), step(tmp_path / "b", 10)) == []
-    assert swap_files(tmp_path / "b") == []
+    assert trained("b", 10, sections)["all"] == straight["all"]
+    check_same(tmp_path, 10)
 
 
 def test_a_run_of_one_rank_goes_on_after_an_error(tmp_path: Path) -> None:

@@ -35,15 +35,6 @@ HOST = TierChoice(tier="host")
 LABEL = "file tier, kept inputs of blocks: "
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small operations in several threads take many times as long beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def kept(tiers: Tiers, tier: Tier) -> int:
     return tiers.ledger.by_purpose(tier).get(Purpose.ACTIVATIONS, 0)
 
@@ -66,9 +57,10 @@ def nothing_left(store: ActivationStore, tiers: Tiers) -> None:
 
 
 @pytest.fixture
-def store(tiers: Tiers) -> Iterator[ActivationStore]:
-    """A store on files, of which nothing is left after the test."""
-    found = ActivationStore(tiers, FILE)
+def store(tiers: Tiers, request: pytest.FixtureRequest) -> Iterator[ActivationStore]:
+    """A store by the test's `choice`, else on files, of which nothing is left after the test."""
+    choice = request.getfixturevalue("choice") if "choice" in request.fixturenames else FILE
+    found = ActivationStore(tiers, choice)
     yield found
     nothing_left(found, tiers)
 
@@ -176,9 +168,8 @@ def test_no_bit_changes_in_plain_blocks(mode: Mode, store: ActivationStore) -> N
     assert all(map(torch.equal, *results))
 
 
-def test_blocks_to_be_compiled_run_as_they_are(tiers: Tiers) -> None:
-    expected = trained(llama(), (20,))
-    model, store = llama(), ActivationStore(tiers, FILE)
+def test_blocks_to_be_compiled_run_as_they_are(store: ActivationStore, tiers: Tiers) -> None:
+    expected, model = trained(llama(), (20,)), llama()
     enable_activation_checkpointing(model, "block", store=store)
     for layer in model.model.layers:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
@@ -200,23 +191,20 @@ SHAPES: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("choice", [HOST, FILE])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_same_bits_come_back(name: str, tier: Any, tiers: Tiers) -> None:
-    store = ActivationStore(tiers, TierChoice(tier=tier))
+def test_the_same_bits_come_back(name: str, choice: TierChoice, store: ActivationStore, tiers: Tiers) -> None:
     tensor = SHAPES[name]()
     expected = bits(tensor.detach().resolve_conj())
     for wait in (False, True):  # while it is being written, and from the file
         handle = packed(store, tensor)
-        if wait and tier == "file":
+        if wait and choice is FILE:
             settled(store, tiers)
         for _ in range(2):
             found = store.unpack(handle)
             assert found.shape == tensor.shape
             assert found.dtype == tensor.dtype
             assert torch.equal(bits(found), expected)
-    del handle, found
-    nothing_left(store, tiers)
 
 
 def test_what_is_no_hidden_state_stays(store: ActivationStore, tiers: Tiers) -> None:
@@ -235,8 +223,8 @@ def test_a_tensor_changed_later_was_copied(store: ActivationStore) -> None:
     assert torch.equal(store.unpack(handle), expected)
 
 
-def test_hooks_of_any_operation(tiers: Tiers) -> None:
-    store, gradients = ActivationStore(tiers, FILE), []
+def test_hooks_of_any_operation(store: ActivationStore) -> None:
+    gradients = []
     for hooks in (
         saved_tensors_hooks(lambda t: t, lambda t: t),
         saved_tensors_hooks(partial(packed, store), store.unpack),
@@ -285,26 +273,26 @@ def test_only_the_inputs_of_blocks_are_kept(mode: Mode, store: ActivationStore, 
     loss.backward()
 
 
-@pytest.mark.parametrize(("fraction", "away"), [(1.0, 10), (0.7, 7), (0.75, 8), (0.04, 1)])
-def test_the_last_blocks_stay(fraction: float, away: int, tiers: Tiers) -> None:
-    store = ActivationStore(tiers, TierChoice(tier="file", fraction=fraction))
+@pytest.mark.parametrize(
+    ("choice", "away"),
+    [
+        *(
+            (TierChoice(tier="file", fraction=fraction), away)
+            for fraction, away in ((1, 10), (0.7, 7), (0.75, 8), (0.04, 1))
+        ),
+        (TierChoice(tier="host", fraction=0.5), 5),  # Host and device of a CPU are one memory.
+    ],
+)
+def test_the_last_blocks_stay(choice: TierChoice, away: int, store: ActivationStore, tiers: Tiers) -> None:
     assert store.away_of(10) == away
     loss = wide(store, blocks=10)(INPUT)
-    assert settled(store, tiers) == away * ROOM
+    if choice.tier == "file":
+        assert settled(store, tiers) == away * ROOM
+    else:
+        assert kept(tiers, Tier.HOST) == away * ROOM
     assert kept(tiers, Tier.DEVICE) == (10 - away) * ROOM
+    assert (tiers._file is None) == (choice.tier == "host")
     loss.backward()
-    del loss
-    nothing_left(store, tiers)
-
-
-def test_host_and_device_of_a_cpu_are_one_memory(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, TierChoice(tier="host", fraction=0.5))
-    loss = wide(store)(INPUT)
-    assert kept(tiers, Tier.HOST) == kept(tiers, Tier.DEVICE) == 2 * ROOM
-    loss.backward()
-    del loss
-    nothing_left(store, tiers)
-    assert tiers._file is None
 
 
 @pytest.mark.parametrize(
@@ -640,8 +628,7 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize("choice", [HOST, FILE])
-def test_inputs_that_are_changed_in_place(choice: TierChoice, tiers: Tiers) -> None:
-    store = ActivationStore(tiers, choice)
+def test_inputs_that_are_changed_in_place(choice: TierChoice, store: ActivationStore) -> None:
     block = Changing()
     enable_activation_checkpointing(block, "block", blocks=[block], store=store)
     with pytest.raises(
