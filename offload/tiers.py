@@ -206,14 +206,10 @@ class TieredTensor:
 
     def copy_from(self, other: TieredTensor | torch.Tensor) -> None:
         """Copy all elements from `other`, of the same number, converted. Raises `StorageError`."""
-        if isinstance(other, torch.Tensor):
-            self._require_all(other.numel())
-            self.write(0, other).wait()
-            return
+        other = TieredTensor.of(other) if isinstance(other, torch.Tensor) else other
         self._require_all(other.numel)
-        here, there = self.parts[0].memory if self.parts else None, other.parts[0].memory if other.parts else None
-        if len(self.parts) == len(other.parts) == 1 and here is not None and there is not None:
-            here.copy_(there)
+        if len(other.parts) == 1 and (source := other.parts[0].memory) is not None:
+            self.write(0, source).wait()
             return
         for first in range(0, self.numel, _CONVERTED):
             passing = torch.empty(min(_CONVERTED, self.numel - first), dtype=other.dtype)

@@ -44,6 +44,8 @@ from hypothesis import settings  # noqa: E402
 
 from tests.support.programs import Programs  # noqa: E402
 from tests.support.workers import Workers  # noqa: E402
+from tests.unit.offload.file_cases import in_time, made_tiers  # noqa: E402
+from zeromesh.offload import Tiers  # noqa: E402
 
 pytest.register_assert_rewrite("tests.support.doc_pages")
 # A machine that does other things as well makes any example slow.
@@ -161,3 +163,11 @@ def workers(pytestconfig: pytest.Config) -> Iterator[Workers]:
     yield pools
     pools.close()
     shutil.rmtree(pools.folder, ignore_errors=True)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[Tiers]:
+    """Memory of this process, with a file tier in the test's folder."""
+    found = made_tiers(tmp_path / "swap")
+    yield found
+    in_time(found.close)

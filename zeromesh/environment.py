@@ -13,11 +13,8 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 from zeromesh.errors import ConfigError
-
-Launcher = Literal["single", "torchrun", "slurm", "openmpi", "mpich"]
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
@@ -45,14 +42,16 @@ _SECRET = re.compile(
 _LEAST_SECRET = 8
 """The least number of characters of a secret."""
 
-# Each tuple names the variables of rank, number of ranks, and the same two within the host.
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPENMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-_MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_LAUNCHERS = {
+    "openmpi": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+"""Launchers and their variables: the rank, the number of ranks, and the same two within the host. torchrun and Slurm tell more."""
 _FAMILIAR = (
     *(*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
-    *(*_OPENMPI, *_MPICH),
+    *(name for names in _LAUNCHERS.values() for name in names),
 )
 
 
@@ -70,7 +69,8 @@ class LaunchEnvironment:
     local_world_size: int
     master_address: str
     master_port: int
-    launcher: Launcher
+    launcher: str
+    """A name of `_LAUNCHERS`, `torchrun` (or who sets its variables), `slurm`, or `single` for a process without a launcher."""
 
     def __post_init__(self) -> None:
         world, local = self.world_size, self.local_world_size
@@ -92,22 +92,21 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
         ConfigError: when some variables of a launcher are missing; the message names them.
     """
     environ = os.environ if environ is None else environ
-    # torchrun's variables are the explicit ones. `mpirun` inside a Slurm job leaves its own daemon's SLURM_PROCID in
-    # every rank, so MPI comes before Slurm; but `srun --mpi=pmi2` sets PMI_RANK beside good Slurm variables, so MPICH
-    # comes first only where its own mpiexec has been (MPI_LOCALRANKID).
-    if environ.get("RANK"):
+    if environ.get("RANK"):  # The explicit ones.
         return _read_torchrun(environ)
-    if environ.get(_OPENMPI[0]):
-        return _read_mpi(environ, _OPENMPI, "openmpi")
     # A batch script's body has SLURM_PROCID=0 too, but is no step that `srun` has started.
     in_step = any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"))
     of_slurm = environ.get("SLURM_PROCID") and (in_step or not environ.get("SLURM_TASK_PID"))
-    if of_slurm and not (environ.get("PMI_RANK") and environ.get("MPI_LOCALRANKID")):
+    for launcher, names in _LAUNCHERS.items():
+        # `mpirun` inside a Slurm job leaves its own daemon's SLURM_PROCID in every rank, so others come before Slurm; but
+        # `srun --mpi=pmi2` sets PMI_RANK beside good Slurm variables, so MPICH does only where its own mpiexec has been.
+        by_srun = of_slurm and launcher == "mpich" and not environ.get(names[2])
+        if environ.get(names[0]) and not by_srun:
+            return _read_mpi(environ, names, launcher)
+    if of_slurm:
         return _read_slurm(environ)
-    if environ.get("PMI_RANK"):
-        return _read_mpi(environ, _MPICH, "mpich")
     # A world size without a rank: such a process would train alone without being asked to.
-    for rank, *others in (_TORCHRUN, _OPENMPI[:2], _MPICH[:2]):
+    for rank, *others in (_TORCHRUN, *(names[:2] for names in _LAUNCHERS.values())):
         if any(environ.get(name) for name in others):
             raise ConfigError(_missing([rank], environ))
     return LaunchEnvironment(0, 1, 0, 1, LOOPBACK, 0, "single")
@@ -288,10 +287,10 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
     return LaunchEnvironment(rank, world_size, local_rank, local_world_size, master, _job_port(environ), "slurm")
 
 
-def _read_mpi(environ: Mapping[str, str], names: Sequence[str], launcher: Launcher) -> LaunchEnvironment:
+def _read_mpi(environ: Mapping[str, str], names: Sequence[str], launcher: str) -> LaunchEnvironment:
     rank, world_size, local_rank, local_world_size = _integers(environ, names)
     address = environ.get("MASTER_ADDR") or (LOOPBACK if local_world_size == world_size else "")
-    if not address:  # MPI does not tell ranks the host of rank 0.
+    if not address:  # These launchers do not tell ranks the host of rank 0.
         raise ConfigError(_missing(["MASTER_ADDR (the host of rank 0)"], environ))
     return LaunchEnvironment(rank, world_size, local_rank, local_world_size, address, _job_port(environ), launcher)
 

@@ -2,7 +2,7 @@
 
     FileTier    files and threads        |  slot  |  slot  | ...
     FileSlot    one range                |piece|piece|piece|..|      a piece is moved by one thread
-    StoredSlot  a file that is there already, and is only read
+                or a file that is there already, and is only read
 
 A swap file is unlinked as soon as it is open: no other process can open it, and the system frees it when the process ends,
 however it does. Offsets need not be whole blocks: unaligned parts go through a small buffer of the thread. With checksums every
@@ -92,7 +92,7 @@ class FileTier:
         self.paths = [file.path for file in self._files]
         """The paths under which the swap files were created."""
         self._close_files = weakref.finalize(self, self._opened.close)  # Also where nobody calls `close`.
-        self._stored: dict[Path, StoredSlot] = {}
+        self._stored: dict[Path, FileSlot] = {}
         self._reserved = [0] * len(directories)
         self._buffers = list(torch.split(memory(threads * PIECE), PIECE))
         self._threads = ThreadPoolExecutor(
@@ -114,12 +114,12 @@ class FileTier:
         self.nbytes = end
         return FileSlot(self, begin, nbytes, label)
 
-    def stored(self, path: Path) -> StoredSlot:
-        """Open an existing file as a slot. Raises `StorageError` if it cannot be opened."""
+    def stored(self, path: Path) -> FileSlot:
+        """Open an existing file as a slot, which is only read. Raises `StorageError` if it cannot be opened."""
         if path not in self._stored:
             with _named():
                 file = self._opened.enter_context(PositionalFile(path, constant=True))
-            self._stored[path] = StoredSlot(self, file)
+            self._stored[path] = FileSlot(self, 0, file.size(), file.path, file)
         return self._stored[path]
 
     def close(self) -> None:
@@ -168,17 +168,21 @@ class FileTier:
 
 
 class FileSlot:
-    """`nbytes` bytes of a file tier. Reads wait for earlier writes; bytes that are being read must not be written. Threads may
-    share a slot: a checkpoint is written beside training."""
+    """`nbytes` bytes of a file tier, or of another `file`, which is only read. Reads wait for earlier writes; bytes that are being
+    read must not be written. Threads may share a slot: a checkpoint is written beside training."""
 
-    def __init__(self, tier: FileTier, offset: int, nbytes: int, label: str) -> None:
+    def __init__(
+        self, tier: FileTier, offset: int, nbytes: int, label: str, file: PositionalFile | None = None
+    ) -> None:
         self.tier = tier
         self.nbytes = nbytes
         self.label = label
         self._offset = offset
-        self._room = whole_blocks(nbytes)
-        self._grain = PIECE if tier.checksums else BLOCK
-        count = -(-nbytes // PIECE) if tier.checksums else 0
+        self._file = file
+        self._room = whole_blocks(nbytes) if file is None else nbytes
+        checked = tier.checksums and file is None
+        self._grain = PIECE if checked else BLOCK
+        count = -(-nbytes // PIECE) if checked else 0
         self._checksums = [_UNWRITTEN] * count
         self._locks = [threading.Lock() for _ in range(count)]
         self._order = threading.Lock()
@@ -191,7 +195,10 @@ class FileSlot:
             return self._move(self._read_piece, begin, out)
 
     def write(self, begin: int, data: torch.Tensor) -> Transfer:
-        """Start to write `data`, 1-D uint8, which must not change until the transfer has ended. Raises as `read` does."""
+        """Start to write `data`, 1-D uint8, which must not change until the transfer has ended. Raises as `read` does, and
+        `ValueError` for a file that is only read."""
+        if self._file is not None:
+            raise ValueError(f"{data.numel()} bytes at {begin} of {self.label}, which is only read")
         with self._order:
             transfer = self._move(self._write_piece, begin, data)
             self._writing.append((begin, begin + data.numel(), transfer))
@@ -220,7 +227,7 @@ class FileSlot:
             self._settle(begin, end)
         except StorageError as error:  # Raised by `wait`: the caller may have other transfers in flight.
             return Transfer.failing(error)
-        copy = copy_streams_of(data.device).copy_later() if on_accelerator(data) else _copy_here
+        copy = copy_streams_of(data.device).copy_later() if on_accelerator(data) else torch.Tensor.copy_
         straight = self._straight(begin, data)
         parts = (*_pieces(begin, data[:straight], _STRAIGHT), *_pieces(begin + straight, data[straight:], PIECE))
         pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in parts]
@@ -228,12 +235,16 @@ class FileSlot:
 
     def _straight(self, begin: int, data: torch.Tensor) -> int:
         """Return the number of leading bytes that need neither a thread's buffer nor a checksum."""
+        if self._file is not None:  # Unaligned ends may come through the page cache, as nobody writes.
+            return data.numel() if lies_alike(data, begin) else 0
         whole = not self._checksums and begin % BLOCK == 0 and lies_alike(data, begin)
         # With several stripes, which lie on several disks, each one is moved by a separate thread.
         return data.numel() - data.numel() % BLOCK if whole and len(self.tier.paths) == 1 else 0
 
     def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
         """Return begin and memory of the whole grains around a piece: `data` if it is aligned, else the thread's buffer."""
+        if self._file is not None and lies_alike(data, at):
+            return at, data
         begin, end = at - at % self._grain, at + data.numel()
         end = min(end + -end % self._grain, self._room)  # The last grain ends with the slot's room.
         whole = (begin, end) == (at, at + data.numel())
@@ -244,7 +255,7 @@ class FileSlot:
             begin, memory = self._around(at, out)
             self._fetch(begin, memory)
         if memory is not out:
-            copy(memory[at - begin : at - begin + out.numel()], out)
+            copy(out, memory[at - begin : at - begin + out.numel()])
 
     def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
         # The data of a piece and its checksum change together.
@@ -256,12 +267,12 @@ class FileSlot:
                     self._fetch(begin, memory)
                 else:
                     memory[last - begin :].zero_()
-                copy(data, memory[at - begin : last - begin])
+                copy(memory[at - begin : last - begin], data)
             self._put(begin, memory)
 
     def _fetch(self, begin: int, data: torch.Tensor) -> None:
-        with _named(self.label):
-            self.tier.read(data, self._offset + begin)
+        with _named("" if self._file else self.label):  # The error of another file names it.
+            (self._file or self.tier).read(data, self._offset + begin)
         if self._checksums:
             recorded = self._checksums[begin // PIECE]
             found = _checksum(data)
@@ -276,30 +287,6 @@ class FileSlot:
             self._checksums[begin // PIECE] = _checksum(data)
         with _named(self.label):
             self.tier.write(data, self._offset + begin)
-
-
-class StoredSlot(FileSlot):
-    """An existing file, read by the threads of a tier. Writing to it raises `ValueError`."""
-
-    def __init__(self, tier: FileTier, file: PositionalFile) -> None:
-        super().__init__(tier, 0, file.size(), file.path)
-        self._file = file
-        self._room = self.nbytes
-
-    def write(self, begin: int, data: torch.Tensor) -> Transfer:
-        """Raise `ValueError`."""
-        raise ValueError(f"{data.numel()} bytes at {begin} of {self.label}, which is only read")
-
-    def _straight(self, begin: int, data: torch.Tensor) -> int:
-        # Unaligned ends may come through the page cache, as nobody writes.
-        return data.numel() if lies_alike(data, begin) else 0
-
-    def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
-        return (at, data) if lies_alike(data, at) else super()._around(at, data)
-
-    def _fetch(self, begin: int, data: torch.Tensor) -> None:
-        with _named():
-            self._file.read(data, begin)
 
 
 @contextlib.contextmanager
@@ -317,10 +304,6 @@ def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, to
         length = min(step - (begin + done) % step, data.numel() - done)
         yield begin + done, data[done : done + length]
         done += length
-
-
-def _copy_here(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
 
 
 def _checksum(data: torch.Tensor) -> int:

@@ -189,11 +189,11 @@ class CopyStreams:
         return _TransferToHost(self._device, event, ended, kept)
 
     def copy_later(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Return a call that copies a source to a target after all work launched on the device so far, and waits for the end of
+        """Return a call that fills a target from a source after all work launched on the device so far, and waits for the end of
         the copy, for a thread that may block and has its own memory."""
         event = accelerator.record(accelerator.current_stream(self._device))
 
-        def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+        def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             stream = (self._inward if on_accelerator(target) else self._outward).stream
             stream.wait_event(event)
             _copy(stream, source, target)

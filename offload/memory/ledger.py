@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from zeromesh.errors import StorageError
@@ -134,41 +135,41 @@ class Ledger:
         return found
 
 
-def resident_bytes() -> int:
-    """Return the resident bytes of this process; shared pages count in full."""
-    return _kib("/proc/self/smaps_rollup", "Rss")
+def _numbers(path: Path) -> dict[str, int]:
+    try:
+        text = path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return {}
+    return {name: int(number) for name, number in re.findall(r"^(\w+):?\s+(\d+)", text, re.MULTILINE)}
 
 
-def mapped_file_bytes() -> int:
-    """Return the bytes of mapped files, such as libraries, in this process's memory, which other processes may share."""
-    return _kib("/proc/self/status", "RssFile")
+def _kib(path: str, name: str) -> int:
+    return _numbers(Path(path)).get(name, 0) * 1024
 
 
-def peak_bytes() -> int:
-    """Return the peak of this process's resident bytes; shared pages count in full."""
-    return _kib("/proc/self/status", "VmHWM")
+resident_bytes = partial(_kib, "/proc/self/smaps_rollup", "Rss")
+"""Returns the resident bytes of this process; shared pages count in full."""
+mapped_file_bytes = partial(_kib, "/proc/self/status", "RssFile")
+"""Returns the bytes of mapped files, such as libraries, in this process's memory, which other processes may share."""
+peak_bytes = partial(_kib, "/proc/self/status", "VmHWM")
+"""Returns the peak of this process's resident bytes; shared pages count in full."""
+swap_bytes = partial(_kib, "/proc/meminfo", "SwapFree")
+"""Returns the bytes of free swap space."""
+machine_bytes = partial(_kib, "/proc/meminfo", "MemTotal")
+"""Returns the bytes of the machine's memory."""
 
 
 def available_bytes() -> int:
     """Return the bytes that can still be allocated: the system's, or the control group's if fewer; 0 if unknown."""
     available = _kib("/proc/meminfo", "MemAvailable")
-    limit, used = _read_integer(_CGROUP / "memory.max"), _read_integer(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        # The control group would evict its cached files.
-        cached = _numbers(_CGROUP / "memory.stat")
-        used -= cached.get("inactive_file", 0) + cached.get("active_file", 0)
-        available = min(available, max(0, limit - used))
-    return available
-
-
-def swap_bytes() -> int:
-    """Return the bytes of free swap space."""
-    return _kib("/proc/meminfo", "SwapFree")
-
-
-def machine_bytes() -> int:
-    """Return the bytes of the machine's memory."""
-    return _kib("/proc/meminfo", "MemTotal")
+    try:
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # There is no group, or it has no limit.
+        return available
+    # The control group would evict its cached files.
+    cached = _numbers(_CGROUP / "memory.stat")
+    used -= cached.get("inactive_file", 0) + cached.get("active_file", 0)
+    return min(available, max(0, limit - used))
 
 
 def group_settings(name: str) -> list[str]:
@@ -193,22 +194,3 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    try:
-        text = path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return {}
-    return {name: int(number) for name, number in re.findall(r"^(\w+):?\s+(\d+)", text, re.MULTILINE)}
-
-
-def _kib(path: str, name: str) -> int:
-    return _numbers(Path(path)).get(name, 0) * 1024
-
-
-def _read_integer(path: Path) -> int | None:
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None

@@ -1,7 +1,9 @@
 """Where states rest changes no bit of what is computed, for every choice of tiers."""
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -44,18 +46,28 @@ PROBLEMS = {
 
 
 @pytest.fixture(scope="module")
-def resident() -> dict[object, Result]:
-    return {}
+def same_bits(laboratory: Laboratory) -> Callable[..., None]:
+    """Trains with states in the device's memory, once for each problem, and with them elsewhere: no bit is another."""
+    resident: dict[object, Result] = {}
 
+    def check(
+        choice: str,
+        size: int,
+        problem: Problem,
+        layout: Layout,
+        *,
+        extra: Extra = QUIET,
+        what: tuple[str, ...] = EVERYTHING,
+        **axes: int,
+    ) -> None:
+        key = (size, problem, layout, repr(extra), *axes.items())
+        if key not in resident:
+            resident[key] = laboratory.train(size, problem, layout, extra, **axes)
+            check_ranks_agree(resident[key])
+        found = laboratory.train(size, problem, replace(layout, offload=choice), extra, **axes)
+        check_same_bits(found, resident[key], *what)
 
-def base_of(
-    laboratory: Laboratory, resident: dict[object, Result], size: int, problem: Problem, layout: Layout
-) -> Result:
-    key = (size, problem, layout)
-    if key not in resident:
-        resident[key] = laboratory.train(size, problem, layout, QUIET)
-        check_ranks_agree(resident[key])
-    return resident[key]
+    return check
 
 
 def cases() -> list[object]:
@@ -73,53 +85,44 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("choice", "layout", "problem"), cases())
-def test_tiers_change_no_bit(
-    laboratory: Laboratory, resident: dict[object, Result], choice: str, layout: str, problem: str
-) -> None:
+def test_tiers_change_no_bit(same_bits: Callable[..., None], choice: str, layout: str, problem: str) -> None:
     size, how = LAYOUTS[layout]
-    base = base_of(laboratory, resident, size, PROBLEMS[problem], how)
-    found = laboratory.train(size, PROBLEMS[problem], replace(how, offload=choice), QUIET)
-    check_same_bits(found, base, *EVERYTHING)
+    same_bits(choice, size, PROBLEMS[problem], how)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adagrad"])
-def test_every_optimizer_streams(laboratory: Laboratory, optimizer: str) -> None:
-    if optimizer == "adagrad" and DEVICE.type != "cpu":
-        pytest.skip("torch has a fused kernel of Adagrad for the host alone, which rounds otherwise than the device's")
-    problem = Problem(model="odd", optimizer=optimizer, steps=4, samples=12, precision="bfloat16")
-    layout = Layout(transport="auto")
-    base = laboratory.train(2, problem, layout, QUIET)
-    found = laboratory.train(2, problem, replace(layout, offload=ALL), QUIET)
-    check_same_bits(found, base, *EVERYTHING)
+def small(model: str, steps: int, **more: Any) -> Problem:
+    return Problem(model=model, steps=steps, **{"samples": 12, **more})
 
 
-@pytest.mark.parametrize(("size", "accumulation"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("choice", [ALL, "optimizer=file:0.5"])
-def test_the_optimizer_inside_backward_streams(
-    laboratory: Laboratory, choice: str, size: int, accumulation: int
+BF16, CLIPPED = {"precision": "bfloat16"}, {"clip": 0.3, "samples": 24}
+ACCUMULATED = Layout(accumulation=2)
+
+
+@pytest.mark.parametrize(
+    ("choice", "size", "problem", "layout", "axes"),
+    [
+        *(
+            (ALL, 2, small("odd", 4, optimizer=name, **BF16), Layout(transport="auto"), {})
+            for name in ("adam", "sgd", "adagrad")
+        ),
+        *(  # Optimizers inside backward.
+            (choice, size, small("llama", 4, **BF16), Layout(accumulation=accumulation, in_backward=True), {})
+            for choice in (ALL, "optimizer=file:0.5")
+            for size in (1, 2)
+            for accumulation in (1, 2)
+        ),
+        # Frozen and tied parameters, and skipped steps.
+        *((ALL, 2, small(model, 3, **CLIPPED), ACCUMULATED, {}) for model in ("frozen", "lora", "moe")),
+        # Sums over replicas come between a shard's reduction and its way to the file.
+        (ALL, 4, small("llama", 3, **CLIPPED, **BF16), Layout(), {"replicate": 2}),
+    ],
+)
+def test_every_kind_of_update_streams(
+    same_bits: Callable[..., None], choice: str, size: int, problem: Problem, layout: Layout, axes: dict[str, int]
 ) -> None:
-    problem = Problem(model="llama", steps=4, samples=12, precision="bfloat16")
-    layout = Layout(accumulation=accumulation, in_backward=True)
-    base = laboratory.train(size, problem, layout, QUIET)
-    found = laboratory.train(size, problem, replace(layout, offload=choice), QUIET)
-    check_same_bits(found, base, *EVERYTHING)
-
-
-def test_models_with_frozen_and_tied_parameters_and_skipped_steps(laboratory: Laboratory) -> None:
-    for model in ("frozen", "lora", "moe"):
-        problem = Problem(model=model, clip=0.3, steps=3, samples=24)
-        layout = Layout(accumulation=2)
-        base = laboratory.train(2, problem, layout, QUIET)
-        found = laboratory.train(2, problem, replace(layout, offload=ALL), QUIET)
-        check_same_bits(found, base, *EVERYTHING)
-
-
-def test_replicas_of_offloaded_shards(laboratory: Laboratory) -> None:
-    """Sums over replicas come between a shard's reduction and its way to the file."""
-    problem = Problem(model="llama", clip=0.3, steps=3, samples=24, precision="bfloat16")
-    base = laboratory.train(4, problem, Layout(), QUIET, replicate=2)
-    found = laboratory.train(4, problem, Layout(offload=ALL), QUIET, replicate=2)
-    check_same_bits(found, base, *EVERYTHING)
+    if problem.optimizer == "adagrad" and DEVICE.type != "cpu":
+        pytest.skip("torch has a fused kernel of Adagrad for the host alone, which rounds otherwise than the device's")
+    same_bits(choice, size, problem, layout, **axes)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -145,9 +148,7 @@ def test_gradients_can_be_read_before_the_update(laboratory: Laboratory) -> None
         assert gradient.equal(base.gradients[name]), name
 
 
-def test_an_infinite_gradient_skips_the_step(laboratory: Laboratory) -> None:
-    problem = Problem(model="llama", clip=0.3, steps=3, samples=12)
+def test_an_infinite_gradient_skips_the_step(same_bits: Callable[..., None]) -> None:
     extra = Extra(gradient_step=-1, infinite={"rank": 1, "step": 1})
-    base = laboratory.train(2, problem, Layout(), extra)
-    found = laboratory.train(2, problem, Layout(offload=ALL), extra)
-    check_same_bits(found, base, "digests", "parameters", "final_loss")
+    what = ("digests", "parameters", "final_loss")
+    same_bits(ALL, 2, small("llama", 3, clip=0.3), Layout(), extra=extra, what=what)

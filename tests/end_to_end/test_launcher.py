@@ -1,6 +1,7 @@
 """Workers that this host starts itself: they share one fate, and the rank that failed first is named."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from tests.support.waiting import is_running, wait_for
 from zeromesh.environment import python_arguments
 from zeromesh.launch.rank_processes import RankProcesses
-from zeromesh.launch.rendezvous import WorkersFailed, launch_workers
+from zeromesh.launch.rendezvous import Nodes, WorkersFailed, launch_workers
 
 WORKER = """\
 import os, signal, sys, time
@@ -36,14 +37,11 @@ def script(folder: Path, body: str, head: str = WORKER) -> Path:
     return path
 
 
-def launch(folder: Path, body: str) -> WorkersFailed | int:
-    return launch_workers([str(script(folder, body)), str(folder)], processes=2)
-
-
-def failure(folder: Path, body: str) -> WorkersFailed:
-    ended = launch(folder, body)
-    assert isinstance(ended, WorkersFailed)
-    return ended
+def launch(folder: Path, body: str, restarts: int = 0) -> tuple[WorkersFailed | int, list[str]]:
+    """Run two ranks; returns the outcome, and the lines about restarts."""
+    told: list[str] = []
+    arguments = [str(script(folder, body)), str(folder)]
+    return launch_workers(arguments, processes=2, nodes=Nodes(max_restarts=restarts), notify=told.append), told
 
 
 def test_workers_get_their_place_and_a_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +49,7 @@ def test_workers_get_their_place_and_a_share_of_the_cores(tmp_path: Path, monkey
     handler = signal.getsignal(signal.SIGTERM)
     names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
     body = f"open(f'{{folder}}/rank{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
-    assert launch(tmp_path, body) == 0
+    assert launch(tmp_path, body) == (0, [])
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     for rank in range(2):
         assert (tmp_path / f"rank{rank}").read_text() == f"{rank} 2 2 127.0.0.1 {threads}"
@@ -67,32 +65,27 @@ if rank == 0:
 time.sleep(0.05)
 raise DataError("data.train: no text in it")
 """
-    failed = failure(tmp_path, body)
+    failed, _ = launch(tmp_path, body)
+    assert isinstance(failed, WorkersFailed)
     # Should rank 1 have been stopped before it failed, rank 0 is all there is to name.
     assert str(failed) in {"rank 1: data.train: no text in it", "rank 0: rank 1 is gone"}
     assert failed.exit_code in {1, 2}
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.full
-def test_a_rank_that_had_to_be_killed_is_not_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RankProcesses.stop, "__defaults__", (0.3,))
-    body = """
+ALL_AT_ONCE = """
+open(f"{folder}/there-{rank}", "w").close()
+while not all(os.path.exists(f"{folder}/there-{each}") for each in range(2)):
+    time.sleep(0.001)
+raise DataError("no text")
+"""
+KILLED_AFTER = """
 if rank == 0:
     raise CollectiveError("rank 1 does not go on")
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(60)
 """
-    failed = failure(tmp_path, body)
-    assert (failed.ranks, failed.exit_code) == ((0,), 1)
-    assert "rank 1 does not go on" in failed.message
-
-
-def test_a_rank_that_has_failed_and_cannot_end_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RankProcesses.stop, "__defaults__", (0.3,))
-    body = """
+CANNOT_END = """
 import atexit
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if rank == 0:
@@ -100,35 +93,54 @@ if rank == 0:
 atexit.register(time.sleep, 20)
 raise CollectiveError("rank 0 does not go on")
 """
-    began = time.monotonic()
-    failed = failure(tmp_path, body)
-    assert "rank 0 does not go on" in failed.message
-    assert failed.ranks == (1,)
-    assert time.monotonic() - began < 15
-
-
-def test_an_error_of_all_ranks_is_said_once(tmp_path: Path) -> None:
-    body = "time.sleep(max(0, float(open(folder + '/at').read()) - time.time())); raise DataError('no text')"
-    (tmp_path / "at").write_text(str(time.time() + 3.0))
-    failed = failure(tmp_path, body)
-    assert failed.message == "no text"
-    assert failed.exit_code == 2
+FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("death", "message", "code"),
+    ("body", "restarts", "ranks", "code", "words"),
     [
-        ("{}['weights']", "KeyError\nTraceback", 1),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL; the kernel kills like this", 137),
-        pytest.param("os._exit(7)", "ended with exit code 7 and no Python error", 7, marks=pytest.mark.full),
+        pytest.param(
+            ALL_AT_ONCE, 3, None, 2, "no text", id="a user's mistake on all ranks is told once, and not tried again"
+        ),
+        pytest.param(
+            KILLED_AFTER, 0, (0,), 1, "rank 1 does not go on", marks=FULL, id="who had to be killed is not the cause"
+        ),
+        pytest.param(
+            CANNOT_END, 0, (1,), 1, "rank 0 does not go on", id="who has failed and cannot end is not waited for"
+        ),
+        ("time.sleep(60) if rank == 0 else {}['weights']", 0, (1,), 1, "KeyError\nTraceback .*script.py"),
+        (
+            "time.sleep(60) if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)",
+            *(2, (1,), 137, "was killed by SIGKILL; the kernel kills like this"),
+        ),
+        pytest.param(
+            "time.sleep(60) if rank == 0 else os._exit(7)",
+            *(0, (1,), 7, "ended with exit code 7 and no Python error"),
+            marks=FULL,
+        ),
     ],
 )
-def test_a_rank_that_dies_is_named(tmp_path: Path, death: str, message: str, code: int) -> None:
-    """A foreign error keeps its traceback."""
-    failed = failure(tmp_path, f"time.sleep(60) if rank == 0 else {death}")
-    assert (failed.ranks, failed.exit_code) == ((1,), code)
-    assert failed.message.startswith(message)
-    assert code != 1 or "script.py" in failed.message
+def test_a_failure_names_its_rank_and_what_became_of_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    body: str,
+    restarts: int,
+    ranks: tuple[int, ...] | None,
+    code: int,
+    words: str,
+) -> None:
+    """Also in the line about each restart."""
+    monkeypatch.setattr(RankProcesses.stop, "__defaults__", (0.3,))
+    began = time.monotonic()
+    failed, told = launch(tmp_path, body, restarts)
+    assert isinstance(failed, WorkersFailed)
+    assert (failed.ranks, failed.exit_code) == (ranks or failed.ranks, code)
+    assert re.match(words, failed.message, re.DOTALL)
+    assert time.monotonic() - began < 15
+    assert len(told) == (0 if code == 2 else restarts)
+    for number, line in enumerate(told, start=1):
+        assert re.match(rf"rank 1 \(pid \d+\): {words}", line)
+        assert line.endswith(f"restart {number} of {restarts}")
 
 
 @pytest.mark.parametrize(

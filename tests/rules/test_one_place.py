@@ -1,5 +1,4 @@
-"""What comes with a new optimizer, schedule, key of the configuration or tracker has one place: each is added to a copy of the
-source, which then trains a step with it."""
+"""Each of these changes has one place: it is made in a copy of the source, which then trains a step with it."""
 
 import json
 import os
@@ -55,6 +54,13 @@ CHANGES = {
     "a key that the engine reads": [
         ("zeromesh/settings/keys.py", "    overlap: bool = True\n", "    warmth: Count = 3\n")
     ],
+    "a launcher": [
+        (
+            "zeromesh/environment.py",
+            "_LAUNCHERS = {\n",
+            '    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_LOCAL_SIZE"),\n',
+        ),
+    ],
     "a tracker": [
         (
             "trainer/trackers/backends.py",
@@ -68,13 +74,20 @@ CHANGES = {
         ),
     ],
 }
-PLACES = {"an optimizer": 2, "a schedule": 1, "a key": 1, "a key that the engine reads": 1, "a tracker": 1}
+PLACES = {
+    "an optimizer": 2,
+    "a schedule": 1,
+    "a key": 1,
+    "a key that the engine reads": 1,
+    "a launcher": 1,
+    "a tracker": 1,
+}
 """In how many files each of them is."""
 CONFIG = """
 model: {config: {model_type: llama, vocab_size: 259, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
   num_attention_heads: 1, num_key_value_heads: 1}}
 data: {train: text.txt, eval_fraction: 0, sequence_length: 16, tokenizer: bytes, cache: tokens}
-batch: {global_size: 1, micro_size: 1}
+batch: {global_size: 2, micro_size: 1}
 optimizer: {name: sign, lr: 0.25}
 schedule: {name: halved, warmup_steps: 0}
 zero: {warmth: 5}
@@ -91,7 +104,7 @@ with Trainer(config="new.yaml") as trainer:
 """
 
 
-def test_a_new_optimizer_schedule_key_or_tracker_is_one_place(tmp_path: Path) -> None:
+def test_each_of_these_is_one_place(tmp_path: Path) -> None:
     for floor in ("zeromesh", "trainer", "offload", "configs"):
         shutil.copytree(ROOT / floor, tmp_path / floor, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for path, before, added in (each for change in CHANGES.values() for each in change):
@@ -101,13 +114,29 @@ def test_a_new_optimizer_schedule_key_or_tracker_is_one_place(tmp_path: Path) ->
     assert {name: len({path for path, *_ in change}) for name, change in CHANGES.items()} == PLACES
     (tmp_path / "text.txt").write_text("the same words again and again, " * 10)
     (tmp_path / "new.yaml").write_text(CONFIG)
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "colour: red" in ended.stdout
-    (line,) = read_metrics(tmp_path / "runs" / "new" / "metrics.jsonl")
+    meeting = {
+        "PYTHONPATH": str(tmp_path),
+        "FLUX_JOB_SIZE": "2",
+        "FLUX_LOCAL_SIZE": "2",
+        "MASTER_PORT": str(20000 + os.getpid() % 9000),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            cwd=tmp_path,
+            env={**os.environ, **meeting, "FLUX_TASK_RANK": str(rank), "FLUX_TASK_LOCAL_ID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=240)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    run = tmp_path / "runs" / "new"
+    assert "colour: red" in said[0]
+    assert read_metrics(run / "starts.jsonl")[0]["hardware"].startswith("2 ranks on")
+    (line,) = read_metrics(run / "metrics.jsonl")
     assert line["lr"] == 0.125
-    assert "WARNING" not in ended.stdout
-    assert json.loads((tmp_path / "runs" / "new" / "dummy.jsonl").read_text()) == [1, line["loss"]]
+    assert "WARNING" not in "".join(said)
+    assert json.loads((run / "dummy.jsonl").read_text()) == [1, line["loss"]]

@@ -81,91 +81,65 @@ def parse(text: str) -> Fault:
     return Fault(kind=kind, site=site, rank=rank, count=count)
 
 
+_BEGINS = {
+    (CheckpointStore, "create"): "before-tmp",
+    (CheckpointStore, "_put_manifest"): "before-manifest",
+    (CheckpointStore, "_discard"): "before-rename",
+    (Remover, "remove"): "during-retention",
+    (Passes, "before_forward"): "forward",
+    (GradientReducer, "_announce"): "reduce",
+    (OptimizerStep, "_update"): "optimizer",
+}
+"""The sites that are where a method begins."""
+_OF_COMMIT = ("before-manifest", "before-rename")
+"""Sites of a commit; their methods are called elsewhere too."""
+
+
 def install(text: str, rank: int) -> None:
     """Have the fault that a text describes strike in this process, if it is that of its rank, in place of an earlier one."""
     while _UNDO:
         _UNDO.pop()()
     fault = parse(text)
-    if fault.rank == rank:
-        _Sites(fault)
+    if fault.rank != rank:
+        return
+    commits: list[int] = []
+    """The step of the running commit."""
 
+    def beginning(site: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        elsewhere = site in _OF_COMMIT and not commits
+        if not elsewhere and not (site == "forward" and args[0].mode is PassMode.BACKWARD):
+            fault.visit(site)
+        return original(*args, **kwargs)
 
-class _Sites:
-    """Replaces the methods in which the sites lie."""
-
-    def __init__(self, fault: Fault) -> None:
-        self._visit = fault.visit
-        self._committing = False
-        for owner, name in (
-            *((CheckpointStore, name) for name in ("create", "commit", "_put_manifest", "_discard")),
-            (Remover, "remove"),
-            *((ShardWriter, "_store"), (Passes, "before_forward"), (GradientReducer, "_announce")),
-            (OptimizerStep, "_update"),
-        ):
-            original = owner.__dict__[name]
-            _UNDO.append(partial(setattr, owner, name, original))
-            function = original.__func__ if isinstance(original, staticmethod) else original
-            replacement = self._around(getattr(self, name.removeprefix("_")), function)
-            setattr(owner, name, staticmethod(replacement) if function is not original else replacement)
-
-    @staticmethod
-    def _around(site: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return site(original, *args, **kwargs)
-
-        return replaced
-
-    def create(self, original: Callable[..., Any], *args: Any) -> Any:
-        self._visit("before-tmp")
-        return original(*args)
-
-    def commit(self, original: Callable[..., Any], store: CheckpointStore, step: int, manifest: Any) -> None:
-        self._committing = True
+    def commit(original: Callable[..., Any], store: CheckpointStore, step: int, manifest: Any) -> None:
+        commits.append(step)
         try:
             original(store, step, manifest)
         finally:
-            self._committing = False
+            commits.clear()
         _, whole = manifest_of(store.path(step))
         path, record = max(whole.files.items(), key=lambda item: item[1].nbytes)
-        self._visit("after-rename", store.path(step) / path, 0, record.nbytes)
+        fault.visit("after-rename", store.path(step) / path, 0, record.nbytes)
 
-    def put_manifest(self, original: Callable[..., Any], *args: Any) -> None:
-        if self._committing:
-            self._visit("before-manifest")
-        original(*args)
+    def store(original: Callable[..., Any], writer: ShardWriter, file: Any, piece: Any, buffer: Any, pool: Any) -> None:
+        original(writer, file, piece, buffer, _PoolAfterWrite(fault.visit, file, piece, pool))
 
-    def discard(self, original: Callable[..., Any], *args: Any) -> None:
-        if self._committing:
-            self._visit("before-rename")
-        original(*args)
+    _replace(CheckpointStore, "commit", commit)
+    _replace(ShardWriter, "_store", store)
+    for (owner, name), site in _BEGINS.items():
+        _replace(owner, name, partial(beginning, site))
 
-    def remove(self, original: Callable[..., Any], *args: Any) -> None:
-        self._visit("during-retention")
-        original(*args)
 
-    def store(
-        self,
-        original: Callable[..., Any],
-        writer: ShardWriter,
-        file: Any,
-        piece: Any,
-        buffer: Any,
-        pool: Any,
-    ) -> None:
-        original(writer, file, piece, buffer, _PoolAfterWrite(self._visit, file, piece, pool))
+def _replace(owner: type, name: str, site: Callable[..., Any]) -> None:
+    """Have `site(original, ...)` called in place of a method."""
+    original = owner.__dict__[name]
+    _UNDO.append(partial(setattr, owner, name, original))
+    function = original.__func__ if isinstance(original, staticmethod) else original
 
-    def before_forward(self, original: Callable[..., Any], passes: Passes, unit: Any) -> None:
-        if passes.mode is not PassMode.BACKWARD:
-            self._visit("forward")
-        original(passes, unit)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return site(function, *args, **kwargs)
 
-    def announce(self, original: Callable[..., Any], *args: Any) -> None:
-        self._visit("reduce")
-        original(*args)
-
-    def update(self, original: Callable[..., Any], *args: Any) -> None:
-        self._visit("optimizer")
-        original(*args)
+    setattr(owner, name, replaced if function is original else staticmethod(replaced))
 
 
 @dataclass(frozen=True, slots=True)

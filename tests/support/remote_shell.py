@@ -4,69 +4,50 @@
 As with sshd, a command whose client is gone finds the end of its standard input, and is not killed.
 """
 
+import asyncio
 import os
 import socket
 import struct
-import subprocess
 import sys
 import threading
-from typing import BinaryIO
+from contextlib import suppress
 
 _HEAD = struct.Struct("<BI")  # stream (1, 2; 0: the exit code), bytes
 
 
-def serve(address: str, port: int) -> None:
-    listener = socket.create_server((address, port))
-    while True:
-        connection, _ = listener.accept()
-        threading.Thread(target=_serve_one, args=(connection,), daemon=True).start()
+async def serve(address: str, port: int) -> None:
+    async with await asyncio.start_server(_answer, address, port) as server:
+        await server.serve_forever()
 
 
-def _serve_one(connection: socket.socket) -> None:
-    source = connection.makefile("rb")
-    command = source.readline().decode().rstrip("\n")
-    process = subprocess.Popen(
-        ["sh", "-c", command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    writing = threading.Lock()
-    pumps = [
-        threading.Thread(target=_pump, args=(connection, writing, number, pipe), daemon=True)
-        for number, pipe in ((1, process.stdout), (2, process.stderr))
-    ]
-    threading.Thread(target=_feed, args=(source, process.stdin), daemon=True).start()
-    for pump in pumps:
-        pump.start()
-    for pump in pumps:
-        pump.join()
-    _send(connection, writing, 0, bytes([process.wait() % 256]))
-    connection.close()
+async def _answer(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    command = (await source.readline()).decode().rstrip("\n")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_shell(command, **pipes, start_new_session=True)
+    feeding = asyncio.create_task(_feed(source, process.stdin))
+    await asyncio.gather(_pump(1, process.stdout, sink), _pump(2, process.stderr, sink))
+    await _send(sink, 0, bytes([await process.wait() % 256]))
+    feeding.cancel()
+    sink.close()
 
 
-def _pump(connection: socket.socket, writing: threading.Lock, number: int, pipe: BinaryIO) -> None:
-    while data := os.read(pipe.fileno(), 4096):
-        _send(connection, writing, number, data)
+async def _pump(number: int, pipe: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    while data := await pipe.read(4096):
+        await _send(sink, number, data)
 
 
-def _send(connection: socket.socket, writing: threading.Lock, number: int, data: bytes) -> None:
-    try:
-        with writing:
-            connection.sendall(_HEAD.pack(number, len(data)) + data)
-    except OSError:
-        return
+async def _send(sink: asyncio.StreamWriter, number: int, data: bytes) -> None:
+    with suppress(OSError):
+        sink.write(_HEAD.pack(number, len(data)) + data)
+        await sink.drain()
 
 
-def _feed(source: BinaryIO, sink: BinaryIO) -> None:
-    try:
-        while data := source.read1(4096):
+async def _feed(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await source.read(4096):
             sink.write(data)
-            sink.flush()
+            await sink.drain()
         sink.close()
-    except OSError:
-        return
 
 
 def call(port: int, addresses: str, host: str, command: str) -> int:
@@ -97,7 +78,7 @@ def _forward(connection: socket.socket) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        serve(sys.argv[2], int(sys.argv[3]))
+        asyncio.run(serve(sys.argv[2], int(sys.argv[3])))
     else:
         code = call(int(sys.argv[1]), *sys.argv[2:5])
         sys.stdout.flush()

@@ -16,7 +16,7 @@ def wait_for(
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, said()
-        time.sleep(0.05)
+        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:

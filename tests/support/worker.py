@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.support.workers import host_of
 from zeromesh.environment import read_environment
 from zeromesh.mesh import process_mesh
 from zeromesh.mesh.mesh_shape import MeshShape
@@ -63,8 +64,7 @@ def join(options: dict[str, Any]) -> Mesh:
     """This process's mesh. `hosts`: see `PoolOptions`."""
     environment = read_environment()
     if options.get("hosts"):
-        each, rank = options["hosts"], environment.rank
-        host = rank // each if each > 0 else rank % -each
+        host = host_of(environment.rank, options["hosts"])
         process_mesh.host_identity = lambda: f"host {host}"
     axes = {name: options.get(name, 1) for name in ("replicate", "tensor", "pipeline")}
     shape = MeshShape.resolve(environment.world_size, **axes)

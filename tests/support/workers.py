@@ -200,15 +200,11 @@ class Pool:
                 raise self._hung(case, timeout, [rank for rank in waited.values() if rank not in found], found)
             for connection in ready:
                 rank = waited[connection]  # type: ignore[index]
-                found[rank] = self._receive(rank)
+                try:
+                    found[rank] = Outcome(rank=rank, **json.loads(connection.recv_bytes()))  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    found[rank] = Outcome(rank=rank, error="died", traceback=self._tail(rank))
         return [found[rank] for rank in sorted(found)]
-
-    def _receive(self, rank: int) -> Outcome:
-        connection = self._workers[rank].connection
-        try:
-            return Outcome(rank=rank, **json.loads(connection.recv_bytes() if connection else b"{}"))
-        except (EOFError, ConnectionResetError):
-            return Outcome(rank=rank, error="died", traceback=self._tail(rank))
 
     def _hung(
         self, case: str, timeout: float, ranks: Sequence[int], found: Mapping[int, Outcome] | None = None
@@ -216,14 +212,10 @@ class Pool:
         for rank in ranks:
             _signal(self._workers[rank].pid, signal.SIGUSR1)
         time.sleep(0.3)
-        text = "\n".join(
-            [
-                *(_report(each) for each in (found or {}).values()),
-                *(f"rank {rank} is at\n{self._tail(rank)}" for rank in ranks),
-            ]
-        )
+        lines = [_report(each) for each in (found or {}).values()]
+        lines += [f"rank {rank} is at\n{self._tail(rank)}" for rank in ranks]
         self.close()
-        return CaseError(f"{case} did not end within {timeout:g} seconds on ranks {list(ranks)}\n{text}")
+        return CaseError("\n".join([f"{case} did not end within {timeout:g} seconds on ranks {list(ranks)}", *lines]))
 
     def _tail(self, rank: int) -> str:
         log = self._workers[rank].log
@@ -270,21 +262,10 @@ class Workers:
             self._pools.pop(next(iter(self._pools))).close()
         return pool
 
-    def run(
-        self,
-        size: int,
-        case: str,
-        *,
-        replicate: int = 1,
-        tensor: int = 1,
-        pipeline: int = 1,
-        timeout: float = 60.0,
-        device: str = "",
-        **arguments: Any,
-    ) -> list[Any]:
-        """Run a case in the kept pool of a layout."""
-        pool = self.pool(size, device=device, replicate=replicate, tensor=tensor, pipeline=pipeline)
-        return pool.run(case, timeout=timeout, **arguments)
+    def run(self, size: int, case: str, *, timeout: float = 60.0, device: str = "", **arguments: Any) -> list[Any]:
+        """Run a case in the kept pool of a layout, whose axes are among the arguments."""
+        axes = {name: arguments.pop(name) for name in ("replicate", "tensor", "pipeline") if name in arguments}
+        return self.pool(size, device=device, **axes).run(case, timeout=timeout, **arguments)
 
     def fresh(self, options: PoolOptions) -> Pool:
         """A pool for one test, which closes it."""
@@ -301,7 +282,7 @@ class Workers:
 
 
 def _launch_variables(rank: int, options: PoolOptions, port: str) -> dict[str, str]:
-    hosts = [_host_of(each, options.hosts) for each in range(options.size)]
+    hosts = [host_of(each, options.hosts) for each in range(options.size)]
     numbers = {
         "RANK": rank,
         "LOCAL_RANK": hosts[:rank].count(hosts[rank]),
@@ -311,7 +292,7 @@ def _launch_variables(rank: int, options: PoolOptions, port: str) -> dict[str, s
     return {name: str(number) for name, number in numbers.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-def _host_of(rank: int, hosts: int) -> int:
+def host_of(rank: int, hosts: int) -> int:
     """Which host a rank takes itself to be on; see `PoolOptions.hosts`."""
     if not hosts:
         return 0
@@ -328,10 +309,8 @@ def _free_port() -> int:
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _report(outcome: Outcome) -> str:

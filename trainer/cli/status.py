@@ -24,7 +24,7 @@ from zeromesh.errors import ConfigError, StorageError, counted, printable, ranks
 from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.telemetry.event_ring import FOLDER, REQUEST
 from zeromesh.trainer.formatting import print_lines, table_lines, wrapped
-from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, recent, sentences, verdicts
+from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, read_ranks, recent, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics, strict
 from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, trace_of
 
@@ -90,7 +90,8 @@ def _snapshot(run: Path) -> RunSnapshot:
         there = "; runs in it are " + ", ".join(str(each.parent) for each in others) if others else ""
         raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl{there}")
     last = ((read_metrics(metrics) if metrics.exists() else []) or [{}])[-1]
-    ranks = _ranks(path) if path.exists() else []
+    with refusals(path, "read"):
+        ranks = read_ranks(path) if path.exists() else []
     with refusals(lock, "read"):
         note = read_whole(lock, 4096).decode(errors="replace").strip() if lock.exists() else ""
     if not note.startswith(ENDED) and note.endswith(f" on {socket.gethostname()}"):
@@ -106,7 +107,7 @@ def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
     lines = [f"{run}: step {found.step}, loss {found.loss}"]
     blamed = blames(found.ranks)
     guilty = {each.rank for each in blamed}
-    order = sorted(found.ranks, key=lambda row: (row["rank"] not in guilty, not row["failure"], -row.get("seconds", 0)))
+    order = sorted(found.ranks, key=lambda row: (row["rank"] not in guilty, not row["failure"], -row["seconds"]))
     rows = sorted(order[:_ROWS], key=lambda row: row["rank"])
     if rows:
         columns = ("rank", "pid", "step", "doing", "for seconds", "waits for", "seconds without progress")
@@ -128,21 +129,11 @@ def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
 
 def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
     step = f"{row['step']}, micro {row['microbatch']}" if row.get("microbatch") else row["step"]
-    waits, doing = row.get("waits"), row["doing"] + (f", {row['disk']}" if row.get("disk") else "")
+    waits, doing = row.get("waits"), f"{row['doing']}" + (f", {row['disk']}" if row.get("disk") else "")
     doing = "failed" if row["failure"] else f"stopped {doing}" if row.get("stopped") else doing
     awaited = f"{waits['for']}: {ranks_text(waits['ranks']) if waits['ranks'] else 'the link'}" if waits else ""
     silent = f"{row['seconds_without_progress']:.1f}"
-    return row["rank"], row["pid"], step, doing, f"{row.get('seconds', 0.0):.1f}", awaited, silent
-
-
-def _ranks(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = [dict(row) for row in json.loads(read_whole(path))["ranks"]]
-        list(map(_cells, rows))
-        blames(rows), verdicts(rows)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise StorageError(f"{str(path)!r} cannot be read: {error}") from error
-    return rows
+    return row["rank"], row["pid"], step, doing, f"{row['seconds']:.1f}", awaited, silent
 
 
 def _stopped(row: Mapping[str, Any]) -> bool:
@@ -175,8 +166,9 @@ def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:
 
 def run_trace(options: argparse.Namespace) -> int:
     """Write the latest steps of all ranks of a run as a file for Perfetto; a running one is asked to write them first."""
-    if not _snapshot(options.run).verdict:
-        _ask(options.run)
+    found = _snapshot(options.run)
+    if not found.verdict:
+        _ask(options.run, [row["rank"] for row in found.ranks])
     rings, remarks = read_rings(options.run / FOLDER)
     out = options.out or options.run / FOLDER / "trace.json.gz"
     memory = read_metrics(options.run / METRICS) if (options.run / METRICS).exists() else []
@@ -193,10 +185,9 @@ def run_trace(options: argparse.Namespace) -> int:
     return 0
 
 
-def _ask(run: Path) -> None:
+def _ask(run: Path, ranks: list[int]) -> None:
     """Ask the ranks of a running run to write their latest events, and wait for the files."""
     request = run / REQUEST
-    ranks = [row["rank"] for row in _ranks(run / RANKS)] if (run / RANKS).exists() else []
     try:
         request.parent.mkdir(exist_ok=True)
         write_whole(request, b"", sync=False)

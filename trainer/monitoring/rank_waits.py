@@ -1,5 +1,6 @@
 """The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`); and slow ranks.
 
+    read_ranks(path)   the rows, checked
     blames(rows)       the ranks at the end of all chains of waits, and their current activity
     recent(rows)       seconds per step by rank and phase, over the latest steps
     verdicts(rows)     sentences about the slowest rank and its cause, or about the link
@@ -9,12 +10,15 @@ The last rank to enter a collective waits for no peer, so its communication is t
 is therefore attributed to the link, and the excess of the others to waiting for late ranks.
 """
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import ranks_text
+from zeromesh.errors import StorageError, ranks_text
+from zeromesh.files import read_whole
 
 Row = Mapping[str, Any]
 BUSY = ("data", "compute", "offload", "between")
@@ -28,6 +32,23 @@ _WORDS = {
 }
 _CAUSES = {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}
 """The causes of waits for a rank by its activity; others are computation."""
+
+
+_EMPTY = {"pid": 0, "step": 0, "doing": "", "failure": "", "seconds": 0.0, "seconds_without_progress": 0.0}
+
+
+def read_ranks(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of `ranks.json`, in the order of ranks. Raises `OSError`, and `StorageError` for a file that is not as
+    `StateMonitor` writes it."""
+    try:
+        rows = [{**_EMPTY, **row, "rank": int(row["rank"])} for row in json.loads(read_whole(path))["ranks"]]
+        for row in rows:
+            waits = row.get("waits") or {"for": "", "ranks": ()}
+            _ = waits["for"], ranks_text(waits["ranks"]), float(row["seconds"] + row["seconds_without_progress"])
+        blames(rows), verdicts(rows)
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise StorageError(f"{path} cannot be read: it is not as zeromesh writes it ({error!r})") from error
+    return sorted(rows, key=lambda row: row["rank"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,8 +23,8 @@ EVALUATIONS = "evaluations.jsonl"
 SAMPLES = "samples.jsonl"
 """The file with a line per prompt of `run.prompts` and time: `step`, `prompt` and `completion`."""
 STARTS = "starts.jsonl"
-"""The file with a line per start or resume: `step` before it, `host` of rank 0, `ranks`, `hardware`, `parameters` of the
-model, and `versions` of packages."""
+"""The file with a line per start or resume: `step` before it, `host` of rank 0, `hardware`, `parameters` of the model, what a
+script has `given`, and `versions` of packages."""
 RANKS = "ranks.json"
 """The file with the present activity of every rank, which `StateMonitor` writes."""
 LOCK = "run.lock"

@@ -217,6 +217,11 @@ class LauncherConnection:
             self.agree(field(message, "drawn", ""), self.drawn)
         return message
 
+    def loss(self, error: Exception) -> tuple[str, float]:
+        """Return what became of the other end's host, for the text `host NAME...`, and the monotonic time in seconds from which
+        none of its processes is alive."""
+        return " is gone", 0.0
+
     def _digest(self, data: bytes, by_server: bool) -> bytes:
         count = self._numbers[by_server] = self._numbers[by_server] + 1
         covered = b"%d %d %s\n" % (by_server, count, self._agreed) + data

@@ -16,14 +16,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import (
-    ERRORS,
-    RankRange,
-    die_with_launcher,
-    kept_environment,
-    setting,
-    worker_environment,
-)
+from zeromesh.environment import ERRORS, RankRange, die_with_launcher, kept_environment, setting, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 
 _CAUSE_SECONDS = 2.0
@@ -59,6 +52,36 @@ class WorkersFailed:
         return f"{ranks_text(self.ranks)}{process}: {self.message}"
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _RankProcess:
+    """The process of one rank, and the file in memory that it writes its error into."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    error: int
+    ended: float = 0.0
+    killed: bool = False
+
+    def end(self) -> WorkersFailed:
+        """Return the error that the process has recorded, or else the way in which it ended."""
+        ranks = (self.rank,)
+        try:
+            return WorkersFailed(**json.loads(os.pread(self.error, os.fstat(self.error).st_size, 0)), ranks=ranks)
+        except (ValueError, TypeError):  # The record is missing or incomplete.
+            code, distance = self.process.returncode, 0
+        if code >= 0:
+            stopped = _STOPPED.get(code)
+            message = f"was stopped by {stopped}" if stopped else f"ended with exit code {code} and no Python error"
+        else:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            distance = 2 if name == "SIGTERM" or self.killed else 0
+            unasked = name == "SIGKILL" and not self.killed
+            hint = "; the kernel kills like this when memory runs out (see dmesg)" * unasked
+            message, code = f"was killed by {name}{hint}", 128 - code
+        end = WorkersFailed(message=message, exit_code=code or 1, ranks=ranks, distance=distance)
+        return replace(end, time=self.ended, pid=self.process.pid)
+
+
 class RankProcesses:
     """The processes `python ARGUMENTS` of one start on this host, in separate sessions, away from the terminal's Ctrl-C.
 
@@ -67,39 +90,33 @@ class RankProcesses:
 
     def __init__(self, arguments: Sequence[str], place: RankRange) -> None:
         self._arguments, self._place = arguments, place
-        self._errors: list[int] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._ended: dict[int, float] = {}
-        self._killed: set[int] = set()
         self._cause_until: float | None = None
         self._stop_until: float | None = None
-        for local_rank in range(place.processes):
-            self._start(local_rank)
+        self._ranks = [self._start(local_rank) for local_rank in range(place.processes)]
 
-    def _start(self, local_rank: int) -> None:
+    def _start(self, local_rank: int) -> _RankProcess:
         """Start the process of one rank: all that a rank is given when it starts is given here."""
         place, error = self._place, os.memfd_create(f"zeromesh-error-{local_rank}")
         shared = worker_environment(place.processes, alone=place.processes == place.world_size)
         variables = {**shared, **place.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
-        self._errors.append(error)
         with kept_environment(variables):
             process = subprocess.Popen([sys.executable, *self._arguments], start_new_session=True)
-        self._processes.append(process)
+        return _RankProcess(rank=place.first + local_rank, process=process, error=error)
 
     def over(self) -> bool:
         """Return True if all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""
         now = time.monotonic()
-        for index, process in enumerate(self._processes):
-            if index not in self._ended and process.poll() is not None:
-                self._ended[index] = time.time()
-        if len(self._ended) == len(self._processes):
+        for each in self._ranks:
+            if not each.ended and each.process.poll() is not None:
+                each.ended = time.time()
+        if all(each.ended for each in self._ranks):
             return True
-        failed = [each for each in self._ended if self._processes[each].returncode]
+        failed = [each for each in self._ranks if each.ended and each.process.returncode]
         # A process that has recorded its error may not end while a stopped peer holds its connections.
-        told = any(os.fstat(error).st_size for error in self._errors)
+        told = any(os.fstat(each.error).st_size for each in self._ranks)
         if self._stop_until is None and (failed or told):
             self._cause_until = self._cause_until or now + _CAUSE_SECONDS
-            if now > self._cause_until or any(self._end_of(each).distance == 0 for each in failed):
+            if now > self._cause_until or any(each.end().distance == 0 for each in failed):
                 self.stop(signal.SIGTERM)
         if self._stop_until is not None and now > self._stop_until:
             self.send(signal.SIGKILL)
@@ -113,15 +130,15 @@ class RankProcesses:
 
     def send(self, number: int) -> None:
         """Send a signal to the running processes and to all that they have started in their sessions."""
-        for index, process in enumerate(self._processes):
-            if process.poll() is None:
+        for each in self._ranks:
+            if each.process.poll() is None:
                 with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-                    self._killed |= {index} if number == signal.SIGKILL else set()
+                    os.killpg(each.process.pid, number)
+                    each.killed |= number == signal.SIGKILL
 
     def failure(self) -> WorkersFailed | None:
         """Return the failure that caused the others, since peers of a dead rank fail too or are stopped; None if there is none."""
-        ends = [self._end_of(index) for index, process in enumerate(self._processes) if process.returncode]
+        ends = [each.end() for each in self._ranks if each.process.returncode]
         if not ends:
             return None
         first = min(ends, key=lambda each: (each.distance, each.time))
@@ -131,28 +148,10 @@ class RankProcesses:
     def close(self) -> None:
         """Kill the running processes and close the error files."""
         self.send(signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
-        while self._errors:
-            os.close(self._errors.pop())
-
-    def _end_of(self, index: int) -> WorkersFailed:
-        """Return the error that a process has recorded, or else the way in which it ended."""
-        ranks, error = (self._place.first + index,), self._errors[index]
-        try:
-            return WorkersFailed(**json.loads(os.pread(error, os.fstat(error).st_size, 0)), ranks=ranks)
-        except (ValueError, TypeError):  # The record is missing or incomplete.
-            code, killed, distance = self._processes[index].returncode, index in self._killed, 0
-        if code >= 0:
-            stopped = _STOPPED.get(code)
-            message = f"was stopped by {stopped}" if stopped else f"ended with exit code {code} and no Python error"
-        else:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            distance = 2 if name == "SIGTERM" or killed else 0
-            hint = "; the kernel kills like this when memory runs out (see dmesg)" * (name == "SIGKILL" and not killed)
-            message, code = f"was killed by {name}{hint}", 128 - code
-        pid, when = self._processes[index].pid, self._ended[index]
-        return WorkersFailed(message=message, exit_code=code or 1, ranks=ranks, distance=distance, time=when, pid=pid)
+        while self._ranks:
+            each = self._ranks.pop()
+            each.process.wait()
+            os.close(each.error)
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:

@@ -4,8 +4,8 @@
 error, so that a single message is shown, of the rank that failed first, and not a traceback of each process.
 
 The launcher on the endpoint's host leads: it waits for enough launchers, numbers the hosts, and sends each its ranks. When a host
-fails, is lost or joins, the leader ends all ranks and numbers the hosts anew. A single launcher leads itself, and listens nowhere.
-`zeromesh launch` leads the launchers that it starts over ssh (see `ssh`).
+fails, is lost or joins, the leader ends all ranks and numbers the hosts anew. A single launcher leads itself, and listens nowhere;
+so does `zeromesh launch`, which leads the launchers that it has started over ssh (see `ssh`).
 """
 
 import errno
@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from zeromesh.environment import LOOPBACK, SECRET, RankRange, export, setting
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, counted
 from zeromesh.launch.messages import (
     HELLO_SECONDS,
     MAX_EXIT_CODE,
@@ -69,6 +69,10 @@ class Nodes:
     rank: int | None = None
     begins_with: str = "the newest checkpoint"
     """The state from which workers resume after a restart, as a message says it."""
+    rest_seconds: int = _REST_SECONDS
+    """Seconds that ranks may take to save and end before a restart; 0: they are killed."""
+    cause_seconds: float = 0.0
+    """Seconds that ranks go on after one has noticed another's failure, until that one is reported or lost."""
 
     @property
     def where(self) -> tuple[str, int]:
@@ -93,6 +97,9 @@ class Member:
     name: str
     """The name of the launcher's host; until that is known, the address that it connects from."""
     processes: int = 0
+    slots: int = 0
+    """The number of its ranks, if the leader has started it and so knows; it is then sent the `greeting`."""
+    greeting: Message | None = None
     rank: int | None = None
     numbered: bool = False
     """True if the launcher has ranks in the current start."""
@@ -102,22 +109,36 @@ class Member:
 
 
 class Leader:
-    """The launcher that serves the endpoint. Raises `ConfigError` when this host cannot listen there."""
+    """The launcher that numbers the ranks of all hosts: of those that come to its endpoint, or of `members` that it has started.
 
-    rest_seconds = _REST_SECONDS
-    _fewest = 0
-    """The number of other launchers without which a run does not go on when one is lost."""
+    `place_of` refuses members that cannot go on together, or returns the address and the port at which their ranks meet; by default
+    they meet at this host. Raises `ConfigError` when this host cannot listen at the endpoint.
+    """
 
-    def __init__(self, nodes: Nodes, processes: int, notify: Notify, stopped: Stopped, *, listens: bool = True) -> None:
+    def __init__(
+        self,
+        nodes: Nodes,
+        processes: int,
+        notify: Notify,
+        stopped: Stopped,
+        *,
+        members: list[Member] | None = None,
+        place_of: Callable[[Sequence[Member]], tuple[str, int]] | None = None,
+    ) -> None:
         self._nodes, self._processes = nodes, processes
-        self._notify, self._stopped = notify, stopped
+        self._notify, self._stopped, self._place_of = notify, stopped, place_of
         self._secret = setting(SECRET) or ""
-        self._listener = listen(*nodes.where) if listens and nodes.most > 1 else None
+        self._listener = listen(*nodes.where) if nodes.most > 1 and members is None else None
         if self._listener is not None:
             self._listener.setblocking(False)
-        self._members: list[Member] = []
+        self._members: list[Member] = [] if members is None else members
+        self.ending = False
+        """True once ranks were told to end in order: failures stop nobody then, since the others may still save."""
         self._lost: list[WorkersFailed] = []
         """The members lost since the latest start, as failures."""
+        self._safe_at = 0.0
+        """The monotonic time in seconds after which no process of the run is alive on the lost hosts."""
+        self._failed_at: float | None = None
         self._refused: set[str] = set()
         self._joining = self._stopping = False
         self._failures = self._starts = 0
@@ -125,16 +146,23 @@ class Leader:
 
     def first_start(self) -> RankRange | Result:
         """Wait until enough launchers have joined; returns the ranks of this host, or the result if there is no start."""
-        nodes = self._nodes
+        nodes, told = self._nodes, len(self._lost)
         began, enough_since = time.monotonic(), None
         while not self._stopped():
             self._serve()
-            now, present = time.monotonic(), 1 + len(self._known)
-            if present < nodes.least:
-                enough_since = None
-            elif present >= nodes.most or now > (enough_since := enough_since or now) + _LAST_CALL_SECONDS:
+            now, present, lost = time.monotonic(), 1 + len(self._known), self._lost[told:]
+            if lost and self._too_few:
+                return self._end(lost[0])
+            if self._listener is None:
+                ready = present > len(self._members) and now >= self._safe_at
+            else:
+                enough_since = None if present < nodes.least else enough_since or now
+                ready = present >= nodes.most or (enough_since or now) + _LAST_CALL_SECONDS < now
+            if ready:
+                if lost:
+                    self._explain_restart(lost[0])
                 return self._start()
-            if now > began + _JOIN_SECONDS:
+            if self._listener is not None and now > began + _JOIN_SECONDS:
                 message = f"of the hosts (--nnodes), {present} came to {nodes.endpoint} in time"
                 message += f", and at least {nodes.least} are needed"
                 return self._end(WorkersFailed(message=message, exit_code=1))
@@ -148,7 +176,7 @@ class Leader:
         self._joining = len(numbered) < min(len(self._known), self._nodes.most - 1)
         if self._joining or self._failed():
             self._stop()
-        return self.rest_seconds if self._stopping else None
+        return self._nodes.rest_seconds if self._stopping else None
 
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
         """Wait for the ranks elsewhere once those here have ended; returns the ranks of the next start, or the run's result."""
@@ -168,8 +196,7 @@ class Leader:
         cause = min(found, key=lambda each: each.distance > 0, default=None)
         if cause is None and not lost:
             return self._end(0)
-        too_few = self._nodes.rank is not None or len(self._members) < self._fewest
-        if cause is not None and (cause.exit_code == USERS_MISTAKE or (lost and too_few)):
+        if cause is not None and (cause.exit_code == USERS_MISTAKE or (lost and self._too_few)):
             return self._end(cause)
         if not lost and not self._joining:
             self._failures += 1
@@ -187,18 +214,28 @@ class Leader:
     def _known(self) -> list[Member]:
         return [each for each in self._members if each.processes]
 
+    @property
+    def _too_few(self) -> bool:
+        """True if the run does not go on without the hosts that are lost."""
+        return self._nodes.rank is not None if self._listener else 1 + len(self._members) < self._nodes.least
+
     def _failed(self) -> bool:
         """Return True if a failure or a lost host must end all ranks."""
-        return bool(self._lost) or any(each.failure for each in self._members)
+        failures, now = [each.failure for each in self._members if each.failure], time.monotonic()
+        self._failed_at = now if failures and self._failed_at is None else self._failed_at
+        late = self._failed_at is not None and now >= self._failed_at + self._nodes.cause_seconds
+        known = bool(self._lost) or any(not each.distance for each in failures)
+        return (known or late) and not self.ending
 
-    def _start(self, meeting_place: tuple[str, int] | None = None) -> RankRange:
-        """Number the hosts, this one first, and send each its ranks, which meet at the given address or at this host."""
+    def _start(self) -> RankRange:
+        """Number the hosts, this one first, and send each its ranks."""
         members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
-        if meeting_place is None:
+        if self._place_of is not None:
+            host, port = self._place_of(members)
+        else:
             # On one host the ranks do not listen on this port; only the user's code may.
             with listen(self._nodes.where[0], 0) as free:
-                meeting_place = self._nodes.where[0], free.getsockname()[1]
-        host, port = meeting_place
+                host, port = self._nodes.where[0], free.getsockname()[1]
         place = RankRange(
             first=0,
             processes=self._processes,
@@ -216,23 +253,23 @@ class Leader:
         for each in self._members:
             each.numbered = each in members
         self._starts += 1
-        self._lost, self._joining, self._stopping = [], False, False
+        self._lost, self._failed_at, self._joining, self._stopping = [], None, False, False
         return place
 
     def _stop(self) -> None:
         if not self._stopping:
             self._stopping = True
-            self._send_all({"stop": self.rest_seconds})
+            self.send({"stop": self._nodes.rest_seconds})
 
-    def _send_all(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
+        """Send a message to all launchers that have introduced themselves."""
         for each in self._known:
             each.line.send(message)
 
     def _end(self, result: Result) -> Result:
         """Send the result of the run to the others and close the connections."""
         code, reason = (result, "") if isinstance(result, int) else (result.exit_code, str(result))
-        for each in self._known:
-            each.line.send({"over": {"code": code, "text": reason}})
+        self.send({"over": {"code": code, "text": reason}})
         while self._members:
             self._members.pop().line.close()
         if self._listener is not None:
@@ -242,7 +279,13 @@ class Leader:
 
     def _explain_restart(self, cause: WorkersFailed | None) -> None:
         again = f"all ranks start again from {self._nodes.begins_with}"
-        if self._lost:
+        if names := [each.name for each in self._members if each.slots]:
+            hosts, processes = counted(len(names), "host"), sum(each.slots for each in self._members)
+            self._notify(str(cause))
+            self._notify(
+                f"going on from {self._nodes.begins_with} with {hosts} ({', '.join(names)}) and {counted(processes, 'process')}"
+            )
+        elif self._lost:
             self._notify(f"{'; '.join(map(str, self._lost))}; {again}")
         elif self._joining:
             self._notify(f"another host has come; {again}")
@@ -274,14 +317,16 @@ class Leader:
             self._members.remove(each)
 
     def _drop(self, each: Member, error: MessageError | ConnectionError) -> None:
-        if isinstance(error, MessageError):
+        if self._listener is not None and isinstance(error, MessageError):
             # A stranger may connect here: one line per address, and for a few addresses only.
             if each.name not in self._refused and len(self._refused) < _MOST_STRANGERS:
                 self._refused.add(each.name)
                 self._notify(f"{each.name}, which came to {self._nodes.endpoint}, is refused: {error}")
             each.line.send({"over": {"code": 1, "text": str(error)}})
-        if each.running:
-            self._lost.append(WorkersFailed(message=f"host {each.name} is gone", exit_code=1))
+        if each.running or (each.slots and not each.numbered):
+            reason, safe_at = each.line.loss(error)
+            self._lost.append(WorkersFailed(message=f"host {each.name}{reason}", exit_code=1))
+            self._safe_at = max(self._safe_at, safe_at)
 
     def _take(self, each: Member, message: Message) -> None:
         """Handle a message: the first of a launcher introduces it, `rest` says that its ranks have ended."""
@@ -294,6 +339,10 @@ class Leader:
                 each.failure = WorkersFailed(message=text, exit_code=code, distance=int(noticed))
 
     def _introduce(self, each: Member, message: Message) -> None:
+        if each.greeting is not None:
+            each.processes = each.slots
+            each.line.send(each.greeting)
+            return
         processes = field(message, "processes", MISSING, least=1, most=MAX_PROCESSES)
         if field(message, "run_id", "") != self._nodes.run_id:
             raise MessageError(f"its --rdzv-id is {message.get('run_id')!r}, not {self._nodes.run_id!r}")

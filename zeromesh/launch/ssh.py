@@ -25,18 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from zeromesh.environment import RankRange
-from zeromesh.errors import ConfigError, counted
-from zeromesh.launch.messages import (
-    BEATS,
-    MAX_MESSAGE,
-    LauncherConnection,
-    Message,
-    MessageError,
-    arrived,
-    parsed,
-)
-from zeromesh.launch.rank_processes import StopSignals, WorkersFailed, noted_signals
+from zeromesh.errors import ConfigError
+from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, MessageError, arrived, parsed
+from zeromesh.launch.rank_processes import WorkersFailed, noted_signals
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Result, run_starts
 
 BEGIN = b"\x1ezeromesh:"
@@ -132,7 +123,8 @@ class LaunchPlan:
         return [*self.ssh, host.name, f"cd {shlex.quote(self.directory)} && exec {shlex.join([*path, *self.command])}"]
 
     def meeting_place(self, hosts: Sequence[Host]) -> tuple[str, int]:
-        """Return the address and the port at which ranks on these hosts reach rank 0."""
+        """Check the hosts, and return the address and the port at which their ranks reach rank 0."""
+        self.check(hosts)
         return hosts[0].address, self.port or random.choice(_PORTS)
 
 
@@ -146,99 +138,38 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
         ConfigError: when the command `ssh` of the plan cannot be started, or `check` refuses the hosts.
     """
     plan.check(plan.hosts)
-    with noted_signals() as requests:
-        return run_starts((), _SshLeader(plan, notify, requests), requests)
+    hosts = {host.name: host for host in plan.hosts}
+    output, started, members = Output(), list[HostProcess](), list[Member]()
 
-
-class _SshLeader(Leader):
-    """The launcher that starts the others over ssh; it has no ranks itself. Any failure kills all ranks at once."""
-
-    rest_seconds = 0
-
-    def __init__(self, plan: LaunchPlan, notify: Callable[[str], None], requests: StopSignals) -> None:
-        nodes = Nodes(most=1 + len(plan.hosts), max_restarts=plan.max_restarts)
-        super().__init__(nodes, 0, notify, self._interrupted, listens=False)
-        self._plan, self._requests, self._fewest = plan, requests, plan.least
-        self._output = Output()
-        self._processes_of: dict[str, HostProcess] = {}
-        self._safe_at = 0.0
-        """The monotonic time in seconds after which no process of the run is alive on the lost hosts."""
-        self._told = 0
-        """The number of lost hosts that the user was told of."""
-        self._failed_at: float | None = None
-
-    def first_start(self) -> RankRange | Result:
-        if not self._processes_of:
-            for rank, host in enumerate(self._plan.hosts):
-                process = self._processes_of[host.name] = HostProcess(host, self._plan, self._output)
-                self._members.append(Member(line=process, name=host.name, rank=rank))
-        while time.monotonic() < self._safe_at or len(self._known) < len(self._members):
-            self._serve()
-            if self._stopped():
-                return 0
-            self._wait()
-        if self._lost[self._told :]:
-            if len(self._members) < self._fewest:
-                return self._end(self._lost[0])
-            self._explain_restart(self._lost[0])
-        self._plan.check(self._left)
-        self._told, self._failed_at = 0, None
-        return self._start(self._plan.meeting_place(self._left))
-
-    def close(self) -> None:
-        super().close()
-        processes = self._processes_of.values()
-        # An orphaned process may keep the pipes of a host open forever.
-        drain([each for each in processes if not each.lost], time.monotonic() + _LINGER_SECONDS)
-        for process in processes:
-            process.finish()
-        self._output.close()
-
-    @property
-    def _left(self) -> tuple[Host, ...]:
-        return tuple(self._processes_of[each.name].host for each in self._members)
-
-    def _failed(self) -> bool:
-        """Return True if ranks must end; a host that only noticed a failure first waits until its source is reported or lost."""
-        failures = [each.failure for each in self._members if each.failure]
-        now = time.monotonic()
-        self._failed_at = now if failures and self._failed_at is None else self._failed_at
-        late = self._failed_at is not None and now > self._failed_at + self._plan.silence_seconds + _MARGIN_SECONDS
-        known = bool(self._lost) or any(not each.distance for each in failures)
-        return (known or late) and not self._requests.passed_on  # Ranks that were told to stop may save.
-
-    def _interrupted(self) -> bool:
+    def stopped() -> bool:
         """Pass signals on; returns True if nothing is left to wait for after one."""
-        self._requests.pass_on(lambda each: self._send_all({"signal": each}), lambda: self._send_all({"stop": 0}))
-        return bool(self._requests.first) and not any(each.running for each in self._members)
+        requests.pass_on(lambda number: leader.send({"signal": number}), lambda: leader.send({"stop": 0}))
+        leader.ending = requests.passed_on > 0
+        return bool(requests.first) and not any(each.running for each in members)
 
-    def _explain_restart(self, cause: WorkersFailed | None) -> None:
-        self._told = len(self._lost)
-        names, processes = [host.name for host in self._left], sum(host.slots for host in self._left)
-        self._notify(str(cause))
-        self._notify(
-            f"going on from the newest checkpoint with {counted(len(names), 'host')} "
-            f"({', '.join(names)}) and {processes} process{'es' * (processes != 1)}"
-        )
-
-    def _introduce(self, each: Member, message: Message) -> None:
-        each.processes = self._processes_of[each.name].host.slots
-        each.line.send({"variables": dict(self._plan.variables)})
-
-    def _drop(self, each: Member, error: MessageError | ConnectionError) -> None:
-        process, now = self._processes_of[each.name], time.monotonic()
-        if each.numbered and not each.running:
-            return
-        if isinstance(error, MessageError):
-            reason = f"what it has sent makes no sense: {error}"
-        else:
-            reason = process.end() or f"nothing has been heard for {now - each.line.alive_at:.0f} s" + (
-                "; the host, its network or its connection is gone" if each.processes else " since it was to start"
+    with noted_signals() as requests:
+        try:
+            for rank, host in enumerate(plan.hosts):
+                line = HostProcess(host, plan, output)
+                started.append(line)
+                greeting = {"variables": dict(plan.variables)}
+                members.append(Member(line=line, name=host.name, rank=rank, slots=host.slots, greeting=greeting))
+            nodes = Nodes(
+                least=1 + plan.least,
+                most=1 + len(hosts),
+                max_restarts=plan.max_restarts,
+                rest_seconds=0,  # Any failure kills all ranks at once.
+                cause_seconds=plan.silence_seconds + _MARGIN_SECONDS,
             )
-        self._lost.append(WorkersFailed(message=f"host {each.name}: {reason}", exit_code=1))
-        heard = each.line.alive_at if each.processes else now
-        self._safe_at = max(self._safe_at, heard + self._plan.silence_seconds + _MARGIN_SECONDS)
-        process.lost = True
+            place_of = lambda left: plan.meeting_place([hosts[each.name] for each in left])  # noqa: E731
+            leader = Leader(nodes, 0, notify, stopped, members=members, place_of=place_of)
+            return run_starts((), leader, requests)
+        finally:
+            # An orphaned process may keep the pipes of a host open forever.
+            drain([each for each in started if not each.lost], time.monotonic() + _LINGER_SECONDS)
+            for each in started:
+                each.finish()
+            output.close()
 
 
 class Output:
@@ -354,7 +285,16 @@ class HostProcess(LauncherConnection):
                 self.readers = [each for each in self.readers if each is not pipe]
         return found if found or self._stdout in self.readers else None
 
-    def end(self) -> str:
+    def loss(self, error: Exception) -> tuple[str, float]:
+        self.lost, there, now = True, bool(self._agreed), time.monotonic()
+        if isinstance(error, MessageError):
+            reason = f"what it has sent makes no sense: {error}"
+        else:
+            gone = "; the host, its network or its connection is gone" if there else " since it was to start"
+            reason = self._end() or f"nothing has been heard for {now - self.alive_at:.0f} s{gone}"
+        return f": {reason}", (self.alive_at if there else now) + self._silence + _MARGIN_SECONDS
+
+    def _end(self) -> str:
         """Return a text on how the local command ended; empty while it runs."""
         try:
             code = self._process.wait(0.0 if self._stdout in self.readers else self._patience)

@@ -72,15 +72,9 @@ def _arm(model: Stack, event: Fault, now: dict[str, int], marker: str) -> None:
             block.up.register_forward_hook(slow)
             block.up.register_full_backward_hook(slow)
     elif event.kind != "swap":
-        _at(model.blocks[event.block], event.where, strike)
-
-
-def _at(block: nn.Module, where: str, act: Callable[[], None]) -> None:
-    inner: nn.Module = block.up  # type: ignore[assignment]
-    if where == "forward":
-        inner.register_forward_hook(lambda *_: act())
-    else:
-        inner.register_full_backward_hook(lambda *_: act())
+        inner: nn.Module = model.blocks[event.block].up  # type: ignore[assignment]
+        hook = inner.register_forward_hook if event.where == "forward" else inner.register_full_backward_hook
+        hook(lambda *_: strike())
 
 
 def _raise(event: Fault) -> None:

@@ -1,6 +1,6 @@
 """Runs whose states rest on other tiers: checkpoints go from tier to tier, nothing is left behind, every fault has a name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.checkpoint.test_resume import step, unequal
-from tests.support.trainer_cases import LLAMA, llama, sentences, settings
+from tests.support.trainer_cases import LLAMA, llama, seeded, sentences, settings
 from tests.support.workers import Outcome, Pool, PoolOptions, Workers
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError, StorageError
@@ -42,43 +42,47 @@ def fresh(workers: Workers) -> Iterator[Any]:
         pool.close()
 
 
+@pytest.fixture
+def trained(workers: Workers, tmp_path: Path) -> Callable[..., Any]:
+    """Trains in a folder, or goes on there; returns what rank 0 has to say."""
+
+    def play(folder: str, steps: int, sections: dict[str, Any], *, size: int = 2, **more: Any) -> Any:
+        case = "checkpoint_cases:trained"
+        return workers.run(size, case, folder=str(tmp_path / folder), steps=steps, sections=sections, **more)[0]
+
+    return play
+
+
+def check_same(tmp_path: Path, steps: int) -> None:
+    """The checkpoints of both folders are equal, and no swap file is left."""
+    assert unequal(step(tmp_path / "a", steps), step(tmp_path / "b", steps)) == []
+    assert swap_files(tmp_path / "b") == []
+
+
 def swap_files(folder: Path) -> list[Path]:
     return sorted((folder / "run" / "offload").glob("*"))
 
 
 @pytest.mark.parametrize("in_backward", [pytest.param(False, marks=FULL), True])
 def test_a_run_goes_on_from_any_tier_to_any_other_bit_by_bit(
-    workers: Workers, tmp_path: Path, in_backward: bool
+    trained: Callable[..., Any], tmp_path: Path, in_backward: bool
 ) -> None:
     sections: dict[str, Any] = {"precision": BF16}
     if in_backward:
         sections |= {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}
     total = 2 * len(TIERS)
-    straight = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=total, sections=sections)[0]
+    straight = trained("a", total, sections)
     for number, offload in enumerate(TIERS, start=1):
-        found = workers.run(
-            2,
-            "checkpoint_cases:trained",
-            folder=f"{tmp_path}/b",
-            steps=2 * number,
-            sections={**sections, "offload": offload},
-        )[0]
+        found = trained("b", 2 * number, {**sections, "offload": offload})
     assert found["all"] == straight["all"]
-    assert unequal(step(tmp_path / "a", total), step(tmp_path / "b", total)) == []
-    assert swap_files(tmp_path / "b") == []
+    check_same(tmp_path, total)
 
 
-def test_other_ranks_and_stages_load_what_was_on_files(workers: Workers, tmp_path: Path) -> None:
+def test_other_ranks_and_stages_load_what_was_on_files(trained: Callable[..., Any], tmp_path: Path) -> None:
     for number, (size, stage, offload) in enumerate(((3, 3, FILES), (2, 1, {"optimizer": "file"}), (1, 3, FILES)), 1):
         mirror = tmp_path / f"mirror-{number}"
-        workers.run(
-            size,
-            "checkpoint_cases:trained",
-            folder=str(tmp_path),
-            steps=2 * number,
-            sections={"zero": {"stage": stage}, "offload": offload},
-            mirror=str(mirror),
-        )
+        sections = {"zero": {"stage": stage}, "offload": offload}
+        trained("", 2 * number, sections, size=size, mirror=str(mirror))
         if number > 1:
             assert unequal(step(tmp_path, 2 * number - 2), mirror / "step-00000000") == []
 
@@ -117,44 +121,39 @@ def test_waits_are_in_the_metrics_and_the_console_says_what_rests_where(
     ],
 )
 def test_kept_inputs_of_blocks_rest_elsewhere_bit_by_bit(
-    workers: Workers, tmp_path: Path, size: int, activations: Any, mode: str
+    trained: Callable[..., Any], tmp_path: Path, size: int, activations: Any, mode: str
 ) -> None:
     sections = {"precision": BF16, "model": {"activation_checkpointing": mode}}
-    offload = {**FILES, "activations": activations}
-    found = [
-        workers.run(
-            size, "checkpoint_cases:trained", folder=f"{tmp_path}/{name}", steps=5, sections={**sections, **more}
-        )[0]["losses"]
-        for name, more in (("a", {}), ("b", {"offload": offload}))
-    ]
-    assert found[0] == found[1]
-    assert unequal(step(tmp_path / "a", 5), step(tmp_path / "b", 5)) == []
-    assert swap_files(tmp_path / "b") == []
+    kept = trained("a", 5, sections, size=size)
+    found = trained("b", 5, {**sections, "offload": {**FILES, "activations": activations}}, size=size)
+    assert found["losses"] == kept["losses"]
+    check_same(tmp_path, 5)
 
 
 # Faults
 
 
-@pytest.mark.parametrize("how", ["short", "short inside"])
-def test_a_swap_file_that_has_lost_its_end_is_a_named_error(fresh: Any, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "more", "words"),
+    [
+        ("short", {}, "ends after"),
+        ("short inside", {}, "ends after"),
+        ("changed", {"checksums": True}, "are not what was written"),
+    ],
+)
+def test_a_swap_file_that_was_damaged_is_a_named_error(
+    fresh: Any, tmp_path: Path, how: str, more: dict[str, Any], words: str
+) -> None:
+    sections = {"offload": {**FILES, **more}}
     outcomes = fresh(
-        "offload_cases:vandalised", how=how, step=2, rank=1, folder=str(tmp_path), steps=4, sections={"offload": FILES}
+        "offload_cases:vandalised", how=how, step=2, rank=1, folder=str(tmp_path), steps=4, sections=sections
     )
     assert outcomes[1].error == "StorageError"
-    assert "ends after" in outcomes[1].message
+    assert words in outcomes[1].message
     assert "zeromesh-run-rank1-" in outcomes[1].message
     assert outcomes[0].error == "CollectiveError"
     assert "StorageError" in outcomes[0].message
     assert swap_files(tmp_path) == []
-
-
-def test_a_changed_byte_is_found_by_checksums(fresh: Any, tmp_path: Path) -> None:
-    sections = {"offload": {**FILES, "checksums": True}}
-    outcomes = fresh(
-        "offload_cases:vandalised", how="changed", step=2, rank=1, folder=str(tmp_path), steps=4, sections=sections
-    )
-    assert outcomes[1].error == "StorageError"
-    assert "are not what was written" in outcomes[1].message
 
 
 def test_a_disk_that_fills_up_before_training_is_a_named_error(fresh: Any, tmp_path: Path) -> None:
@@ -171,23 +170,16 @@ def test_a_disk_that_fills_up_before_training_is_a_named_error(fresh: Any, tmp_p
     [pytest.param("forward", 40, marks=FULL), pytest.param("reduce", 40, marks=FULL), ("optimizer", 18)],
 )
 def test_a_kill_inside_a_step_resumes_cleanly(
-    workers: Workers, fresh: Any, tmp_path: Path, site: str, count: int
+    trained: Callable[..., Any], fresh: Any, tmp_path: Path, site: str, count: int
 ) -> None:
     sections = {"offload": FILES}
-    straight = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=10, sections=sections)[0]
-    outcomes = fresh(
-        "checkpoint_cases:struck",
-        fault=f"kill@{site}:1:{count}",
-        folder=f"{tmp_path}/b",
-        steps=10,
-        sections=sections,
-    )
+    straight = trained("a", 10, sections)
+    fault = f"kill@{site}:1:{count}"
+    outcomes = fresh("checkpoint_cases:struck", fault=fault, folder=f"{tmp_path}/b", steps=10, sections=sections)
     assert outcomes[1].error == "died"
     assert swap_files(tmp_path / "b") == []
-    found = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=10, sections=sections)[0]
-    assert found["all"] == straight["all"]
-    assert unequal(step(tmp_path / "a", 10), step(tmp_path / "b", 10)) == []
-    assert swap_files(tmp_path / "b") == []
+    assert trained("b", 10, sections)["all"] == straight["all"]
+    check_same(tmp_path, 10)
 
 
 def test_a_run_of_one_rank_goes_on_after_an_error(tmp_path: Path) -> None:
@@ -208,7 +200,7 @@ def test_a_run_of_one_rank_goes_on_after_an_error(tmp_path: Path) -> None:
                 return sentences()[index]
 
         config = settings(str(tmp_path / folder), offload=FILES, batch={"global_size": 8, "micro_size": 2})
-        with Trainer(_same(), config, Noisy()) as trainer:
+        with Trainer(seeded(llama), config, Noisy()) as trainer:
             if fail_at:
                 with pytest.raises(Exception, match="a sample that cannot be read"):
                     trainer.fit()
@@ -217,30 +209,23 @@ def test_a_run_of_one_rank_goes_on_after_an_error(tmp_path: Path) -> None:
     assert play("a", 0) == play("b", 13)
 
 
-def _same() -> Any:
-    import torch
-
-    torch.manual_seed(3)
-    return llama()
-
-
 # Before training
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, disk: int, **offload: Any) -> str:
+@pytest.mark.parametrize(
+    ("disk", "words"),
+    [
+        (200_000, ("swap files of", "195.3 KiB free", "{tier: file, fraction: 0.")),
+        (0, ("give offload.directory a larger disk",)),
+    ],
+)
+def test_a_disk_that_is_too_small_is_refused_with_what_would_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, disk: int, words: tuple[str, ...]
+) -> None:
     monkeypatch.setattr(memory_check, "free_bytes", lambda directory: disk)
     with pytest.raises(StorageError) as caught:
-        Trainer(llama(), settings(str(tmp_path), precision=BF16, offload=offload), sentences()).fit()
-    return str(caught.value)
-
-
-def test_a_disk_that_is_too_small_is_refused_with_what_would_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    said = refused(monkeypatch, tmp_path, 200_000, **FILES)
-    assert "swap files of" in said
-    assert "195.3 KiB free" in said
-    assert "{tier: file, fraction: 0." in said
+        Trainer(llama(), settings(str(tmp_path), precision=BF16, offload=FILES), sentences()).fit()
+    assert [word for word in words if word not in str(caught.value)] == []
     assert swap_files(tmp_path) == []
 
 
@@ -257,10 +242,6 @@ def test_kept_inputs_are_counted_before_they_are_there(tmp_path: Path, capsys: p
     blocks, samples, length, width = 2, 2, 16, 32
     expected = blocks * samples * length * width * 2
     assert f"({human_bytes(expected)} kept inputs of blocks)" in capsys.readouterr().out
-
-
-def test_no_disk_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "give offload.directory a larger disk" in refused(monkeypatch, tmp_path, 0, **FILES)
 
 
 def test_a_directory_that_cannot_be_made_is_a_named_error(tmp_path: Path) -> None:

@@ -43,14 +43,8 @@ def test_a_user_is_for_ssh_and_an_address_for_the_other_hosts() -> None:
             (text, f"{text.strip()!r}; allowed is `NAME slots=N [address=NAME]`, N from 1 to 1024; names have letters")
             for text in (
                 *("a slots=0", "a slots=2000", "a slots=two", "a slots=-1", "a slots=", "a", "slots=2"),
-                *(
-                    "a slots=1 slots=2",
-                    "a slots=1 max_slots=2",
-                    "-oProxyCommand=x slots=1",
-                    "-v slots=1",
-                    "a;b slots=1",
-                ),
-                *("a slots=1 address=$(x)", "a address=b slots=1 address=c"),
+                *("a slots=1 slots=2", "a slots=1 max_slots=2", "-oProxyCommand=x slots=1", "-v slots=1"),
+                *("a;b slots=1", "a slots=1 address=$(x)", "a address=b slots=1 address=c"),
             )
         ),
         ("a slots=1\n\nb slots=0", "line 3: 'b slots=0'; allowed"),
@@ -116,17 +110,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def launch(*words: str) -> int:
-    return main(["launch", "--hostfile", "hosts", "run.yaml", *words])
-
-
 def test_a_dry_run_prints_commands_that_this_command_understands(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hush")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     given = ("--port", "23456", "--env", "HF_TOKEN", "--env", "MORE=quiet", "run.seed=3", "run.name=a-b")
-    assert launch("--dry-run", "--ssh", "ssh -p 2222", *given) == 0
+    assert main([*LAUNCH, "--dry-run", "--ssh", "ssh -p 2222", *given]) == 0
     said = capsys.readouterr().out
     assert not [secret for secret in ("hush", "quiet") if secret in said]
     *commands, last = said.splitlines()
@@ -151,46 +141,35 @@ def test_numbers_of_hosts() -> None:
 
 
 def test_ssh_asks_for_no_password(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert launch("--dry-run") == 0
+    assert main([*LAUNCH, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("ssh -o BatchMode=yes ")
+
+
+LAUNCH = ["launch", "--hostfile", "hosts", "run.yaml"]
+TRAIN = ["train", "run.yaml", "--node-rank"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["parallel.shard=4"], "the world has 6 ranks"),
-        (["zero.stage=5"], "zero.stage: got 5"),
-        (["--env", "NOT_THERE_AT_ALL"], "--env NOT_THERE_AT_ALL: the variable is not set here"),
-        (["--env", "a-b=1"], "--env 'a-b' is no variable's name"),
-        (["--min-hosts", "3"], "--min-hosts 3: hosts has 2"),
-        (["--ssh", ""], "--ssh is empty"),
-        (["--ssh", "'"], "cannot be read"),
-        (["--hostfile", "gone"], "--hostfile 'gone' cannot be read: No such file"),
-        (["--ssh", "./no-such-program"], "'./no-such-program' cannot be started (No such file or directory)"),
+        ([*LAUNCH, "parallel.shard=4"], "the world has 6 ranks"),
+        ([*LAUNCH, "zero.stage=5"], "zero.stage: got 5"),
+        ([*LAUNCH, "--env", "NOT_THERE_AT_ALL"], "--env NOT_THERE_AT_ALL: the variable is not set here"),
+        ([*LAUNCH, "--env", "a-b=1"], "--env 'a-b' is no variable's name"),
+        ([*LAUNCH, "--min-hosts", "3"], "--min-hosts 3: hosts has 2"),
+        ([*LAUNCH, "--ssh", ""], "--ssh is empty"),
+        ([*LAUNCH, "--ssh", "'"], "cannot be read"),
+        ([*LAUNCH, "--hostfile", "gone"], "--hostfile 'gone' cannot be read: No such file"),
+        ([*LAUNCH, "--ssh", "./no-such-program"], "'./no-such-program' cannot be started (No such file or directory)"),
+        ([*TRAIN, "2", "--nnodes", "2", "--rdzv-endpoint", "a:1"], "--node-rank 2 is for --nnodes N with N above"),
+        ([*TRAIN, "0", "--nnodes", "1:2", "--rdzv-endpoint", "a:1"], "not MIN:MAX"),
+        ([*TRAIN, "0", "--nnodes", "2"], "--rdzv-endpoint"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert launch(*words) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--node-rank", "2", "--nnodes", "2", "--rdzv-endpoint", "a:1"],
-            "--node-rank 2 is for --nnodes N with N above",
-        ),
-        (["--node-rank", "0", "--nnodes", "1:2", "--rdzv-endpoint", "a:1"], "not MIN:MAX"),
-        (["--node-rank", "0", "--nnodes", "2"], "--rdzv-endpoint"),
-    ],
-)
-def test_a_number_of_a_host_that_makes_no_sense(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert main(["train", "run.yaml", *words]) == 2
+    assert main(words) == 2
     assert message in capsys.readouterr().err
 
 

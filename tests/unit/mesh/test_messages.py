@@ -5,7 +5,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,29 +188,42 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_who_does_not_know_the_secret_does_not_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET, "the secret of this run")
-    port = free_port()
-    told: list[str] = []
+@contextmanager
+def leading(
+    nodes: Nodes, notify: Callable[[str], object] = lambda line: None
+) -> Iterator[tuple[Leader, threading.Thread]]:
+    """A leader, and the thread in which it waits for others."""
     stop = threading.Event()
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}")
-    leader = Leader(nodes, 1, told.append, stop.is_set)
+    leader = Leader(nodes, 1, notify, stop.is_set)
     waiting = threading.Thread(target=leader.first_start)
     waiting.start()
-    hello = {"processes": 1, "run_id": "", "name": "stranger", "drawn": "00", "rank": 0}
     try:
+        yield leader, waiting
+    finally:
+        stop.set()
+        waiting.join()
+        leader.close()
+
+
+def two_hosts(**more: Any) -> Nodes:
+    return Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}", **more)
+
+
+def test_who_does_not_know_the_secret_does_not_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "the secret of this run")
+    told: list[str] = []
+    nodes = two_hosts()
+    port = nodes.where[1]
+    hello = {"processes": 1, "run_id": "", "name": "stranger", "drawn": "00", "rank": 0}
+    with leading(nodes, told.append) as (_, waiting):
         for attempt in (b"\x80\x04pickle\n", b"[" * 50_000 + b"\n", b"{}\n", b"x {}\n", os.urandom(50) + b"\n"):
             joined(port, "", attempt)
         joined(port, "a guess", hello)
         joined(port, "the secret of this run", hello | {"processes": 10**30})
         joined(port, "the secret of this run", hello | {"name": "\x1b[2J"})
         assert waiting.is_alive(), "a stranger was taken for the second host"
-    finally:
-        stop.set()
-        waiting.join()
-        leader.close()
     assert len(told) == 1, "what one address sends is said once"
-    assert told[0].startswith(f"127.0.0.1, which came to 127.0.0.1:{port}, is refused: ")
+    assert told[0].startswith(f"127.0.0.1, which came to {nodes.endpoint}, is refused: ")
 
 
 def test_no_line_of_a_connection_can_be_sent_again() -> None:
@@ -229,70 +243,32 @@ def test_no_line_of_a_connection_can_be_sent_again() -> None:
 
 
 def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}", rank=0)
-    stop = threading.Event()
-    leader = Leader(nodes, 1, lambda line: None, stop.is_set)
-    waiting = threading.Thread(target=leader.first_start)
-    waiting.start()
-    monkeypatch.setenv(SECRET, "another")
-    try:
+    nodes = two_hosts(rank=0)
+    with leading(nodes):
+        monkeypatch.setenv(SECRET, "another")
         with pytest.raises(ConfigError, match="ZEROMESH_SECRET on every host"):
-            launch_workers(["-c", "pass"], processes=1, nodes=Nodes(least=2, most=2, endpoint=nodes.endpoint, rank=1))
-    finally:
-        stop.set()
+            launch_workers(["-c", "pass"], processes=1, nodes=replace(nodes, rank=1))
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_leader_that_is_gone_is_named_not_ranks_that_noticed(in_order: bool) -> None:
+    """Gone without a word, it counts this host as lost, and starts the others again, no earlier than ranks are killed here."""
+    nodes = two_hosts()
+    with leading(nodes) as (leader, waiting):
+        follower = Follower(nodes, 1, bool)
+        assert isinstance(follower.first_start(), RankRange)
         waiting.join()
-        leader.close()
-
-
-def test_a_restart_says_who_died_and_which_restart_it_is(tmp_path: Path) -> None:
-    told: list[str] = []
-    body = (
-        "import os, signal, sys, time\n"
-        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(30)\n"
-    )
-    script = tmp_path / "die.py"
-    script.write_text(body)
-    failed = launch_workers([str(script)], processes=2, nodes=Nodes(max_restarts=2), notify=told.append)
-    assert isinstance(failed, WorkersFailed)
-    assert (failed.ranks, failed.exit_code) == ((1,), 137)
-    assert len(told) == 2
-    for number, line in enumerate(told, start=1):
-        assert "rank 1 (pid " in line
-        assert "was killed by SIGKILL" in line
-        assert line.endswith(f"restart {number} of 2")
-
-
-def test_a_mistake_of_the_users_is_not_tried_again() -> None:
-    told: list[str] = []
-    body = (
-        "from zeromesh.launch.rank_processes import become_worker\n"
-        "become_worker(lambda error: 2)\n"
-        "raise ValueError('no')"
-    )
-    failed = launch_workers(["-c", body], processes=1, nodes=Nodes(max_restarts=3), notify=told.append)
-    assert isinstance(failed, WorkersFailed)
-    assert failed.exit_code == 2
-    assert not told
-
-
-def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> None:
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}")
-    stop = threading.Event()
-    leader = Leader(nodes, 1, lambda line: None, stop.is_set)
-    waiting = threading.Thread(target=leader.first_start)
-    waiting.start()
-    follower = Follower(nodes, 1, lambda: False)
-    assert isinstance(follower.first_start(), RankRange)
-    waiting.join()
-    assert follower.poll() is None
-    leader.close()
-    assert follower.poll() == follower.rest_seconds
-    noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, distance=1)
-    found = follower.next_start(noticed)
-    assert isinstance(found, WorkersFailed)
-    assert str(found) == f"the launcher at {nodes.endpoint} has ended"
+        assert follower.poll() is None
+        if in_order:
+            leader.close()
+        else:
+            leader._members.pop().line.close()
+        assert follower.poll() == (follower.rest_seconds if in_order else 0)
+        if in_order:
+            noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, distance=1)
+            found = follower.next_start(noticed)
+            assert isinstance(found, WorkersFailed)
+            assert str(found) == f"the launcher at {nodes.endpoint} has ended"
 
 
 def test_who_has_not_introduced_itself_is_told_nothing() -> None:
@@ -310,24 +286,10 @@ def test_who_has_not_introduced_itself_is_told_nothing() -> None:
         joining.join()
 
 
-def test_ranks_are_killed_where_the_leader_is_gone_without_a_word() -> None:
-    """It counts this host as lost, and starts the others again, no earlier than that."""
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}")
-    leader = Leader(nodes, 1, lambda line: None, bool)
-    waiting = threading.Thread(target=leader.first_start)
-    waiting.start()
-    follower = Follower(nodes, 1, bool)
-    assert isinstance(follower.first_start(), RankRange)
-    waiting.join()
-    leader._members.pop().line.close()
-    assert follower.poll() == 0
-    leader.close()
-
-
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_failure_on_another_host_counts_as_one(rank: int | None) -> None:
     """It is not taken for a host that has come, after which all would start again without end."""
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}", rank=rank and 0)
+    nodes = two_hosts(rank=rank and 0)
     found: list[object] = []
     told: list[str] = []
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.support.devices import DEVICE, accelerated, one_race
+from tests.support.waiting import wait_for
 from tests.unit.models.test_activation_checkpointing import Net, gpt2, llama
+from tests.unit.offload.file_cases import SECONDS, Gate, made_tiers, refusing
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.offload import (
-    FileSettings,
-    FileTier,
-    Ledger,
-    Purpose,
-    Tier,
-    TierChoice,
-    Tiers,
-    allocate_lasting,
-    resident_bytes,
-)
+from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, Tiers, allocate_lasting, resident_bytes
 from zeromesh.offload import activation_store as activations
 from zeromesh.offload.activation_store import ActivationStore, BlockCall, FreeRanges, SavedTensor
 from zeromesh.offload.io.direct_io import BLOCK
@@ -39,41 +32,11 @@ from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointin
 
 FILE = TierChoice(tier="file")
 HOST = TierChoice(tier="host")
-SECONDS = 20.0
 LABEL = "file tier, kept inputs of blocks: "
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small operations in several threads take many times as long beside other work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    made = made_tiers(tmp_path)
-    yield made
-    made.close()
-
-
-def made_tiers(folder: Path, **settings: Any) -> Tiers:
-    files = FileSettings(directories=(folder,), **settings)
-    return Tiers(device=torch.device("cpu"), ledger=Ledger(), files=files)
 
 
 def kept(tiers: Tiers, tier: Tier) -> int:
     return tiers.ledger.by_purpose(tier).get(Purpose.ACTIVATIONS, 0)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what other threads do."""
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.001)
 
 
 def room(store: ActivationStore) -> int:
@@ -85,12 +48,21 @@ def room(store: ActivationStore) -> int:
 
 def settled(store: ActivationStore, tiers: Tiers) -> int:
     """The store's room when nothing is on its way out."""
-    until(lambda: room(store) >= 0 and kept(tiers, Tier.HOST) == 0)
+    wait_for(lambda: room(store) >= 0 and kept(tiers, Tier.HOST) == 0)
     return room(store)
 
 
 def nothing_left(store: ActivationStore, tiers: Tiers) -> None:
-    until(lambda: room(store) == 0 and kept(tiers, Tier.HOST) == kept(tiers, Tier.DEVICE) == 0)
+    wait_for(lambda: room(store) == 0 and kept(tiers, Tier.HOST) == kept(tiers, Tier.DEVICE) == 0)
+
+
+@pytest.fixture
+def store(tiers: Tiers, request: pytest.FixtureRequest) -> Iterator[ActivationStore]:
+    """A store by the test's `choice`, else on files, of which nothing is left after the test."""
+    choice = request.getfixturevalue("choice") if "choice" in request.fixturenames else FILE
+    found = ActivationStore(tiers, choice)
+    yield found
+    nothing_left(found, tiers)
 
 
 def computed(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -110,25 +82,6 @@ def packed(store: ActivationStore, tensor: torch.Tensor) -> SavedTensor:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
-
-
-class Gate:
-    """Holds reads or writes of a file tier back until it is opened, and notes where they begin."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-        self._open = threading.Event()
-        self.began: list[int] = []
-        move = getattr(FileTier, name)
-
-        def held(tier: FileTier, data: torch.Tensor, offset: int) -> None:
-            self.began.append(offset)
-            assert self._open.wait(SECONDS)
-            move(tier, data, offset)
-
-        monkeypatch.setattr(FileTier, name, held)
-
-    def open(self) -> None:
-        self._open.set()
 
 
 class Wide(nn.Module):
@@ -193,21 +146,19 @@ def test_no_bit_changes(build: Any, mode: Mode, tmp_path: Path) -> None:
     expected = trained(build(), lengths)
     choices = [HOST, FILE, TierChoice(tier="file", fraction=0.4), TierChoice(tier="host", fraction=0.7)]
     for number, choice in enumerate(choices):
-        tiers = made_tiers(tmp_path / str(number), checksums=number == 1)
-        store = ActivationStore(tiers, choice)
-        model = build()
-        assert enable_activation_checkpointing(model, mode, store=store) == 3
-        found = trained(model, lengths)
-        assert all(map(torch.equal, found, expected)), choice
-        assert (kept(tiers, Tier.FILE) > 0) == (choice.tier == "file")
-        nothing_left(store, tiers)
-        tiers.close()
+        with closing(made_tiers(tmp_path / str(number), checksums=number == 1)) as tiers:
+            store = ActivationStore(tiers, choice)
+            model = build()
+            assert enable_activation_checkpointing(model, mode, store=store) == 3
+            found = trained(model, lengths)
+            assert all(map(torch.equal, found, expected)), choice
+            assert (kept(tiers, Tier.FILE) > 0) == (choice.tier == "file")
+            nothing_left(store, tiers)
 
 
 @pytest.mark.parametrize("mode", ["block", "selective"])
-def test_no_bit_changes_in_plain_blocks(mode: Mode, tiers: Tiers) -> None:
+def test_no_bit_changes_in_plain_blocks(mode: Mode, store: ActivationStore) -> None:
     results = []
-    store = ActivationStore(tiers, FILE)
     for used in (None, store):
         net = Net()
         enable_activation_checkpointing(net, mode, blocks=list(net.blocks), store=used)
@@ -215,12 +166,10 @@ def test_no_bit_changes_in_plain_blocks(mode: Mode, tiers: Tiers) -> None:
         net(computed(4, 8)).backward()
         results.append([p.grad for p in net.parameters()])
     assert all(map(torch.equal, *results))
-    nothing_left(store, tiers)
 
 
-def test_blocks_to_be_compiled_run_as_they_are(tiers: Tiers) -> None:
-    expected = trained(llama(), (20,))
-    model, store = llama(), ActivationStore(tiers, FILE)
+def test_blocks_to_be_compiled_run_as_they_are(store: ActivationStore, tiers: Tiers) -> None:
+    expected, model = trained(llama(), (20,)), llama()
     enable_activation_checkpointing(model, "block", store=store)
     for layer in model.model.layers:
         layer.forward = torch.compile(layer.forward, backend="aot_eager")
@@ -242,35 +191,30 @@ SHAPES: dict[str, Callable[[], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("tier", ["host", "file"])
+@pytest.mark.parametrize("choice", [HOST, FILE])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_same_bits_come_back(name: str, tier: Any, tiers: Tiers) -> None:
-    store = ActivationStore(tiers, TierChoice(tier=tier))
+def test_the_same_bits_come_back(name: str, choice: TierChoice, store: ActivationStore, tiers: Tiers) -> None:
     tensor = SHAPES[name]()
     expected = bits(tensor.detach().resolve_conj())
     for wait in (False, True):  # while it is being written, and from the file
         handle = packed(store, tensor)
-        if wait and tier == "file":
+        if wait and choice is FILE:
             settled(store, tiers)
         for _ in range(2):
             found = store.unpack(handle)
             assert found.shape == tensor.shape
             assert found.dtype == tensor.dtype
             assert torch.equal(bits(found), expected)
-    del handle, found
-    nothing_left(store, tiers)
 
 
-def test_what_is_no_hidden_state_stays(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_what_is_no_hidden_state_stays(store: ActivationStore, tiers: Tiers) -> None:
     leaf, mask, empty = torch.ones(3, requires_grad=True), torch.ones(3, dtype=torch.bool), computed(0, 4)
     for tensor in (leaf, mask, empty, nn.Parameter(torch.ones(2)), computed(3).to_sparse()):
         assert store.unpack(packed(store, tensor)) is tensor
     assert kept(tiers, Tier.FILE) == 0
 
 
-def test_a_tensor_changed_later_was_copied(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_a_tensor_changed_later_was_copied(store: ActivationStore) -> None:
     tensor = computed(500, 100)
     expected = tensor.detach().clone()
     handle = packed(store, tensor)
@@ -279,8 +223,8 @@ def test_a_tensor_changed_later_was_copied(tiers: Tiers) -> None:
     assert torch.equal(store.unpack(handle), expected)
 
 
-def test_hooks_of_any_operation(tiers: Tiers) -> None:
-    store, gradients = ActivationStore(tiers, FILE), []
+def test_hooks_of_any_operation(store: ActivationStore) -> None:
+    gradients = []
     for hooks in (
         saved_tensors_hooks(lambda t: t, lambda t: t),
         saved_tensors_hooks(partial(packed, store), store.unpack),
@@ -305,8 +249,7 @@ class SavedByFunction(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
 
-def test_inputs_that_a_function_saves(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_inputs_that_a_function_saves(store: ActivationStore, tiers: Tiers) -> None:
     hidden, mask, dummy = computed(64, 64), torch.ones(3), torch.empty(0, requires_grad=True)
     with store.keeping(away=True):
         saver = SavedByFunction.apply(dummy, hidden, mask)
@@ -321,38 +264,35 @@ def test_inputs_that_a_function_saves(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("mode", ["block", "selective"])
-def test_only_the_inputs_of_blocks_are_kept(mode: Mode, tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_only_the_inputs_of_blocks_are_kept(mode: Mode, store: ActivationStore, tiers: Tiers) -> None:
     model = llama()
     enable_activation_checkpointing(model, mode, store=store)
     ids = torch.zeros(2, 32, dtype=torch.long)
     loss = model(input_ids=ids, labels=ids).loss
     assert settled(store, tiers) == 3 * 2 * 32 * 32 * 8
     loss.backward()
-    del loss
-    nothing_left(store, tiers)
 
 
-@pytest.mark.parametrize(("fraction", "away"), [(1.0, 10), (0.7, 7), (0.75, 8), (0.04, 1)])
-def test_the_last_blocks_stay(fraction: float, away: int, tiers: Tiers) -> None:
-    store = ActivationStore(tiers, TierChoice(tier="file", fraction=fraction))
+@pytest.mark.parametrize(
+    ("choice", "away"),
+    [
+        *(
+            (TierChoice(tier="file", fraction=fraction), away)
+            for fraction, away in ((1, 10), (0.7, 7), (0.75, 8), (0.04, 1))
+        ),
+        (TierChoice(tier="host", fraction=0.5), 5),  # Host and device of a CPU are one memory.
+    ],
+)
+def test_the_last_blocks_stay(choice: TierChoice, away: int, store: ActivationStore, tiers: Tiers) -> None:
     assert store.away_of(10) == away
     loss = wide(store, blocks=10)(INPUT)
-    assert settled(store, tiers) == away * ROOM
+    if choice.tier == "file":
+        assert settled(store, tiers) == away * ROOM
+    else:
+        assert kept(tiers, Tier.HOST) == away * ROOM
     assert kept(tiers, Tier.DEVICE) == (10 - away) * ROOM
+    assert (tiers._file is None) == (choice.tier == "host")
     loss.backward()
-    del loss
-    nothing_left(store, tiers)
-
-
-def test_host_and_device_of_a_cpu_are_one_memory(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, TierChoice(tier="host", fraction=0.5))
-    loss = wide(store)(INPUT)
-    assert kept(tiers, Tier.HOST) == kept(tiers, Tier.DEVICE) == 2 * ROOM
-    loss.backward()
-    del loss
-    nothing_left(store, tiers)
-    assert tiers._file is None
 
 
 @pytest.mark.parametrize(
@@ -392,7 +332,7 @@ def test_what_was_given_is_freed(tiers: Tiers) -> None:
 
 
 def test_memory_is_lower_by_what_is_kept(tmp_path: Path) -> None:
-    nbytes, blocks = 34 << 20, 8  # above glibc's highest threshold: each tensor has pages of its own
+    nbytes, blocks = 34 << 20, 6  # above glibc's highest threshold: each tensor has pages of its own
     peaks = []
     for choice in (None, FILE):
         tiers = made_tiers(tmp_path)
@@ -415,23 +355,21 @@ def _high_water() -> int:
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
 
 
-def test_few_are_on_their_way_at_a_time(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_are_on_their_way_at_a_time(store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "_IN_FLIGHT", 3)
-    store = ActivationStore(tiers, FILE)
     net, writes = wide(store, blocks=10), Gate(monkeypatch, "write")
     forward = threading.Thread(target=net, args=(INPUT,), daemon=True)
     forward.start()
-    until(lambda: kept(tiers, Tier.HOST) == 3 * ROOM)
+    wait_for(lambda: kept(tiers, Tier.HOST) == 3 * ROOM)
     forward.join(0.1)  # It waits, and takes no more.
     assert forward.is_alive()
     assert kept(tiers, Tier.HOST) == 3 * ROOM
     writes.open()
     forward.join(SECONDS)
     assert not forward.is_alive()
-    nothing_left(store, tiers)
 
 
-def test_memory_is_given_back_when_it_was_written(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_when_it_was_written(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = []
 
     def noted(*given: Any) -> torch.Tensor:
@@ -440,15 +378,13 @@ def test_memory_is_given_back_when_it_was_written(tiers: Tiers, monkeypatch: pyt
         return made
 
     monkeypatch.setattr(activations, "allocate_lasting", noted)
-    store = ActivationStore(tiers, FILE)
     handle = packed(store, computed(300, 300))
-    until(lambda: memory[0]() is None)  # without asking the store
+    wait_for(lambda: memory[0]() is None)  # without asking the store
     assert store.unpack(handle).numel() == 90000
     assert len(memory) == 2
 
 
-def test_no_room_is_taken_where_nothing_will_be_computed_again(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_no_room_is_taken_where_nothing_will_be_computed_again(store: ActivationStore, tiers: Tiers) -> None:
     net = wide(store)
     with torch.no_grad():
         net(INPUT)
@@ -463,8 +399,7 @@ def test_no_room_is_taken_where_nothing_will_be_computed_again(tiers: Tiers) -> 
     assert kept(tiers, Tier.FILE) == 0
 
 
-def test_graphs_that_are_dropped_give_their_room_back(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_graphs_that_are_dropped_give_their_room_back(store: ActivationStore, tiers: Tiers) -> None:
     net = wide(store)
     for _ in range(3):
         net(INPUT)  # its loss is dropped
@@ -476,8 +411,6 @@ def test_graphs_that_are_dropped_give_their_room_back(tiers: Tiers) -> None:
     second.backward()
     expected = [2 * parameter.grad for parameter in _once().parameters()]
     assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), expected, strict=True))
-    del first, second
-    nothing_left(store, tiers)
 
 
 def _once() -> Wide:
@@ -486,8 +419,7 @@ def _once() -> Wide:
     return net
 
 
-def test_an_exception_leaves_nothing(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_an_exception_leaves_nothing(store: ActivationStore, tiers: Tiers) -> None:
     net = wide(store)
 
     def fail() -> None:
@@ -508,8 +440,7 @@ def test_an_exception_leaves_nothing(tiers: Tiers) -> None:
     assert kept(tiers, Tier.FILE) == 4 * ROOM
 
 
-def test_backward_twice(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_backward_twice(store: ActivationStore, tiers: Tiers) -> None:
     net = wide(store)
     loss = net(INPUT)
     loss.backward(retain_graph=True)
@@ -518,8 +449,7 @@ def test_backward_twice(tiers: Tiers) -> None:
     assert all(torch.equal(p.grad, 2 * q.grad) for p, q in zip(net.parameters(), _once().parameters(), strict=True))
 
 
-def test_room_is_used_again_whatever_the_size(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_room_is_used_again_whatever_the_size(store: ActivationStore, tiers: Tiers) -> None:
     net = wide(store)
     for length in (1, 3, 2, 5, 4, 1, 7, 6, 7):
         net(INPUT[:length]).backward()
@@ -527,8 +457,7 @@ def test_room_is_used_again_whatever_the_size(tiers: Tiers) -> None:
     assert kept(tiers, Tier.FILE) == tiers.file().nbytes == 4 * -(-INPUT[:7].nbytes // BLOCK) * BLOCK
 
 
-def test_states_in_the_same_file_are_left_alone(tiers: Tiers) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_states_in_the_same_file_are_left_alone(store: ActivationStore, tiers: Tiers) -> None:
     net, states = wide(store), []
     for number in range(3):
         state = tiers.allocate(5000, torch.float32, FILE, Purpose.MOMENTS, "moments")
@@ -552,21 +481,22 @@ def test_reading_begins_before_it_is_asked_for(tiers: Tiers, monkeypatch: pytest
 
     def look() -> None:
         """Block 3, whose input is here, begins while that of block 2 is read, and can be."""
-        until(lambda: bool(reads.began))
+        wait_for(lambda: bool(reads.began))
         seen.append(len(reads.began))
         reads.open()
 
     net.blocks[3].before = look  # type: ignore[assignment]
     for number in (1, 2):
-        net.blocks[number].before = lambda number=number: until(lambda: len(set(reads.began)) > 3 - number)  # type: ignore[assignment]
+        net.blocks[number].before = lambda number=number: wait_for(lambda: len(set(reads.began)) > 3 - number)  # type: ignore[assignment]
     loss.backward()
     assert seen == [1]
     assert reads.began == sorted(reads.began, reverse=True)
     assert len(reads.began) == 3
 
 
-def test_all_inputs_of_a_block_come_ahead(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_all_inputs_of_a_block_come_ahead(
+    store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     handles: list[Any] = []
     tensors = [computed(64, 64, seed=seed) for seed in range(4)]
     for pair in (tensors[:2], tensors[2:]):
@@ -576,7 +506,7 @@ def test_all_inputs_of_a_block_come_ahead(tiers: Tiers, monkeypatch: pytest.Monk
     reads, second = Gate(monkeypatch, "read"), []
     backward = threading.Thread(target=lambda: second.extend(handles[1].grad_fn.saved_tensors), daemon=True)
     backward.start()
-    until(lambda: len(reads.began) == 4)  # while it waits for the first of them
+    wait_for(lambda: len(reads.began) == 4)  # while it waits for the first of them
     reads.open()
     backward.join(SECONDS)
     first = handles[0].grad_fn.saved_tensors
@@ -584,18 +514,17 @@ def test_all_inputs_of_a_block_come_ahead(tiers: Tiers, monkeypatch: pytest.Monk
     assert all(map(torch.equal, [*first, *second], tensors))
 
 
-def test_what_is_still_here_is_not_read(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_what_is_still_here_is_not_read(store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, writes = Gate(monkeypatch, "read"), Gate(monkeypatch, "write")
     net = wide(store, blocks=2)
     net(INPUT).backward()
     assert not reads.began
     writes.open()
-    nothing_left(store, tiers)
 
 
-def test_room_is_not_given_away_while_something_moves_there(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_room_is_not_given_away_while_something_moves_there(
+    store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = computed(64, 64, seed=1), computed(64, 64, seed=2)
     with monkeypatch.context() as patch:
         writes = Gate(patch, "write")
@@ -607,54 +536,46 @@ def test_room_is_not_given_away_while_something_moves_there(tiers: Tiers, monkey
     with monkeypatch.context() as patch:
         reads = Gate(patch, "read")
         handle.fetch()
-        until(lambda: bool(reads.began))
+        wait_for(lambda: bool(reads.began))
         del handle
         assert room(store) == first.nbytes
         again = packed(store, first)
         reads.open()
     settled(store, tiers)
     assert torch.equal(store.unpack(again), first)
-    del again
-    nothing_left(store, tiers)
 
 
 # What goes wrong
 
 
-@pytest.mark.parametrize("checksums", [False, True])
-def test_a_file_that_was_shortened(checksums: bool, tmp_path: Path) -> None:
-    tiers = made_tiers(tmp_path, checksums=checksums)
-    store = ActivationStore(tiers, FILE)
-    loss = wide(store)(INPUT)
-    settled(store, tiers)
+def shortened(tiers: Tiers) -> None:
     os.ftruncate(tiers.file()._files[0]._buffered, ROOM)
-    with pytest.raises(StorageError, match=LABEL):
-        loss.backward()
-    del loss
-    nothing_left(store, tiers)
-    tiers.close()
 
 
-def test_a_byte_that_has_changed(tmp_path: Path) -> None:
-    tiers = made_tiers(tmp_path, checksums=True)
-    store = ActivationStore(tiers, FILE)
-    loss = wide(store)(INPUT)
-    settled(store, tiers)
+def changed(tiers: Tiers) -> None:
     tiers.file().write(torch.tensor([120], dtype=torch.uint8), 2 * ROOM + 77)
-    with pytest.raises(StorageError, match=LABEL + "bytes .* are not what was written"):
-        loss.backward()
-    tiers.close()
 
 
-def _full(*_args: Any) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize(
+    ("damage", "checksums", "said"),
+    [(shortened, False, ""), (shortened, True, ""), (changed, True, "bytes .* are not what was written")],
+)
+def test_a_file_that_was_damaged(damage: Callable[[Tiers], None], checksums: bool, said: str, tmp_path: Path) -> None:
+    with closing(made_tiers(tmp_path, checksums=checksums)) as tiers:
+        store = ActivationStore(tiers, FILE)
+        loss = wide(store)(INPUT)
+        settled(store, tiers)
+        damage(tiers)
+        with pytest.raises(StorageError, match=LABEL + said):
+            loss.backward()
+        del loss
+        nothing_left(store, tiers)
 
 
-def test_a_disk_without_room(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_a_disk_without_room(store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     net = wide(store)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", _full)
+        patch.setattr(os, "posix_fallocate", refusing(errno.ENOSPC))
         with pytest.raises(StorageError, match=LABEL + ".*No space left on device"):
             net(INPUT)
     nothing_left(store, tiers)
@@ -662,23 +583,21 @@ def test_a_disk_without_room(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("blocks", [1, 6])
-def test_a_disk_that_refuses_writes(blocks: int, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ActivationStore(tiers, FILE)
+def test_a_disk_that_refuses_writes(blocks: int, store: ActivationStore, monkeypatch: pytest.MonkeyPatch) -> None:
     net = wide(store, blocks)
+
+    def forward_and_backward() -> None:
+        loss = net(INPUT)
+        time.sleep(0.1)  # Writes have failed.
+        loss.backward()
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", _full)
+        patch.setattr(os, "pwritev", refusing(errno.ENOSPC))
         with pytest.raises(StorageError, match=LABEL + ".*No space left"):
-            _forward_and_backward(net)
+            forward_and_backward()
     net.zero_grad()
-    until(lambda: _quiet(store))
+    wait_for(lambda: _quiet(store))
     net(INPUT).backward()
-    nothing_left(store, tiers)
-
-
-def _forward_and_backward(net: Wide) -> None:
-    loss = net(INPUT)
-    time.sleep(0.1)  # Writes have failed.
-    loss.backward()
 
 
 def _quiet(store: ActivationStore) -> bool:
@@ -709,8 +628,7 @@ class Changing(nn.Module):
 
 
 @pytest.mark.parametrize("choice", [HOST, FILE])
-def test_inputs_that_are_changed_in_place(choice: TierChoice, tiers: Tiers) -> None:
-    store = ActivationStore(tiers, choice)
+def test_inputs_that_are_changed_in_place(choice: TierChoice, store: ActivationStore) -> None:
     block = Changing()
     enable_activation_checkpointing(block, "block", blocks=[block], store=store)
     with pytest.raises(

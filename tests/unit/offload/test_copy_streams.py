@@ -10,26 +10,14 @@ import pytest
 import torch
 
 from tests.support.devices import DEVICE, accelerated
+from tests.unit.offload.file_cases import CPU, check_refused
 from zeromesh.errors import StorageError
-from zeromesh.offload import (
-    Access,
-    FileSettings,
-    Ledger,
-    Purpose,
-    StreamOperand,
-    StreamRow,
-    Tier,
-    TierChoice,
-    TieredTensor,
-    Tiers,
-    UpdateStream,
-    WaitTime,
-)
+from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, TieredTensor, Tiers, WaitTime
 from zeromesh.offload import tiers as moving
 from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer, copy_streams_of
 from zeromesh.offload.tiers import TieredPart
+from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream
 
-CPU = torch.device("cpu")
 GATE = 5.0
 
 
@@ -145,8 +133,7 @@ def test_what_is_partly_on_a_file_and_partly_on_another_device_is_over_at_once(m
     gone = Transfer.failing(StorageError("gone"))
     monkeypatch.setattr(moving, "_copy", lambda source, target: gone)
     together = TieredTensor(torch.float32, halves).read(0, out)  # Two files, whose reader waits when it needs them.
-    with pytest.raises(StorageError, match="gone"):
-        together.wait()
+    check_refused("gone", together.wait)
     gone.crosses = True
     with pytest.raises(StorageError, match="gone"):
         TieredTensor(torch.float32, halves).read(0, out)
@@ -156,7 +143,7 @@ def test_what_is_partly_on_a_file_and_partly_on_another_device_is_over_at_once(m
 
 
 @pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
+def device_tiers(tmp_path: Path) -> Iterator[Tiers]:
     files = FileSettings(directories=(tmp_path / "swap",), checksums=True)
     found = Tiers(device=DEVICE, ledger=Ledger(), files=files)
     yield found
@@ -167,9 +154,9 @@ def tiers(tmp_path: Path) -> Iterator[Tiers]:
 @pytest.mark.parametrize("tier", ["host", "file"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_come_back_as_they_went(tiers: Tiers, tier: Any, fraction: float, dtype: torch.dtype) -> None:
+def test_bytes_come_back_as_they_went(device_tiers: Tiers, tier: Any, fraction: float, dtype: torch.dtype) -> None:
     choice = TierChoice(tier=tier, fraction=fraction)
-    tensor = tiers.allocate(3_000_001, torch.float32, choice, Purpose.MOMENTS, "moments")
+    tensor = device_tiers.allocate(3_000_001, torch.float32, choice, Purpose.MOMENTS, "moments")
     for turn in range(3):
         values = torch.rand(tensor.numel, device=DEVICE).to(dtype)
         for _ in range(20):
@@ -187,12 +174,12 @@ def test_bytes_come_back_as_they_went(tiers: Tiers, tier: Any, fraction: float, 
 
 
 @accelerated
-def test_pinned_pages_are_pinned_and_no_longer_than_asked_for(tiers: Tiers) -> None:
-    tensor = tiers.allocate(1_500_000, torch.float32, TierChoice(tier="host"), Purpose.MOMENTS, "moments")
+def test_pinned_pages_are_pinned_and_no_longer_than_asked_for(device_tiers: Tiers) -> None:
+    tensor = device_tiers.allocate(1_500_000, torch.float32, TierChoice(tier="host"), Purpose.MOMENTS, "moments")
     memory = tensor.parts[0].memory
     assert memory is not None
     assert memory.is_pinned()
-    assert tiers.pinned.used == memory.nbytes
+    assert device_tiers.pinned.used == memory.nbytes
     assert tensor.parts[0].tier is Tier.HOST
 
 

@@ -4,11 +4,9 @@ import errno
 import fcntl
 import os
 import re
-import subprocess
-import sys
+import signal
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -19,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.offload.in_time import SECONDS, in_time
+from tests.support.waiting import wait_for
+from tests.unit.offload.file_cases import SECONDS, Gate, check_refused, in_time, refusing, small_tiers
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular
 from zeromesh.offload import DONE, FileSlot, FileTier, Transfer, WaitTime
@@ -32,15 +31,6 @@ SMALL = 2 * BLOCK
 """Bytes of a piece, where there are to be many."""
 MOVES = ("direct", "direct and short", "refused at open", "refused at every move", "refused at every move, and short")
 checked = pytest.mark.parametrize("checksums", [False, True], ids=["plain", "checksums"])
-
-
-def until(happened: Callable[[], bool]) -> None:
-    """Return when something has happened; `TimeoutError` where it does not."""
-    last = time.monotonic() + SECONDS
-    while not happened():
-        if time.monotonic() > last:
-            raise TimeoutError
-        time.sleep(0.005)
 
 
 def some_bytes(count: int, seed: int) -> torch.Tensor:
@@ -73,18 +63,13 @@ def moves(how: str, move: Callable[..., int]) -> Callable[..., int]:
 
 @contextmanager
 def small_tier(stripes: int, how: str, *, checksums: bool) -> Iterator[FileTier]:
-    """A tier of small pieces and stripes that do not meet, in directories that are gone afterwards."""
-    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_tier, "PIECE", SMALL)
-        patch.setattr(file_tier, "_STRAIGHT", 2 * SMALL)
-        patch.setattr(file_tier, "STRIPE", 3 * BLOCK)
+    """A tier of small pieces and stripes that do not meet, on a file system that moves bytes in its own way."""
+    with small_tiers(stripes, checksums=checksums, piece=SMALL) as tiers, pytest.MonkeyPatch.context() as patch:
         if how == "refused at open":
             patch.setattr(direct_io, "open_regular", _without_direct)
         patch.setattr(os, "preadv", moves(how, os.preadv))
         patch.setattr(os, "pwritev", moves(how, os.pwritev))
-        directories = [Path(root, str(number)) for number in range(stripes)]
-        with closing(FileTier(directories, "some", checksums=checksums)) as tier:
-            yield tier
+        yield tiers.file()
 
 
 @pytest.fixture
@@ -94,6 +79,33 @@ def tier(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FileTier]:
     found = FileTier([tmp_path / "swap"], "some", checksums=checksums)
     yield found
     in_time(found.close)
+
+
+@pytest.fixture
+def summed(tmp_path: Path) -> Iterator[FileTier]:
+    with closing(FileTier([tmp_path], "some", checksums=True)) as found:
+        yield found
+
+
+Moved = list[tuple[str, int, int, bool]]
+
+
+@pytest.fixture
+def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
+    """What the system is asked to move: the call, the offset, the bytes, and whether past the page cache."""
+    found: Moved = []
+
+    def noted(name: str, move: Callable[..., int]) -> Callable[..., int]:
+        def moving(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
+            direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+            found.append((name, offset, len(views[0]), direct))
+            return move(descriptor, views, offset)
+
+        return moving
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
+    return found
 
 
 def _without_direct(path: str, flags: int) -> int:
@@ -161,7 +173,7 @@ def test_slots_hold_what_was_written(data: st.DataObject, checksums: bool, strip
         for number in range(data.draw(st.integers(1, 10))):
             slot = data.draw(st.sampled_from(slots))
             begin, end = sorted(data.draw(st.tuples(*[near_blocks(slot.slot.nbytes)] * 2)))
-            shift = data.draw(st.sampled_from([0, 0, 8, 1000]))
+            shift = data.draw(st.sampled_from([0, 0, 8, 1000, begin % BLOCK]))  # Also where blocks lie alike.
             if data.draw(st.booleans()):
                 slot.write(begin, end, shift, number)
             else:
@@ -174,15 +186,14 @@ def test_slots_hold_what_was_written(data: st.DataObject, checksums: bool, strip
 
 @checked
 def test_large_slots_of_the_real_pieces(tmp_path: Path, checksums: bool) -> None:
-    tier = FileTier([tmp_path / "a", tmp_path / "b"], "some", checksums=checksums)
-    slots = [tier.allocate(nbytes, "large") for nbytes in (5 * file_tier.PIECE + 12_345, 3, 2 * file_tier.PIECE)]
-    values = [some_bytes(slot.nbytes, number) for number, slot in enumerate(slots)]
-    for slot, value in zip(slots, values, strict=True):
-        slot.write(0, placed(value, 0))
-    for slot, value in zip(slots, values, strict=True):
-        assert torch.equal(content(slot), value)
-    assert tier.nbytes >= sum(slot.nbytes for slot in slots)
-    tier.close()
+    with closing(FileTier([tmp_path / "a", tmp_path / "b"], "some", checksums=checksums)) as tier:
+        slots = [tier.allocate(nbytes, "large") for nbytes in (5 * file_tier.PIECE + 12_345, 3, 2 * file_tier.PIECE)]
+        values = [some_bytes(slot.nbytes, number) for number, slot in enumerate(slots)]
+        for slot, value in zip(slots, values, strict=True):
+            slot.write(0, placed(value, 0))
+        for slot, value in zip(slots, values, strict=True):
+            assert torch.equal(content(slot), value)
+        assert tier.nbytes >= sum(slot.nbytes for slot in slots)
 
 
 @checked
@@ -195,20 +206,9 @@ def test_whole_blocks_go_past_the_page_cache_without_a_detour(tier: FileTier, ch
 
 
 @checked
-def test_nothing_goes_through_the_page_cache(tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
+def test_nothing_goes_through_the_page_cache(tier: FileTier, moved: Moved, checksums: bool) -> None:
     """Whatever bytes are moved, from wherever: it would fill with what nobody reads twice."""
     slot = tier.allocate(3 * BLOCK + 100, "some")
-    ways: list[bool] = []
-
-    def noted(move: Callable[..., int]) -> Callable[..., int]:
-        def moved(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-            ways.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
-            return move(descriptor, views, offset)
-
-        return moved
-
-    monkeypatch.setattr(os, "preadv", noted(os.preadv))
-    monkeypatch.setattr(os, "pwritev", noted(os.pwritev))
     model = torch.zeros(slot.nbytes, dtype=torch.uint8)
     for begin, end, shift in ((0, slot.nbytes, 8), (0, 2 * BLOCK, 1000), (5, 50, 0), (BLOCK, 3 * BLOCK, 0)):
         model[begin:end] = some_bytes(end - begin, end)
@@ -216,26 +216,8 @@ def test_nothing_goes_through_the_page_cache(tier: FileTier, monkeypatch: pytest
         out = memory(end - begin, shift)
         slot.read(begin, out).wait()
         assert torch.equal(out, model[begin:end])
-    assert len(ways) >= 8
-    assert all(ways)
-
-
-@checked
-def test_memory_whose_blocks_are_those_of_the_slot_from_the_middle_of_one_on(tier: FileTier, checksums: bool) -> None:
-    slot = tier.allocate(2 * file_tier._STRAIGHT + 300, "long")
-    model = torch.zeros(slot.nbytes, dtype=torch.uint8)
-    for begin, end in (
-        (10, slot.nbytes - 7),
-        (0, slot.nbytes),
-        (BLOCK, file_tier._STRAIGHT + 5),
-        (BLOCK - 1, slot.nbytes),
-    ):
-        model[begin:end] = some_bytes(end - begin, begin)
-        slot.write(begin, placed(model[begin:end], begin % BLOCK)).wait()
-        out = memory(end - begin, begin % BLOCK)
-        slot.read(begin, out).wait()
-        assert torch.equal(out, model[begin:end])
-        assert torch.equal(content(slot), model)
+    assert len(moved) >= 8
+    assert all(direct for *_, direct in moved)
 
 
 def test_stripes_of_several_disks_are_moved_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,71 +267,47 @@ def test_a_stored_file_is_read_with_a_buffer_only_where_its_blocks_are_no_blocks
         assert not (alike and used)
 
 
-def test_a_stored_file_that_is_overwritten_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("renamed", [True, False], ids=["under another name", "with its time set back"])
+def test_a_stored_file_that_is_overwritten_is_an_error(tmp_path: Path, renamed: bool) -> None:
     """Other weights than those that the model began with would answer, silently."""
-    path = tmp_path / "weights"
+    path, kept, other = tmp_path / "weights", tmp_path / "kept", tmp_path / "other"
     path.write_bytes(bytes(3 * BLOCK))
-    with closing(FileTier([tmp_path], "test")) as tier:
-        slot, out = tier.stored(path), torch.empty(2 * BLOCK, dtype=torch.uint8)
-        slot.read(5, out).wait()
-        replaced = path.with_name("other")
-        replaced.write_bytes(bytes([1]) * 3 * BLOCK)
-        os.replace(path, tmp_path / "kept")
-        os.replace(replaced, path)
-        slot.read(5, out).wait()
-        assert not out.any(), "a file that takes its name is another file"
-        with (tmp_path / "kept").open("r+b") as file:
-            file.write(b"x")
-        with pytest.raises(StorageError, match=f"{path}' has changed since it was opened"):
-            slot.read(BLOCK, out).wait()
-
-
-def test_a_stored_file_is_not_overwritten_with_its_time_set_back(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    path.write_bytes(bytes(3 * BLOCK))
+    other.write_bytes(bytes([1]) * 3 * BLOCK)
     with closing(FileTier([tmp_path], "test")) as tier:
         slot, out = tier.stored(path), torch.empty(2 * BLOCK, dtype=torch.uint8)
         slot.read(5, out).wait()
         before = path.stat()
-        with path.open("r+b") as file:
+        if renamed:
+            os.replace(path, kept)
+            os.replace(other, path)
+            slot.read(5, out).wait()
+            assert not out.any(), "a file that takes its name is another file"
+        with (kept if renamed else path).open("r+b") as file:
             file.write(b"x")
-        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        assert path.stat().st_mtime_ns == before.st_mtime_ns
-        with pytest.raises(StorageError, match=f"{path}' has changed since it was opened"):
-            slot.read(BLOCK, out).wait()
+        if not renamed:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            assert path.stat().st_mtime_ns == before.st_mtime_ns
+        check_refused(f"{path}' has changed since it was opened", slot.read(BLOCK, out).wait)
 
 
+@pytest.mark.parametrize(
+    ("begin", "end", "first", "last"),
+    [(10, 4 * BLOCK + 3, 1, 4), (0, 2 * BLOCK, 0, 2), (5, 100, 0, 0), (7, BLOCK, 0, 0)],
+)
 def test_a_file_is_read_and_written_past_the_page_cache_from_its_first_whole_block_to_its_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, moved: Moved, begin: int, end: int, first: int, last: int
 ) -> None:
-    blocks: list[tuple[str, int, int]] = []
-
-    def noted(name: str, move: Callable[..., int]) -> Callable[..., int]:
-        def moved(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-            if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
-                blocks.append((name, offset, len(views[0])))
-            return move(descriptor, views, offset)
-
-        return moved
-
-    for name in ("preadv", "pwritev"):
-        monkeypatch.setattr(os, name, noted(name, getattr(os, name)))
     with direct_io.PositionalFile(tmp_path / "some", write=True, size=5 * BLOCK) as file:
-        for begin, end, first, last in (
-            (10, 4 * BLOCK + 3, 1, 4),
-            (0, 2 * BLOCK, 0, 2),
-            (5, 100, 0, 0),
-            (7, BLOCK, 0, 0),
-        ):
-            content, out = some_bytes(end - begin, end), memory(end - begin, begin % BLOCK)
-            file.write(placed(content, begin % BLOCK), begin)
-            file.read(out, begin)
-            assert torch.equal(out, content)
-            moves = [(name, first * BLOCK, (last - first) * BLOCK) for name in ("pwritev", "preadv")]
-            assert blocks == (moves if last > first else [])
-            blocks.clear()
-            file.read(placed(content, (begin + 8) % BLOCK), begin)
-            assert not blocks, "memory and file have their blocks at other bytes"
+        content, out = some_bytes(end - begin, end), memory(end - begin, begin % BLOCK)
+        file.write(placed(content, begin % BLOCK), begin)
+        file.read(out, begin)
+        assert torch.equal(out, content)
+        blocks = [each[:3] for each in moved if each[3]]
+        wanted = [(name, first * BLOCK, (last - first) * BLOCK) for name in ("pwritev", "preadv")]
+        assert blocks == (wanted if last > first else [])
+        moved.clear()
+        file.read(placed(content, (begin + 8) % BLOCK), begin)
+        assert not any(direct for *_, direct in moved), "memory and file have their blocks at other bytes"
 
 
 def test_bytes_outside_a_slot_are_refused(tier: FileTier) -> None:
@@ -469,17 +427,14 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
 
 def test_files_are_nobody_elses_and_gone_with_their_process(tmp_path: Path) -> None:
     """They have no name from the beginning, so that a process that is killed leaves nothing."""
-    script = f"""
-import os
-from pathlib import Path
-from zeromesh.offload import FileTier
-tier = FileTier([Path({str(tmp_path)!r})], "some")
-tier.allocate(1 << 20, "some")
-assert os.listdir({str(tmp_path)!r}) == []
-os.kill(os.getpid(), 9)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (-9, "")
+    child = os.fork()
+    if child == 0:
+        try:
+            FileTier([tmp_path], "some").allocate(1 << 20, "some")
+            os.kill(os.getpid(), signal.SIGKILL if os.listdir(tmp_path) == [] else signal.SIGABRT)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 
@@ -499,13 +454,10 @@ def test_what_is_reserved_is_on_the_disk(tmp_path: Path, count: int) -> None:
 
 @checked
 def test_a_full_disk_when_room_is_taken(tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
-    def full(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     first = tier.allocate(1000, "first")
     first.write(0, some_bytes(1000, 1))
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        patch.setattr(os, "posix_fallocate", refusing(errno.ENOSPC))
         said = rf"file tier, exp_avg of layer 3: '{tier.paths[0]}' cannot be given 40,960 bytes more: No space left on device"
         with pytest.raises(StorageError, match=said):
             tier.allocate(40_000, "exp_avg of layer 3")
@@ -533,18 +485,13 @@ def test_what_a_full_disk_does_not_take_cannot_be_read(
         patch.setattr(os, "pwritev", full)
         transfer = slot.write(begin, some_bytes(end - begin, 2))
         said = rf"file tier, master of layer 3: '{tier.paths[0]}' cannot be written \([\d,]+ bytes at [\d,]+\): No space left"
-        with pytest.raises(StorageError, match=said):
-            in_time(transfer.wait)
+        check_refused(said, transfer.wait)
     assert transfer.done()
     assert transfer.failed()
     for _ in range(2):
-        with pytest.raises(StorageError, match=said):
-            in_time(slot.read(file_tier.PIECE + 4000, memory(1000, 0)).wait)
-        with pytest.raises(StorageError, match=said):
-            in_time(slot.settle)
+        check_refused(said, slot.read(file_tier.PIECE + 4000, memory(1000, 0)).wait, slot.settle)
     later = slot.write(file_tier.PIECE + 4000, some_bytes(3000, 3))
-    with pytest.raises(StorageError, match=said):
-        in_time(later.wait)
+    check_refused(said, later.wait)
     with pytest.raises(StorageError, match=said):  # It was to begin after the one that failed: it has not.
         in_time(slot.read(file_tier.PIECE + 6500, memory(10, 0)).wait)
     other.write(0, some_bytes(100, 4))
@@ -559,8 +506,7 @@ def test_a_file_that_was_shortened(tier: FileTier, checksums: bool) -> None:
     out = memory(slot.nbytes, 0)
     asked = "1,048,576 were to be read at 1,048,576" if checksums else "3,145,728 were to be read at 0"
     said = rf"file tier, exp_avg of layer 3: '{tier.paths[0]}' ends after 1,048,676 bytes; {asked}"
-    with pytest.raises(StorageError, match=said):
-        in_time(slot.read(0, out).wait)
+    check_refused(said, slot.read(0, out).wait)
     first = memory(file_tier.PIECE, 0)
     slot.read(0, first).wait()
     assert torch.equal(first, some_bytes(slot.nbytes, 1)[: file_tier.PIECE])
@@ -571,17 +517,12 @@ def test_a_disk_that_cannot_read(tier: FileTier, monkeypatch: pytest.MonkeyPatch
     slot = tier.allocate(2 * file_tier.PIECE, "exp_avg")
     slot.write(0, some_bytes(slot.nbytes, 1)).wait()
 
-    def broken(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     said = rf"file tier, exp_avg: '{tier.paths[0]}' cannot be read \([\d,]+ bytes at [\d,]+\): Input/output error"
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", broken)
-        with pytest.raises(StorageError, match=said):
-            in_time(slot.read(5, memory(slot.nbytes - 5, 0)).wait)
+        patch.setattr(os, "preadv", refusing(errno.EIO))
+        check_refused(said, slot.read(5, memory(slot.nbytes - 5, 0)).wait)
         part = slot.write(file_tier.PIECE + 5, some_bytes(10, 2))  # The rest of its blocks has to be read.
-        with pytest.raises(StorageError, match=said):
-            in_time(part.wait)
+        check_refused(said, part.wait)
     first = memory(file_tier.PIECE, 0)
     slot.read(0, first).wait()  # Reads may be tried again.
     assert torch.equal(first, some_bytes(slot.nbytes, 1)[: file_tier.PIECE])
@@ -593,65 +534,51 @@ def test_a_disk_that_cannot_read(tier: FileTier, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "offset", [0, file_tier.PIECE - 1, file_tier.PIECE, 2 * file_tier.PIECE + 99, 2 * file_tier.PIECE + 100]
 )
-def test_a_changed_byte_is_an_error(tmp_path: Path, offset: int) -> None:
-    tier = FileTier([tmp_path], "some", checksums=True)
-    slot = tier.allocate(2 * file_tier.PIECE + 100, "exp_avg of layer 3")
+def test_a_changed_byte_is_an_error(summed: FileTier, offset: int) -> None:
+    slot = summed.allocate(2 * file_tier.PIECE + 100, "exp_avg of layer 3")
     slot.write(0, some_bytes(slot.nbytes, 1)).wait()
     assert torch.equal(content(slot), some_bytes(slot.nbytes, 1))
-    flip(tier, offset)
+    flip(summed, offset)
     first = offset // file_tier.PIECE * file_tier.PIECE
     last = min(first + file_tier.PIECE, 2 * file_tier.PIECE + BLOCK)
-    said = rf"file tier, exp_avg of layer 3: bytes \[{first:,}, {last:,}\) are not what was written.*{re.escape(tier.paths[0])}"
-    with pytest.raises(StorageError, match=said):
-        content(slot)
-    with pytest.raises(StorageError, match=said):  # A few bytes of the piece, others than the one that has changed.
-        slot.read(first + 50, memory(3, 0)).wait()
-    part = slot.write(first + 60, some_bytes(3, 2))
-    with pytest.raises(StorageError, match=said):
-        in_time(part.wait)
-    with pytest.raises(StorageError, match=said):
-        content(slot)
-    tier.close()
+    said = rf"file tier, exp_avg of layer 3: bytes \[{first:,}, {last:,}\) are not what was written.*{re.escape(summed.paths[0])}"
+    for move in (
+        lambda: slot.read(0, memory(slot.nbytes, 0)),
+        lambda: slot.read(first + 50, memory(3, 0)),  # Other bytes of the piece than the one that has changed.
+        lambda: slot.write(first + 60, some_bytes(3, 2)),
+        lambda: slot.read(0, memory(slot.nbytes, 0)),
+    ):
+        check_refused(said, move().wait)
 
 
-def test_a_changed_byte_of_what_was_never_written_is_an_error(tmp_path: Path) -> None:
-    tier = FileTier([tmp_path], "some", checksums=True)
-    slot = tier.allocate(2 * file_tier.PIECE, "exp_avg")
+def test_a_changed_byte_of_what_was_never_written_is_an_error(summed: FileTier) -> None:
+    slot = summed.allocate(2 * file_tier.PIECE, "exp_avg")
     assert not content(slot).any()
-    flip(tier, file_tier.PIECE + 7)
+    flip(summed, file_tier.PIECE + 7)
     first = memory(file_tier.PIECE, 0)
     slot.read(0, first).wait()
-    with pytest.raises(StorageError, match=r"bytes \[1,048,576, 2,097,152\) are not what was written"):
-        slot.read(file_tier.PIECE, first).wait()
-    tier.close()
+    check_refused(r"bytes \[1,048,576, 2,097,152\) are not what was written", slot.read(file_tier.PIECE, first).wait)
 
 
-def test_a_whole_piece_may_replace_a_changed_one(tmp_path: Path) -> None:
-    tier = FileTier([tmp_path], "some", checksums=True)
-    slot = tier.allocate(file_tier.PIECE + 10, "exp_avg")
+def test_a_whole_piece_may_replace_a_changed_one(summed: FileTier) -> None:
+    slot = summed.allocate(file_tier.PIECE + 10, "exp_avg")
     slot.write(0, some_bytes(slot.nbytes, 1)).wait()
-    flip(tier, 5)
-    flip(tier, file_tier.PIECE + 5)
+    flip(summed, 5)
+    flip(summed, file_tier.PIECE + 5)
     slot.write(0, some_bytes(slot.nbytes, 2))
     assert torch.equal(content(slot), some_bytes(slot.nbytes, 2))
-    tier.close()
 
 
 # The end
 
 
-def gated(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Semaphore, threading.Event]:
-    """Reads stop at a gate: what tells that one has begun, and what opens it."""
-    begun, gate = threading.Semaphore(0), threading.Event()
-    read = FileTier.read
-
-    def late(self: FileTier, data: torch.Tensor, offset: int) -> None:
-        begun.release()
-        assert gate.wait(SECONDS)
-        read(self, data, offset)
-
-    monkeypatch.setattr(FileTier, "read", late)
-    return begun, gate
+def check_closed(transfer: Transfer, ended: threading.Event, span: str) -> None:
+    """The transfer is over, has told so, and says that its tier is closed."""
+    assert ended.wait(SECONDS)
+    assert transfer.done()
+    assert transfer.failed()
+    said = f"file tier, exp_avg: bytes {span} were not moved: the tier is closed"
+    check_refused(re.escape(said), transfer.wait)
 
 
 def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -659,30 +586,23 @@ def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
     tier = FileTier([tmp_path], "some", threads=2)
     monkeypatch.setattr(file_tier, "_STRAIGHT", file_tier.PIECE)
     slot = tier.allocate(8 * file_tier.PIECE, "exp_avg")
-    begun, gate = gated(monkeypatch)
+    reads = Gate(monkeypatch, "read")
     out, ended = memory(slot.nbytes, 0), threading.Event()
     transfer = slot.read(0, out)
     transfer.on_end(ended.set)
-    for _ in range(2):
-        assert begun.acquire(timeout=SECONDS)
+    wait_for(lambda: len(reads.began) == 2)
     waiting = threading.Thread(target=transfer.end, daemon=True)  # Somebody waits already when pieces are given up.
     waiting.start()
     assert not ended.wait(A_MOMENT / 4)
     closing = threading.Thread(target=tier.close, daemon=True)
     closing.start()
-    until(transfer.failed)  # What had not begun is given up before the rest may end.
-    gate.set()
+    wait_for(transfer.failed)  # What had not begun is given up before the rest may end.
+    reads.open()
     closing.join(SECONDS)
     waiting.join(SECONDS)
     assert not closing.is_alive()
     assert not waiting.is_alive()
-    assert ended.wait(SECONDS)
-    assert transfer.done()
-    assert transfer.failed()
-    with pytest.raises(
-        StorageError, match=r"file tier, exp_avg: bytes \[0, 8,388,608\) were not moved: the tier is closed"
-    ):
-        in_time(transfer.wait)
+    check_closed(transfer, ended, "[0, 8,388,608)")
     assert list(tmp_path.iterdir()) == []
     assert not [each for each in threading.enumerate() if each.name.startswith("zeromesh-swap")]
     assert set(os.listdir("/proc/self/fd")) <= before
@@ -698,10 +618,7 @@ def test_after_the_end_nothing_is_moved_and_nothing_hangs(tmp_path: Path) -> Non
         ended = threading.Event()
         transfer.on_end(ended.set)
         assert ended.is_set()
-        with pytest.raises(
-            StorageError, match=r"file tier, exp_avg: bytes \[0, 20,480\) were not moved: the tier is closed"
-        ):
-            in_time(transfer.wait)
+        check_closed(transfer, ended, "[0, 20,480)")
     with pytest.raises(StorageError, match="file tier, more:"):
         tier.allocate(BLOCK, "more")
 
@@ -718,8 +635,7 @@ def test_a_transfer_that_fails_is_over_when_it_says_so() -> None:
     told = threading.Event()
 
     def wait() -> None:
-        with pytest.raises(StorageError, match="this one"):
-            transfer.wait()
+        check_refused("this one", transfer.wait)
         told.set()
 
     threading.Thread(target=wait, daemon=True).start()

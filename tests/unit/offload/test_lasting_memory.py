@@ -11,12 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.offload.file_cases import CPU
 from zeromesh import environment
 from zeromesh.errors import StorageError
 from zeromesh.offload import ReleasableBuffer, SparePages, accelerator, allocate_lasting
 from zeromesh.offload.memory import allocation
-
-CPU = torch.device("cpu")
 
 
 def _in_heap(address: int) -> bool:

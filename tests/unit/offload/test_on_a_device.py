@@ -16,19 +16,10 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="the simulated device
         "the_gather_of_a_shard_in_two_memories_comes_after_both",
         "copies_in_do_not_wait_for_copies_out",
         "gradients_leave_and_come_back_without_the_host",
+        "a_save_waits_for_nothing_but_its_own_copies_into_pinned_memory",
+        "helper_threads_sleep_and_know_their_device",
         "what_the_driver_does_not_pin_is_ordinary_memory",
     ],
 )
-def test_a_rule(workers: Workers, case: str) -> None:
-    workers.run(1, f"device_memory_cases:{case}", device="sim")
-
-
-def test_a_save_waits_for_nothing_but_its_own_copies_into_pinned_memory(workers: Workers, tmp_path: Path) -> None:
-    case = "device_memory_cases:a_save_waits_for_the_last_update_alone"
-    ((*waited,),) = workers.run(1, case, device="sim", folder=str(tmp_path))
-    assert waited
-    assert set(waited) == {"an event"}
-
-
-def test_helper_threads_sleep_and_know_their_device(workers: Workers, tmp_path: Path) -> None:
-    workers.run(1, "device_memory_cases:helper_threads_sleep_and_know_their_device", device="sim", folder=str(tmp_path))
+def test_a_rule(workers: Workers, tmp_path: Path, case: str) -> None:
+    workers.run(1, f"device_memory_cases:{case}", device="sim", folder=str(tmp_path))

@@ -1,9 +1,7 @@
 """Flat tensors that rest on tiers hold what a plain one holds, wherever their elements are."""
 
 import os
-import tempfile
-from collections.abc import Iterator, Sized
-from contextlib import closing, contextmanager
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.offload.file_cases import CPU, made_tiers, small_tiers, values
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.offload import (
-    FileSettings,
-    Ledger,
-    PinnedBudget,
-    Purpose,
-    Tier,
-    TierChoice,
-    TieredPart,
-    TieredTensor,
-    Tiers,
-    pinnable_bytes,
-)
-from zeromesh.offload import tiers as tiers_module
+from zeromesh.offload import Ledger, PinnedBudget, Purpose, Tier, TierChoice, TieredTensor, Tiers, pinnable_bytes
 from zeromesh.offload.io import file_tier
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.offload.memory import allocation
-from zeromesh.offload.tiers import GRAIN
+from zeromesh.offload.tiers import GRAIN, TieredPart
 
-CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 choices = st.builds(
     lambda tier, fraction: TierChoice(tier=tier, fraction=fraction),
@@ -40,32 +26,6 @@ choices = st.builds(
 )
 dtypes = st.sampled_from(DTYPES)
 lengths = st.one_of(st.integers(0, 3 * GRAIN), st.sampled_from([GRAIN - 1, GRAIN, GRAIN + 1, 4 * GRAIN]))
-
-
-def values(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """`[count]`, more digits than any narrower dtype has."""
-    return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@contextmanager
-def small_tiers(stripes: int, *, checksums: bool) -> Iterator[Tiers]:
-    """Tiers whose pieces, stripes and conversions are small, so that there are many of each."""
-    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_tier, "PIECE", 2 * BLOCK)
-        patch.setattr(file_tier, "_STRAIGHT", 4 * BLOCK)
-        patch.setattr(file_tier, "STRIPE", 3 * BLOCK)
-        patch.setattr(tiers_module, "_CONVERTED", 1000)
-        directories = tuple(Path(root, str(number)) for number in range(stripes))
-        files = FileSettings(directories=directories, checksums=checksums)
-        with closing(Tiers(device=CPU, ledger=Ledger(), files=files)) as tiers:
-            yield tiers
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    found = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path / "swap",)))
-    yield found
-    found.close()
 
 
 def on(tiers: Tiers, tier: Any, fraction: float = 1.0, numel: int = 5 * GRAIN) -> TieredTensor:
@@ -77,26 +37,49 @@ def on(tiers: Tiers, tier: Any, fraction: float = 1.0, numel: int = 5 * GRAIN) -
 
 
 @given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices, stripes=st.integers(1, 3), checksums=st.booleans())
-@settings(max_examples=60)
-def test_reads_and_writes_are_those_of_a_plain_tensor(
+@settings(max_examples=120)
+def test_a_tensor_and_its_slices_are_those_of_a_plain_one(
     data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice, stripes: int, checksums: bool
 ) -> None:
+    """What is written is read, in any dtype, and what is in memory can be looked at."""
     with small_tiers(stripes, checksums=checksums) as tiers:
         tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
-        model = torch.zeros(numel, dtype=dtype)
+        model, cut = torch.zeros(numel, dtype=dtype), choice.cut(numel)
+        assert [part.end for part in tensor.parts] == sorted({cut, numel} - {0})
+        assert (tensor.whole(CPU) is not None) == choice.in_reach(numel, CPU)
         for number in range(data.draw(st.integers(1, 8))):
-            start, end = sorted(data.draw(st.tuples(*[st.integers(0, numel)] * 2)))
-            other = data.draw(dtypes)
-            if data.draw(st.booleans()):
-                given_ = values(end - start, other, number)
-                transfer = tensor.write(start, given_)
-                model[start:end] = given_
-                if data.draw(st.booleans()):
-                    transfer.wait()
-            else:
-                out = torch.full((end - start,), 7, dtype=other)
-                tensor.read(start, out).wait()
-                assert torch.equal(out, model[start:end].to(other))
+            part, plain, first = tensor, model, 0
+            for _ in range(data.draw(st.integers(0, 3))):
+                start, end = data.draw(intervals(part.numel, cut - first))
+                part, plain, first = part.slice(start, end), plain[start:end], first + start
+                assert part.numel == plain.numel()
+            start, end = data.draw(intervals(part.numel, cut - first))
+            given_ = values(end - start, data.draw(dtypes), number)
+            out = torch.full((end - start,), 7, dtype=given_.dtype)
+            match data.draw(st.sampled_from(["write", "copy from", "read", "copy to", "view"])):
+                case "write":
+                    transfer = part.write(start, given_)
+                    plain[start:end] = given_
+                    if data.draw(st.booleans()):
+                        transfer.wait()
+                case "copy from":
+                    part.slice(start, end).copy_from(given_)
+                    plain[start:end] = given_
+                case "read" | "copy to" as how:
+                    if how == "read":
+                        part.read(start, out).wait()
+                    else:
+                        part.slice(start, end).copy_to(out)
+                    assert torch.equal(out, plain[start:end].to(out.dtype))
+                case _:
+                    found, begin, last = part.view(start, end, CPU), first + start, first + end
+                    in_file = choice.tier == "file" and begin < cut
+                    assert (found is None) == (start < end and (in_file or begin < cut < last))
+                    assert part.view(start, end, torch.device("meta")) is None or start == end
+                    if found is not None:
+                        assert torch.equal(found, plain[start:end])
+                        found.fill_(number)
+                        plain[start:end] = number
         tensor.settle()
         assert torch.equal(tensor.load(CPU), model)
         copy = tiers.allocate(numel, data.draw(dtypes), data.draw(choices), Purpose.PARAMETERS, "copy")
@@ -104,52 +87,11 @@ def test_reads_and_writes_are_those_of_a_plain_tensor(
         assert torch.equal(copy.load(CPU), model.to(copy.dtype))
 
 
-@given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices)
-@settings(max_examples=30)
-def test_slices_are_those_of_a_plain_tensor(
-    data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice
-) -> None:
-    with small_tiers(1, checksums=False) as tiers:
-        tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
-        model = torch.zeros(numel, dtype=dtype)
-        for number in range(3):
-            part, plain = tensor.slice(0, numel), model
-            for _ in range(data.draw(st.integers(0, 3))):
-                start, end = sorted(data.draw(st.tuples(*[st.integers(0, part.numel)] * 2)))
-                part, plain = part.slice(start, end), plain[start:end]
-            assert part.numel == plain.numel()
-            written = values(part.numel, data.draw(dtypes), number)
-            part.copy_from(written)
-            plain.copy_(written)
-            out = torch.full((part.numel,), 7, dtype=data.draw(dtypes))
-            part.copy_to(out)
-            assert torch.equal(out, plain.to(out.dtype))
-        assert torch.equal(tensor.load(CPU), model)
-
-
-@given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices)
-@settings(max_examples=60)
-def test_what_is_in_memory_can_be_looked_at(
-    data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice
-) -> None:
-    with small_tiers(1, checksums=False) as tiers:
-        tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
-        model = values(numel, dtype, 0)
-        tensor.write(0, model).wait()
-        cut = choice.cut(numel)
-        inside = st.one_of(st.integers(0, cut), st.integers(cut, numel))
-        start, end = sorted(data.draw(st.tuples(inside, inside)))
-        assert [part.end for part in tensor.parts] == sorted({cut, numel} - {0})
-        found = tensor.view(start, end, CPU)
-        in_file = choice.tier == "file" and start < cut
-        assert (found is None) == (start < end and (in_file or start < cut < end))
-        if found is not None:
-            assert torch.equal(found, model[start:end])
-            found.fill_(3)
-            model[start:end] = 3
-            assert torch.equal(tensor.load(CPU), model)
-        assert (tensor.whole(CPU) is not None) == choice.in_reach(numel, CPU)
-        assert tensor.view(start, end, torch.device("meta")) is None or start == end
+def intervals(numel: int, cut: int) -> st.SearchStrategy[tuple[int, int]]:
+    """Begin and end, often at the place of `cut`."""
+    cut = min(max(cut, 0), numel)
+    inside = st.one_of(st.integers(0, cut), st.integers(cut, numel), st.just(cut))
+    return st.tuples(inside, inside).map(lambda pair: (min(pair), max(pair)))
 
 
 @given(numel=st.integers(0, 10**9), choice=choices)
@@ -163,16 +105,12 @@ def test_a_fraction_is_kept_within_one_grain(numel: int, choice: TierChoice) -> 
     assert choice.on(Tier.DEVICE, numel) == numel - cut
 
 
-def _bytes_on(tensor: TieredTensor, tier: Tier) -> int:
-    return sum((part.end - part.start) * tensor.dtype.itemsize for part in tensor.parts if part.tier is tier)
-
-
 def test_every_byte_is_in_the_ledger(tiers: Tiers) -> None:
     half = on(tiers, "file", 0.5, 6 * GRAIN)
     other = tiers.allocate(5 * GRAIN, torch.bfloat16, TierChoice(tier="host", fraction=0.3), Purpose.PARAMETERS, "copy")
     counted = {tier: tiers.ledger.by_purpose(tier) for tier in Tier}
-    assert [_bytes_on(half, tier) for tier in Tier] == [12 * GRAIN, 0, 12 * GRAIN]
-    assert [_bytes_on(other, tier) for tier in Tier] == [6 * GRAIN, 4 * GRAIN, 0]
+    assert [half.bytes_on(tier) for tier in Tier] == [12 * GRAIN, 0, 12 * GRAIN]
+    assert [other.bytes_on(tier) for tier in Tier] == [6 * GRAIN, 4 * GRAIN, 0]
     assert counted[Tier.FILE] == {Purpose.MOMENTS: 12 * GRAIN}
     assert counted[Tier.HOST] == {Purpose.PARAMETERS: 4 * GRAIN, Purpose.STAGING: file_tier.THREAD_BYTES}
     assert counted[Tier.DEVICE] == {Purpose.MOMENTS: 12 * GRAIN, Purpose.PARAMETERS: 6 * GRAIN}
@@ -239,15 +177,20 @@ def test_others_elements_are_not_touched(tiers: Tiers, tier: str) -> None:
     assert torch.equal(TieredTensor.of(model).memory, model)
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
-def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
-    with pytest.raises(ConfigError, match=r"fraction of tier file is .*; it must be from 0 to 1"):
-        TierChoice(tier="file", fraction=fraction)
-
-
-def test_a_tier_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tier is 'disk'; allowed are none, host, file"):
-        TierChoice(tier="disk")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        *(
+            ({"tier": "file", "fraction": fraction}, "fraction of tier file is")
+            for fraction in (-0.1, 1.1, float("nan"))
+        ),
+        ({"tier": "disk"}, "tier is 'disk'; allowed are none, host, file"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(choice: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        TierChoice(**choice)
+    assert "fraction" not in choice or "it must be from 0 to 1" in str(caught.value)
 
 
 @pytest.mark.parametrize(("tier", "said"), [("none", "device"), ("host", "host")])
@@ -264,7 +207,7 @@ def test_files_need_a_directory_only_when_something_rests_there(tmp_path: Path) 
     with pytest.raises(StorageError, match="no directory for them is known"):
         on(tiers, "file")
     (tmp_path / "taken").write_bytes(b"")
-    tiers = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path / "taken",)))
+    tiers = made_tiers(tmp_path / "taken")
     with pytest.raises(StorageError, match="file tier: swap files cannot be made in"):
         on(tiers, "file")
     tiers.close()
@@ -291,7 +234,7 @@ def test_errors_come_through_all_ways(tiers: Tiers) -> None:
 
 
 def test_the_end_takes_the_files(tmp_path: Path) -> None:
-    tiers = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path,), label="mine"))
+    tiers = made_tiers(tmp_path, label="mine")
     tensor = on(tiers, "file")
     tensor.write(0, torch.ones(tensor.numel))
     assert [Path(path).name.startswith("zeromesh-mine-") for path in tiers.file().paths] == [True]

@@ -2,43 +2,23 @@
 
 import errno
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
 from itertools import chain, pairwise
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.offload.in_time import SECONDS, in_time
+from tests.unit.offload.file_cases import CPU, SECONDS, check_refused, in_time, small_tiers, values
 from zeromesh.errors import StorageError
-from zeromesh.offload import (
-    Access,
-    FileSettings,
-    FileTier,
-    Ledger,
-    Purpose,
-    StreamOperand,
-    StreamRow,
-    TierChoice,
-    TieredTensor,
-    Tiers,
-    Transfer,
-    UpdateStream,
-    WaitTime,
-    run_whole,
-    stream_bytes,
-    update_stream,
-)
+from zeromesh.offload import FileTier, Purpose, TierChoice, TieredTensor, Tiers, Transfer, WaitTime, update_stream
 from zeromesh.offload.io import file_tier
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.offload.io.transfer import Memory, StagingPool
+from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole, stream_bytes
 
-CPU = torch.device("cpu")
 F32, BF16 = torch.float32, torch.bfloat16
 FILE, NONE = TierChoice(tier="file"), TierChoice()
 BUFFER = 4 * BLOCK
@@ -92,35 +72,18 @@ def pool_of(found: UpdateStream) -> Pool:
 
 @pytest.fixture(autouse=True)
 def counted() -> Iterator[None]:
-    """Streams have pools that count, and small buffers."""
+    """Streams have small buffers, and pools that count: in the end all are there."""
+    pools: list[Pool] = []
+
+    def counting(count: int, nbytes: int, memory: Memory) -> Pool:
+        pools.append(Pool(count, nbytes, memory))
+        return pools[-1]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(update_stream, "StagingPool", Pool)
+        patch.setattr(update_stream, "StagingPool", counting)
         patch.setattr(update_stream, "_LEAST_BYTES", BUFFER)
         yield
-
-
-@pytest.fixture
-def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    found = Tiers(device=CPU, ledger=Ledger(), files=FileSettings(directories=(tmp_path / "swap",)))
-    yield found
-    in_time(found.close)
-
-
-@contextmanager
-def several_tiers(stripes: int, *, piece: int, checksums: bool) -> Iterator[Tiers]:
-    """Tiers whose files have pieces of `piece` bytes and small stripes, in directories that are gone afterwards."""
-    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_tier, "PIECE", piece)
-        patch.setattr(file_tier, "_STRAIGHT", 2 * piece)
-        patch.setattr(file_tier, "STRIPE", 3 * BLOCK)
-        directories = tuple(Path(root, str(number)) for number in range(stripes))
-        files = FileSettings(directories=directories, checksums=checksums)
-        with closing(Tiers(device=CPU, ledger=Ledger(), files=files)) as tiers:
-            yield tiers
-
-
-def values(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(count, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    assert all(pool.all_come_back() for pool in pools)
 
 
 class Numbers:
@@ -140,12 +103,22 @@ class Numbers:
     def rows(self, found: UpdateStream) -> list[StreamRow]:
         return list(found.rows(self.key, self.numel, [StreamOperand(tensor=self.tensor, mode=Access.UPDATE)]))
 
-    def right(self) -> bool:
-        return torch.equal(self.tensor.load(CPU), self.model)
+    def check(self, added: int = 1) -> None:
+        """The tensor is what the model is after `added` runs more."""
+        self.model.add_(added)
+        assert torch.equal(self.tensor.load(CPU), self.model)
 
 
 def add(row: StreamRow, tensors: list[torch.Tensor]) -> None:
     tensors[0].add_(1)
+
+
+class Computed(list[int]):
+    """Adds 1, and notes the numbers of the rows."""
+
+    def __call__(self, row: StreamRow, tensors: list[torch.Tensor]) -> None:
+        self.append(row.start // ROW)
+        add(row, tensors)
 
 
 def make(width: int = 1) -> UpdateStream:
@@ -194,7 +167,7 @@ def test_rows_make_what_is_computed_at_once(
     data: st.DataObject, stripes: int, checksums: bool, dtype: torch.dtype
 ) -> None:
     piece = data.draw(st.sampled_from([2, 3, 256])) * BLOCK
-    with several_tiers(stripes, piece=piece, checksums=checksums) as tiers:
+    with small_tiers(stripes, piece=piece, checksums=checksums) as tiers:
         where = data.draw(st.tuples(*[choices] * 4))
         lengths = data.draw(st.lists(st.integers(0, 14_000), min_size=1, max_size=3))
         buckets = [Bucket(tiers, key, numel, dtype, where) for key, numel in enumerate(lengths)]
@@ -221,7 +194,6 @@ def test_rows_make_what_is_computed_at_once(
             for tensor, model in zip(bucket.tensors, bucket.models, strict=True):
                 assert torch.equal(tensor.load(CPU), model)
         if width:
-            assert pool_of(found).all_come_back()
             assert pool_of(found).most <= width * IN_FLIGHT
 
 
@@ -230,7 +202,7 @@ def test_rows_make_what_is_computed_at_once(
 def test_rows_follow_each_other_and_lie_on_one_tier(
     length: int, where: tuple[TierChoice, TierChoice], nbytes: int
 ) -> None:
-    with several_tiers(1, piece=file_tier.PIECE, checksums=False) as tiers:
+    with small_tiers(1, piece=file_tier.PIECE, checksums=False) as tiers:
         tensors = [tiers.allocate(length, F32, choice, Purpose.MASTER, "some") for choice in where]
         found = UpdateStream(CPU, width=2, longest=4 * length, nbytes=nbytes, waits=WaitTime())
         uses = [StreamOperand(tensor=tensor, mode=Access.READ) for tensor in tensors]
@@ -313,8 +285,7 @@ def test_rows_are_read_while_one_is_computed(tiers: Tiers, monkeypatch: pytest.M
     pace.before = before
     in_time(lambda: found.run(numbers.rows(found), compute))
     assert too_early == []
-    numbers.model.add_(1)
-    assert numbers.right()
+    numbers.check()
 
 
 def test_rows_are_written_while_the_next_ones_are_computed(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,8 +305,7 @@ def test_rows_are_written_while_the_next_ones_are_computed(tiers: Tiers, monkeyp
 
     pace.before = before
     in_time(lambda: found.run(numbers.rows(found), compute))
-    numbers.model.add_(1)
-    assert numbers.right()
+    numbers.check()
 
 
 def test_the_next_tensors_are_read_before_their_run(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,9 +319,7 @@ def test_the_next_tensors_are_read_before_their_run(tiers: Tiers, monkeypatch: p
     assert not pace.event("read begins", 1).is_set()
     assert not pace.event("read begins", 2).is_set()
     for numbers in (one, two):
-        numbers.model.add_(1)
-        assert numbers.right()
-    assert pool_of(found).all_come_back()
+        numbers.check()
 
 
 def test_a_disk_that_does_not_keep_up_takes_no_more_memory(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,8 +345,7 @@ def test_a_disk_that_does_not_keep_up_takes_no_more_memory(tiers: Tiers, monkeyp
     assert pool_of(found).all_come_back()
     assert pool_of(found).most == IN_FLIGHT
     assert waits.seconds > 0.1
-    numbers.model.add_(1)
-    assert numbers.right()
+    numbers.check()
 
 
 # Read ahead in vain
@@ -398,8 +365,7 @@ def test_what_was_read_ahead_in_vain_is_dropped(tiers: Tiers, monkeypatch: pytes
     two.set(7)
     found.run(two.rows(found), add)
     for numbers in (one, two, three):
-        numbers.model.add_(1)
-        assert numbers.right()
+        numbers.check()
 
 
 def test_what_changes_after_it_was_read_ahead_is_read_again(tiers: Tiers) -> None:
@@ -408,8 +374,7 @@ def test_what_changes_after_it_was_read_ahead_is_read_again(tiers: Tiers) -> Non
     found.forget()
     two.set(9)
     found.run(two.rows(found), add)
-    two.model.add_(1)
-    assert two.right()
+    two.check()
 
 
 # What goes wrong
@@ -436,23 +401,19 @@ def failing(
 def test_a_row_that_cannot_be_read_is_an_error_at_its_turn(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, found = Numbers(tiers, 8, 1), make()
     mend, _ = failing(monkeypatch, "preadv", 3, errno.EIO)
-    computed: list[int] = []
-
-    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
-        computed.append(row.start // ROW)
-        add(row, tensors)
-
+    computed = Computed()
     for _ in range(2 * IN_FLIGHT):  # Were buffers lost, there would soon be none to wait for.
         computed.clear()
-        with pytest.raises(StorageError, match=r"file tier, numbers 1: .* cannot be read \(16,384 bytes at 49,152\)"):
-            in_time(lambda: found.run(numbers.rows(found), compute))
+        check_refused(
+            r"file tier, numbers 1: .* cannot be read \(16,384 bytes at 49,152\)",
+            lambda: found.run(numbers.rows(found), computed),
+        )
         assert computed == [0, 1, 2]
         assert pool_of(found).all_come_back()
         numbers.model[: 3 * ROW].add_(1)
     mend()
-    found.run(numbers.rows(found), compute)
-    numbers.model.add_(1)
-    assert numbers.right()
+    found.run(numbers.rows(found), computed)
+    numbers.check()
 
 
 def test_an_error_of_one_tensor_leaves_the_others_reads_to_end(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,13 +424,11 @@ def test_an_error_of_one_tensor_leaves_the_others_reads_to_end(tiers: Tiers, mon
     pace.before = lambda what, row: pace.wait("gate", 0) if (what, row) == ("read", 1) else None
     mend, tried = failing(monkeypatch, "preadv", 0, errno.EIO)
     rows = list(found.rows(0, ROW, [StreamOperand(tensor=each.tensor, mode=Access.UPDATE) for each in (bad, slow)]))
-    with pytest.raises(StorageError, match="numbers 1"):
-        in_time(lambda: found.run(rows, add))
+    check_refused("numbers 1", lambda: found.run(rows, add))
     assert tried
     assert pool_of(found).out == 1
     mend()
     pace.tell("gate", 0)
-    assert pool_of(found).all_come_back()
 
 
 def test_what_compute_raises_leaves_nothing_behind(tiers: Tiers) -> None:
@@ -486,9 +445,8 @@ def test_what_compute_raises_leaves_nothing_behind(tiers: Tiers) -> None:
         assert pool_of(found).all_come_back()
         numbers.model[: 2 * ROW].add_(1)
     in_time(lambda: found.run(other.rows(found), add))
-    other.model.add_(1)
-    assert numbers.right()
-    assert other.right()
+    numbers.check(0)
+    other.check()
 
 
 def test_a_row_that_cannot_be_written_is_an_error_for_who_reads_it_next(
@@ -500,24 +458,16 @@ def test_a_row_that_cannot_be_written_is_an_error_for_who_reads_it_next(
     assert pool_of(found).all_come_back()
     assert set(tried) == {5, 6, 7}
     mend()
-    computed: list[int] = []
-
-    def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
-        computed.append(row.start // ROW)
-        add(row, tensors)
-
+    computed = Computed()
     said = r"file tier, numbers 1: .* cannot be written \(16,384 bytes at 81,920\): No space left"
     for _ in range(2 * IN_FLIGHT):
         computed.clear()
-        with pytest.raises(StorageError, match=said):
-            in_time(lambda: found.run(numbers.rows(found), compute))
+        check_refused(said, lambda: found.run(numbers.rows(found), computed))
         assert computed == [0, 1, 2, 3, 4]
         assert pool_of(found).all_come_back()
-    with pytest.raises(StorageError, match=said):
-        in_time(numbers.tensor.settle)
+    check_refused(said, numbers.tensor.settle)
     in_time(lambda: found.run(other.rows(found), add))
-    other.model.add_(1)
-    assert other.right()
+    other.check()
 
 
 def test_a_write_that_does_not_begin_leaves_no_buffer_behind(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,9 +482,7 @@ def test_a_write_that_does_not_begin_leaves_no_buffer_behind(tiers: Tiers, monke
 
     monkeypatch.setattr(TieredTensor, "write", refusing)
     for _ in range(2 * IN_FLIGHT):
-        with pytest.raises(RuntimeError, match="the device is gone"):
-            in_time(lambda: found.run(rows, add))
-        assert pool_of(found).all_come_back()
+        check_refused("the device is gone", lambda: found.run(rows, add), error=RuntimeError)
 
 
 def test_a_tier_that_is_closed_meanwhile_is_an_error(tiers: Tiers) -> None:
@@ -544,9 +492,7 @@ def test_a_tier_that_is_closed_meanwhile_is_an_error(tiers: Tiers) -> None:
         if row.start == 2 * ROW:
             tiers.close()
 
-    with pytest.raises(StorageError, match=r"file tier, numbers 1: bytes .* the tier is closed"):
-        in_time(lambda: found.run(numbers.rows(found), compute))
-    assert pool_of(found).all_come_back()
+    check_refused(r"file tier, numbers 1: bytes .* the tier is closed", lambda: found.run(numbers.rows(found), compute))
 
 
 @pytest.mark.parametrize("width", [0, 1])
@@ -556,10 +502,11 @@ def test_a_row_that_is_too_wide_does_not_wait_for_ever(tiers: Tiers, width: int)
     uses = [StreamOperand(tensor=each.tensor, mode=Access.UPDATE) for each in both]
     rows = list(make(2).rows(0, ROW, uses))
     for _ in range(2 * IN_FLIGHT):
-        with pytest.raises(ValueError, match=f"a row of 2 tensors out of reach, in a stream of width {width}"):
-            in_time(lambda: found.run(rows, add))
-    if width:
-        assert pool_of(found).all_come_back()
+        check_refused(
+            f"a row of 2 tensors out of reach, in a stream of width {width}",
+            lambda: found.run(rows, add),
+            error=ValueError,
+        )
 
 
 def test_a_tensor_beside_is_taken_as_it_is(tiers: Tiers) -> None:
@@ -580,7 +527,7 @@ def test_a_tensor_beside_is_taken_as_it_is(tiers: Tiers) -> None:
     found.run(rows, compute)
     assert torch.equal(beside, numbers.model)
     assert pool_of(found).all_come_back()
-    assert numbers.right()
+    numbers.check(0)
 
 
 @pytest.mark.parametrize("count", [0, 5])

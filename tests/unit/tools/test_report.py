@@ -279,6 +279,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
         ("config.resolved.yaml", b"- 1", "holds no mapping"),
         ("ranks.json", b"{", "ranks.json cannot be read"),
         ("ranks.json", b'{"ranks": [{"rank": "x"}]}', "ranks.json cannot be read"),
+        ("ranks.json", b'{"ranks": [{"rank": 0, "waits": 3}]}', "ranks.json cannot be read"),
         ("starts.jsonl", b"{}\n[]\n", None),
         ("step_memory.json", b"{}", "step_memory.json cannot be read"),
         (

@@ -184,7 +184,7 @@ def _mesh(run: RunRecord) -> Html | None:
     shape = run.shape
     if shape is None:
         return None
-    states = {int(row["rank"]): row for row in run.ranks}
+    states = {row["rank"]: row for row in run.ranks}
     axes = [axis for axis in AXES if getattr(shape, axis) > 1]
     sizes = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES)
     text = f"{sizes}: {counted(shape.world_size, 'rank')}"

@@ -16,6 +16,7 @@ from zeromesh.trainer.config.messages import shown
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.monitoring.plan_check import PlanTable, comparison_table
+from zeromesh.trainer.monitoring.rank_waits import read_ranks
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, RANKS, STARTS, leaves, read_metrics
 
 CONFIG, CHECKPOINTS, STEP_MEMORY = "config.resolved.yaml", "checkpoints", "step_memory.json"
@@ -144,8 +145,7 @@ def _read(path: Path, name: str) -> RunRecord:
         run.config = config
     run.starts = [line for line in run.whole_lines(STARTS) if type(line.get("step")) is int]
     with run.reading(RANKS) as ranks_path:
-        rows = [dict(row) for row in json.loads(read_whole(ranks_path))["ranks"]]
-        run.ranks = sorted(rows, key=lambda row: int(row["rank"]))
+        run.ranks = read_ranks(ranks_path)
     with run.reading(STEP_MEMORY) as memory_path:
         content = json.loads(read_whole(memory_path))
         events = [
