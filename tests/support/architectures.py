@@ -1,6 +1,6 @@
 """Fifteen architectures of transformers, tiny, each with a task and data whose samples have different numbers of targets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,26 @@ _IGNORED = -100
 Samples = list[dict[str, torch.Tensor]]
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def model_of(config: Mapping[str, Any], head: Head = "causal_lm", dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a configuration that names its `model_type`, with weights drawn from torch's generator."""
+    made = tf.AutoConfig.for_model(config["model_type"], **{key: config[key] for key in config if key != "model_type"})
+    return getattr(tf, AUTO_CLASSES[head]).from_config(made, dtype=dtype, trust_remote_code=False)
+
+
+def tiny(kind: str, head: Head = "causal_lm", dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+    """A model of the sizes `SIZES`, where `fields` have no others."""
+    return model_of({"model_type": kind, **SIZES, **fields}, head, dtype)
+
+
+def on_meta(kind: str, head: Head = "causal_lm", **fields: Any) -> Any:
+    """The same, without values."""
+    with torch.device("meta"):
+        return tiny(kind, head, **fields)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """A configuration, its task, and `samples(count)`, always the same."""
@@ -26,9 +46,7 @@ class Architecture:
 
     def build(self, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
         """The model, with weights drawn from torch's generator."""
-        values = {**self.config, **changes}
-        config = tf.AutoConfig.for_model(values.pop("model_type"), **values)
-        return getattr(tf, AUTO_CLASSES[self.head]).from_config(config, dtype=dtype, trust_remote_code=False)
+        return model_of({**self.config, **changes}, self.head, dtype)
 
 
 def _ids(generator: torch.Generator, length: int = LENGTH) -> torch.Tensor:
@@ -98,9 +116,8 @@ def recordings(count: int) -> Samples:
 
 
 _TEXT = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GROUPS = {"num_key_value_heads": 2}
-_MASKED = {**_SIZES, "vocab_size": VOCABULARY, "pad_token_id": 0, "max_position_embeddings": 32}
+_MASKED = {**SIZES, "vocab_size": VOCABULARY, "pad_token_id": 0, "max_position_embeddings": 32}
 
 
 def _causal(kind: str, **config: Any) -> Architecture:
@@ -108,13 +125,13 @@ def _causal(kind: str, **config: Any) -> Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _causal("llama", **_SIZES, **_GROUPS, tie_word_embeddings=False),
-    "qwen3": _causal("qwen3", **_SIZES, **_GROUPS, head_dim=8),
-    "gemma": _causal("gemma", **_SIZES, **_GROUPS, head_dim=8),
-    "mistral": _causal("mistral", **_SIZES, **_GROUPS, sliding_window=4),
-    "phi": _causal("phi", **_SIZES),
+    "llama": _causal("llama", **SIZES, **_GROUPS, tie_word_embeddings=False),
+    "qwen3": _causal("qwen3", **SIZES, **_GROUPS, head_dim=8),
+    "gemma": _causal("gemma", **SIZES, **_GROUPS, head_dim=8),
+    "mistral": _causal("mistral", **SIZES, **_GROUPS, sliding_window=4),
+    "phi": _causal("phi", **SIZES),
     "gpt2": _causal("gpt2", n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    "gpt-neox": _causal("gpt_neox", **_SIZES),
+    "gpt-neox": _causal("gpt_neox", **SIZES),
     "opt": _causal(
         "opt",
         hidden_size=32,
@@ -126,7 +143,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mixtral": _causal(
         "mixtral",
-        **_SIZES,
+        **SIZES,
         **_GROUPS,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -159,7 +176,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         samples=pairs,
     ),
     "vit": Architecture(
-        config={"model_type": "vit", **_SIZES, "image_size": 16, "patch_size": 8, "num_labels": LABELS},
+        config={"model_type": "vit", **SIZES, "image_size": 16, "patch_size": 8, "num_labels": LABELS},
         head="image_classification",
         samples=pictures,
     ),

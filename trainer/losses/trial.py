@@ -50,10 +50,8 @@ class Verdict:
 
 
 def examine(model: Any, known: bool | None = None) -> Verdict:
-    """Try a small copy of a Hugging Face language model on a batch with `input_ids` and `labels` of one shape.
-
-    `known` tells if its class is known to shift labels, which is the fallback without a small copy.
-    """
+    """Try a small copy of a Hugging Face language model on a batch with `input_ids` and `labels` of one shape. `known` tells if its
+    class is known to shift labels, which is the fallback without a small copy."""
     small = small_copy.small_copy(model, lambda each: each(**_inputs(each)).loss)
     if isinstance(small, str):
         return Verdict(causal=known, reason="no small copy of it could be tried")
@@ -63,8 +61,15 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
     small.config.output_router_logits = auxiliary
     if causal is None:
         return Verdict(causal=None, reason="its loss is a mean over neither labels nor shifted labels")
-    if causal and getattr(small.config, "is_decoder", None) is False and _sees_later(small):
-        return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
+    ids = _inputs(small).get("input_ids")
+    both_ways = causal and getattr(small.config, "is_decoder", None) is False and not small.config.is_encoder_decoder
+    if both_ways and ids is not None:
+        other = ids.clone()
+        other[:, -1] = torch.where(ids[:, -1] == 1, 2, 1)
+        with small_copy.InFloat64(), torch.no_grad():
+            one, two = (small(input_ids=each).logits[:, :-1] for each in (ids, other))
+        if not torch.allclose(one, two, rtol=1e-9, atol=1e-9):  # Earlier logits depend on the last token.
+            return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
     if auxiliary:
         auxiliary = not _is_mean_over(small, causal)
     unlike = _unlike_its_class(model)
@@ -77,18 +82,6 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
             return Verdict(causal=causal, route=route, change=found, auxiliary=auxiliary)
         reason = reason or found  # The first route, the loss function, gives the reason.
     return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
-
-
-def _sees_later(small: Any) -> bool:
-    """Return True if a change of the last token changes earlier logits."""
-    ids = _inputs(small).get("input_ids")
-    if ids is None or small.config.is_encoder_decoder:
-        return False
-    other = ids.clone()
-    other[:, -1] = torch.where(ids[:, -1] == 1, 2, 1)
-    with small_copy.InFloat64(), torch.no_grad():
-        one, two = (small(input_ids=each).logits[:, :-1] for each in (ids, other))
-    return not torch.allclose(one, two, rtol=1e-9, atol=1e-9)
 
 
 def _unlike_its_class(model: Any) -> str:
@@ -176,15 +169,11 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
 
 
 def require_separate_documents(model: nn.Module) -> None:
-    """Run documents packed and alone through a small copy of a model; outputs must agree.
-
-    Raises `ConfigError` with the module that mixes tokens, or if the trial is impossible.
-    """
+    """Run documents packed and alone through a small copy of a model; outputs must agree. Raises `ConfigError` with the module that
+    mixes tokens, or if the trial is impossible."""
     inside = pretrained_of(model)
-    if "position_ids" not in ForwardInputs.of(model, users_loss=False).named:
-        found = "takes no position_ids, which separate documents"
-    else:
-        found = _difference(inside)
+    reads = "position_ids" in ForwardInputs.of(model, users_loss=False).named
+    found = _difference(inside) if reads else "takes no position_ids, which separate documents"
     if found:
         raise ConfigError(
             f"{type(model if inside is None else inside).__name__} {found}; set it to false, or for conversations and pairs "

@@ -116,10 +116,8 @@ def gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor
 
 def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     """Return the norm of the difference of two tensors over the norm of `wanted` and `scale`; infinite for another shape and for
-    values that are not finite.
-
-    Some gradients are zero up to rounding, such as those of an attention's key biases: `scale` is what they are compared with.
-    """
+    values that are not finite. Some gradients are zero up to rounding, such as those of an attention's key biases: `scale` is what
+    they are compared with."""
     if found.shape != wanted.shape:
         return float("inf")
     distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
@@ -163,10 +161,8 @@ def first_copy(
     most: int,
     seed: int = 0,
 ) -> Any | list[str]:
-    """Return the first copy of at most `most` parameters that builds and passes `check`, else the list of reasons.
-
-    `reductions` are sizes and numbers of layers, as `smaller` takes them, tried in turn.
-    """
+    """Return the first copy of at most `most` parameters that builds and passes `check`, else the list of reasons. `reductions` are
+    sizes and numbers of layers, as `smaller` takes them, tried in turn."""
     reasons = []
     for sizes, layers in reductions:
         try:

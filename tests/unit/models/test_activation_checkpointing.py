@@ -5,29 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.architectures import tiny
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing
 
 
-def gpt2() -> Any:
-    config = tf.GPT2Config(
-        n_embd=32, n_layer=3, n_head=4, vocab_size=50, n_positions=32, bos_token_id=None, eos_token_id=None
-    )
-    config.use_cache = False  # as in training; with one, the mask and so the sums of attention are made otherwise
+def model_of(kind: str) -> Any:
+    """GPT-2 drops out, so that recomputation has to draw the same numbers."""
     torch.manual_seed(0)
-    return tf.GPT2LMHeadModel(config).double().train()  # dropout 0.1: recomputation has to draw the same numbers
-
-
-def llama() -> Any:
-    config = tf.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=50
-    )
-    torch.manual_seed(0)
-    return tf.LlamaForCausalLM(config).double().train()
+    made = tiny(kind, num_hidden_layers=3, vocab_size=50, bos_token_id=None, eos_token_id=None, use_cache=False)
+    return made.double().train()
 
 
 class Operations(TorchDispatchMode):
@@ -49,11 +39,11 @@ def step(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor], Counter[str
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, operations.count
 
 
-@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("mode", ["block", "selective"])
-def test_gradients_are_the_same(build: Any, mode: Mode) -> None:
-    loss, gradients, plain = step(build())
-    model = build()
+def test_gradients_are_the_same(kind: str, mode: Mode) -> None:
+    loss, gradients, plain = step(model_of(kind))
+    model = model_of(kind)
     assert enable_activation_checkpointing(model, mode) == 3
     loss2, gradients2, operations = step(model)
     assert torch.equal(loss, loss2)

@@ -15,8 +15,9 @@ import transformers as tf
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask, flash_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.support.architectures import tiny
+from tests.support.text_files import one_rank
 from zeromesh.errors import ConfigError
-from zeromesh.trainer import Trainer
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.models import prepare
 from zeromesh.trainer.models.prepare import _KEPT_NAMES, use_attention, with_documents
@@ -26,10 +27,9 @@ STAND_IN = "stand_in_for_flash"
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
 
 
-def llama(**fields: Any) -> tf.LlamaForCausalLM:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+def llama(**fields: Any) -> Any:
     torch.manual_seed(0)
-    return tf.LlamaForCausalLM._from_config(tf.LlamaConfig(**sizes, vocab_size=32, use_cache=False), **fields)
+    return tiny("llama", hidden_size=16, num_attention_heads=2, vocab_size=32, use_cache=False, **fields)
 
 
 @pytest.mark.parametrize(
@@ -114,27 +114,17 @@ def stand_in() -> Iterator[None]:
 
 @pytest.mark.usefixtures("stand_in")
 def test_flash_attention_trains_on_packed_documents_as_sdpa_does(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(32, (8, 8), generator=generator)
-    data = [
-        {"input_ids": each, "labels": each, "position_ids": POSITIONS[number % 2]} for number, each in enumerate(ids)
-    ]
+    ids = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": each, "labels": each, "position_ids": POSITIONS[n % 2]} for n, each in enumerate(ids)]
     losses = {}
     for name in ("sdpa", STAND_IN):
-        config = {
-            "batch": {"global_size": 4, "micro_size": 2},
-            "run": {"max_steps": 2, "output_dir": str(tmp_path), "name": name, "log_every": 1},
-            "precision": {"compute": "float32"},
-            "data": {"shuffle": False},
-            "checkpoint": {"every_steps": 0},
-        }
+        sections = {"batch": {"global_size": 4}, "run": {"name": name}, "data": {"shuffle": False}}
         model = llama()
         model.config._attn_implementation_internal = name  # transformers would import a package of the name.
-        with Trainer(model, config, data) as trainer:
+        with one_rank(tmp_path, model, data, precision={"compute": "float32"}, **sections) as trainer:
             losses[name] = trainer.fit().losses
-    assert SEEN == [4] * (
-        2 * 2 * 2
-    )  # Each layer, microbatch and step: three documents in one sequence, one in the other.
+    # Each layer, microbatch and step: three documents in one sequence, one in the other.
+    assert SEEN == [4] * (2 * 2 * 2)
     assert losses[STAND_IN] == pytest.approx(losses["sdpa"], rel=1e-6)
 
 

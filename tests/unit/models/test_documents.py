@@ -4,15 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
 
+from tests.support.architectures import on_meta
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.models.small_copy import apart
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
-KV = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
+KV = {"num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LINEAR = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -21,15 +20,14 @@ LINEAR = {
 
 
 def model(kind: str, **fields: Any) -> Any:
-    with torch.device("meta"):
-        return tf.AutoModelForCausalLM.from_config(tf.AutoConfig.for_model(kind, **fields))
+    return on_meta(kind, **{"vocab_size": 96, **fields})
 
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
         ("llama", KV),
-        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96}),
+        ("gpt2", {}),
         ("gemma2", {**KV, "sliding_window": 4}),
         ("mixtral", {**KV, **EXPERTS}),
     ],
@@ -42,12 +40,8 @@ def test_what_keeps_documents_apart_passes(kind: str, fields: dict[str, Any]) ->
     ("kind", "fields", "module"),
     [
         ("gpt_oss", {**KV, **EXPERTS}, "by model.layers.0.self_attn, a GptOssAttention"),
-        (
-            "opt",
-            {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32},
-            "by model.decoder.layers.0.self_attn, a OPTAttention",
-        ),
-        ("bert", {**SMALL, "is_decoder": True}, "a BertSelfAttention"),
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "by model.decoder.layers.0.self_attn, a OPTAttention"),
+        ("bert", {"is_decoder": True}, "a BertSelfAttention"),
         ("qwen3_next", {**KV, **EXPERTS, **LINEAR}, "by model.layers.0.linear_attn, a Qwen3NextGatedDeltaNet"),
         (
             "jamba",
@@ -68,7 +62,7 @@ def test_what_cannot_be_tried_is_refused() -> None:
             return input_ids
 
     with pytest.raises(ConfigError, match="takes no position_ids"):
-        require_separate_documents(model("bloom", hidden_size=32, n_layer=2, n_head=4, vocab_size=96))
+        require_separate_documents(model("bloom"))
     with pytest.raises(ConfigError, match="no small copy of it runs with them"):
         require_separate_documents(Own(2, 2))
 

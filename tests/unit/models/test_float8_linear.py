@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
 
 import zeromesh
+from tests.support.architectures import tiny
 from zeromesh.errors import ConfigError
 from zeromesh.offload import accelerator
 from zeromesh.trainer.config.load import load_config
@@ -55,11 +55,8 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def llama(hidden: int = 64) -> Any:
     torch.manual_seed(0)
-    config = tf.LlamaConfig(
-        hidden_size=hidden, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
-    )
-    config.use_cache = False
-    return tf.LlamaForCausalLM(config).bfloat16().train()
+    sizes = {"hidden_size": hidden, "intermediate_size": 128, "vocab_size": 64}
+    return tiny("llama", **sizes, use_cache=False).bfloat16().train()
 
 
 def losses(model: Any, optimizer: Any) -> list[float]:

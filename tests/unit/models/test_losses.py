@@ -10,54 +10,37 @@ import transformers as tf
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.architectures import on_meta, tiny
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.trainer.losses import chunked_head
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.losses.trial import examine
 from zeromesh.trainer.models.small_copy import InFloat64
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-KV = {"num_key_value_heads": 2, "vocab_size": 90}
-EAGER = {"experts_implementation": "eager"}  # fused experts have no float64
-
-
-def gpt2(**changes: Any) -> Any:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 90, "n_positions": 32}
-    return tf.GPT2LMHeadModel(tf.GPT2Config(**{**sizes, "bos_token_id": None, "eos_token_id": None, **changes}))
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV)),
-    "llama-tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV, tie_word_embeddings=True)),
-    "gpt2": gpt2,
-    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**SMALL, **KV)),
-    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SMALL, **KV)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, **KV, num_local_experts=4, **EAGER)),
-    "mixtral-auxiliary": lambda: tf.MixtralForCausalLM(
-        tf.MixtralConfig(**SMALL, **KV, num_local_experts=4, output_router_logits=True, **EAGER)
-    ),
-    "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(
-            hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=90, dropout=0.0,
-            word_embed_proj_dim=32, max_position_embeddings=32,
-        )
-    ),
-    "bert-masked": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=90)),
-    "t5": lambda: tf.T5ForConditionalGeneration(
-        tf.T5Config(
-            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=90, decoder_start_token_id=0, dropout_rate=0.0
-        )
-    ),
-    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SMALL, **KV, head_dim=8)),
-    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SMALL, **KV, logits_scaling=8.0)),
-    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**SMALL, **KV)),
-    "cohere2": lambda: tf.Cohere2ForCausalLM(tf.Cohere2Config(**SMALL, **KV, logit_scale=0.3)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**SMALL, **KV, head_dim=8, final_logit_softcapping=0.5)
-    ),
-    "granite by 13": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SMALL, **KV, logits_scaling=13.0)),
-    "nanochat": lambda: tf.NanoChatForCausalLM(tf.NanoChatConfig(**SMALL, **KV, final_logit_softcapping=0.5)),
-}  # fmt: skip
+KV = {"num_key_value_heads": 2}
+EAGER = {"num_local_experts": 4, "experts_implementation": "eager"}  # fused experts have no float64
+OPT = {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32, "max_position_embeddings": 32}
+T5 = {"d_kv": 8, "d_ff": 48, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", KV),
+    "llama-tied": ("llama", {**KV, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),
+    "qwen2": ("qwen2", KV),
+    "mistral": ("mistral", KV),
+    "mixtral": ("mixtral", {**KV, **EAGER}),
+    "mixtral-auxiliary": ("mixtral", {**KV, **EAGER, "output_router_logits": True}),
+    "opt": ("opt", OPT),
+    "bert-masked": ("bert", {}),
+    "t5": ("t5", T5),
+    "gemma2": ("gemma2", {**KV, "head_dim": 8}),
+    "granite": ("granite", {**KV, "logits_scaling": 8.0}),
+    "cohere": ("cohere", KV),
+    "cohere2": ("cohere2", {**KV, "logit_scale": 0.3}),
+    "gemma3": ("gemma3_text", {**KV, "head_dim": 8, "final_logit_softcapping": 0.5}),
+    "granite by 13": ("granite", {**KV, "logits_scaling": 13.0}),
+    "nanochat": ("nanochat", {**KV, "final_logit_softcapping": 0.5}),
+}
+HEADS: dict[str, Any] = {"bert-masked": "masked_lm", "t5": "seq2seq_lm"}
 CHANGED = {
     "gemma2": "a factor of 1, capped at 30",
     "gemma3": "a factor of 1, capped at 0.5",
@@ -69,9 +52,27 @@ CHANGED = {
 }
 
 
+def built(name: str, **changes: Any) -> Any:
+    kind, fields = MODELS[name]
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), None)
+    return tiny(
+        kind, HEADS.get(name, "causal_lm"), vocab_size=90, **{**(ids if kind == "gpt2" else {}), **fields, **changes}
+    )
+
+
 def model_of(name: str) -> Any:
     torch.manual_seed(0)
-    return MODELS[name]().double().eval()
+    return built(name).double().eval()
+
+
+def own_class(cls: Any) -> Any:
+    """A tiny model of a user's own class."""
+    return cls(built("llama").config)
+
+
+def classifier(labels: int, head: Any = "sequence_classification") -> Any:
+    torch.manual_seed(0)
+    return tiny("bert", head, vocab_size=90, num_labels=labels).eval()
 
 
 def batch_of(*, masked: bool = True) -> dict[str, torch.Tensor]:
@@ -99,7 +100,7 @@ def gradients(model: Any, loss: torch.Tensor, seed: float) -> dict[str, torch.Te
 @pytest.mark.parametrize("name", MODELS)
 def test_which_models_the_chunked_head_stands_for(name: str) -> None:
     with torch.device("meta"):
-        model = MODELS[name]()
+        model = built(name)
     loss = make_loss(model)
     assert loss.kind == "labels"
     assert "in chunks of tokens" in str(loss.notes), loss.notes
@@ -234,26 +235,6 @@ def test_the_head_computes_inside_its_own_call() -> None:
     assert all(bool(torch.isfinite(gradient).all()) for gradient in grads.values())
 
 
-def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_head, "chunk_for", lambda *sizes: 4)
-    model, batch = model_of("llama").float(), batch_of(masked=False)
-    loss = make_loss(model)
-    shapes: set[tuple[int, ...]] = set()
-
-    class Shapes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                shapes.add(tuple(out.shape))
-            return out
-
-    with Shapes():
-        loss(model, batch, seed=1.0).backward()
-    rows = {shape[0] for shape in shapes if len(shape) == 2 and shape[1] == 90}
-    assert rows
-    assert max(rows - {32}) <= 4  # [hidden, vocab] is the transposed weight
-
-
 class Capped(tf.LlamaForCausalLM):
     """A user's own class with the same loss and other logits."""
 
@@ -297,22 +278,20 @@ class Rooted(tf.LlamaForCausalLM):
 
 
 def test_a_users_own_cap_is_found() -> None:
-    assert (
-        make_loss(Capped(tf.LlamaConfig(**SMALL, **KV)))
-        .notes[0]
-        .startswith("loss: cross entropy in chunks of tokens, of logits changed by a factor of 1, capped at 30, equal")
+    (note,) = make_loss(own_class(Capped)).notes
+    assert note.startswith(
+        "loss: cross entropy in chunks of tokens, of logits changed by a factor of 1, capped at 30, equal"
     )
 
 
 @pytest.mark.parametrize("cls", [Rooted, Smoothed])
 def test_other_losses_are_found_unequal(cls: Any) -> None:
-    model = cls(tf.LlamaConfig(**SMALL, **KV))
-    loss = make_loss(model)
+    loss = make_loss(own_class(cls))
     assert "in chunks of tokens" not in str(loss.notes), loss.notes
 
 
 def test_a_loss_that_is_no_mean_over_labels_is_not_called_one() -> None:
-    loss = make_loss(Summed(tf.LlamaConfig(**SMALL, **KV)))
+    loss = make_loss(own_class(Summed))
     assert loss.kind == "examples"
     assert "neither labels nor shifted labels" in loss.notes[0]
 
@@ -327,48 +306,38 @@ def test_a_replaced_loss_function_is_respected() -> None:
 
 
 def test_the_trial_leaves_no_trace() -> None:
+    """And dropout does not disturb it."""
     model = model_of("llama")
     state = torch.get_rng_state()
     before = (set(vars(model)), set(vars(model.lm_head)))
     assert examine(model).route == "loss_function"
     assert (set(vars(model)), set(vars(model.lm_head))) == before
     assert torch.equal(torch.get_rng_state(), state)
+    assert examine(built("gpt2", resid_pdrop=0.5, attn_pdrop=0.5)).route == "loss_function"
 
 
-def test_dropout_does_not_disturb_the_trial() -> None:
-    assert examine(gpt2(resid_pdrop=0.5, attn_pdrop=0.5)).route == "loss_function"
-
-
-def test_classifiers_count_labelled_examples() -> None:
-    torch.manual_seed(0)
-    model = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3)).eval()
-    batch = {"input_ids": batch_of()["input_ids"], "labels": torch.tensor([2, -100, 0])}
+@pytest.mark.parametrize(
+    ("classes", "head", "labels", "count"),
+    [
+        (3, "sequence_classification", torch.tensor([2, -100, 0]), 2),
+        (3, "token_classification", batch_of()["labels"].clamp(max=2), 14),
+        (1, "sequence_classification", torch.tensor([0.5, 1.0, -2.0]), 3),
+    ],
+)
+def test_classifiers_count_labels_and_regression_elements(
+    classes: int, head: str, labels: torch.Tensor, count: int
+) -> None:
+    model, ids = classifier(classes, head), batch_of()["input_ids"]
     loss = make_loss(model)
-    assert loss.count(batch) == 2
-    total = loss(model, batch, seed=1.0)
-    logits = model(input_ids=batch["input_ids"]).logits
-    torch.testing.assert_close(total, nn.functional.cross_entropy(logits, batch["labels"], reduction="sum"))
+    assert loss.count({"input_ids": ids, "labels": labels}) == count
+    logits = model(input_ids=ids).logits.flatten(0, -2)
+    if classes == 1:
+        expected = (logits.squeeze(1) - labels).square().sum()
+    else:
+        expected = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss(model, {"input_ids": ids, "labels": labels}, seed=1.0), expected)
     assert not loss.causal
     assert loss.notes == ()
-
-
-def test_token_classifiers_count_labelled_tokens() -> None:
-    model = tf.BertForTokenClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3)).eval()
-    batch = {"input_ids": batch_of()["input_ids"], "labels": batch_of()["labels"].clamp(max=2)}
-    loss = make_loss(model)
-    total = loss(model, batch, seed=1.0)
-    logits = model(input_ids=batch["input_ids"]).logits.reshape(-1, 3)
-    expected = nn.functional.cross_entropy(logits, batch["labels"].reshape(-1), reduction="sum")
-    torch.testing.assert_close(total, expected)
-
-
-def test_regression_counts_elements() -> None:
-    model = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=1)).eval()
-    batch = {"input_ids": batch_of()["input_ids"], "labels": torch.tensor([0.5, 1.0, -2.0])}
-    loss = make_loss(model)
-    assert loss.count(batch) == 3
-    predicted = model(input_ids=batch["input_ids"]).logits.squeeze(1)
-    torch.testing.assert_close(loss(model, batch, seed=1.0), (predicted - batch["labels"]).square().sum())
 
 
 class Net(nn.Module):
@@ -448,10 +417,10 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "cohere", "granite"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "cohere", "granite"])
 def test_no_tensor_holds_all_logits_of_a_large_vocabulary(name: str) -> None:
     torch.manual_seed(0)
-    small, tokens = MODELS[name](), 1024
+    small, tokens = built(name), 1024
     small.config.vocab_size = small.config.max_position_embeddings = 8192
     model = type(small)(small.config)
     loss = make_loss(model)
@@ -471,20 +440,14 @@ def test_a_model_that_changes_its_logits_otherwise_than_its_copy_is_refused(chan
         loss(model, batch, seed=1.0)
 
 
-@pytest.mark.parametrize("kind", [tf.BertLMHeadModel, tf.RobertaForCausalLM])
-def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: Any) -> None:
-    def made(*, decodes: bool) -> Any:
-        sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        return kind(kind.config_class(**sizes, intermediate_size=48, is_decoder=decodes))
-
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.head: .* to predict the next token and sees it.*is_decoder: true"):
-        make_loss(made(decodes=False))
-    assert make_loss(made(decodes=True)).causal
+        make_loss(tiny(kind, vocab_size=64, is_decoder=False))
+    assert make_loss(tiny(kind, vocab_size=64, is_decoder=True)).causal
 
 
 @pytest.mark.parametrize(("labels", "kind", "classes"), [(3, None, 3), (1, None, None), (3, "regression", None)])
 def test_a_classifier_knows_its_classes(labels: int, kind: str | None, classes: int | None) -> None:
-    config = tf.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_labels=labels)
-    config.problem_type = kind
-    with torch.device("meta"):
-        assert make_loss(tf.BertForSequenceClassification(config)).classes == classes
+    made = on_meta("bert", "sequence_classification", num_labels=labels, problem_type=kind)
+    assert make_loss(made).classes == classes

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES, tiny
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, LayoutError, StorageError
@@ -25,26 +24,23 @@ from zeromesh.trainer.inference.generator import find_source
 from zeromesh.trainer.models.build import build_model
 from zeromesh.weight_init.weight_sources import materialize_buffers
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 KV = {"num_key_value_heads": 2, "vocab_size": 90, "pad_token_id": 0}
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV)),
-    "llama-tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV, tie_word_embeddings=True)),
-    "gpt2": lambda: tf.GPT2LMHeadModel(
-        tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=90, n_positions=32, bos_token_id=0, eos_token_id=0)
-    ),
-    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=90)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, **KV, num_local_experts=12)),
-    "qwen2_moe": lambda: tf.Qwen2MoeForCausalLM(
-        tf.Qwen2MoeConfig(**SMALL, **KV, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=32)
-    ),
-    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SMALL, **KV, head_dim=8)),
+MOE = {**KV, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", KV),
+    "llama-tied": ("llama", {**KV, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {"vocab_size": 90, "bos_token_id": 0, "eos_token_id": 0}),
+    "bert": ("bert", {"vocab_size": 90}),
+    "mixtral": ("mixtral", {**KV, "num_local_experts": 12}),
+    "qwen2_moe": ("qwen2_moe", MOE),
+    "gemma2": ("gemma2", {**KV, "head_dim": 8}),
 }
 
 
 def saved(family: str, directory: Path, shard: str = "5GB") -> Any:
     torch.manual_seed(0)
-    model = FAMILIES[family]()
+    kind, fields = FAMILIES[family]
+    model = tiny(kind, "masked_lm" if kind == "bert" else "causal_lm", **fields)
     for parameter in model.parameters():
         parameter.data.normal_()
     model.save_pretrained(directory, max_shard_size=shard)
@@ -250,7 +246,7 @@ def test_a_new_head_is_initialised_and_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_a_head_for_other_classes_is_initialised_and_said(classes: int, tmp_path: Path) -> None:
-    stored = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3))
+    stored = tiny("bert", "sequence_classification", vocab_size=90, num_labels=3)
     stored.save_pretrained(tmp_path)
     same, other = (load(tmp_path, "sequence_classification", num_labels=number) for number in (3, classes))
     assert not same.notes

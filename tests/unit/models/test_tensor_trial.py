@@ -7,45 +7,37 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
+from tests.support.architectures import SIZES, on_meta
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 
-_BART = {
+BART = {
     **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 44),
-    "d_model": 32, "vocab_size": 67, "max_position_embeddings": 32, "pad_token_id": 1,
+    "max_position_embeddings": 32, "pad_token_id": 1,
 }  # fmt: skip
-_VIT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 44, "image_size": 32}
+VIT = {**SIZES, "intermediate_size": 44, "image_size": 32}
+
+
+def _model(kind: str, head: Any = "causal_lm", **fields: Any) -> nn.Module:
+    """A model on the meta device; the library's plans of some divide their head alone."""
+    made: nn.Module = on_meta(kind, head, **{"intermediate_size": 44, "vocab_size": 67, **fields})
+    return made
 
 
 def _trocr() -> nn.Module:
-    encoder = tf.ViTConfig(**_VIT, patch_size=8)
     decoder = tf.TrOCRConfig(
         d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=44, vocab_size=67, cross_attention_hidden_size=32
     )  # fmt: skip
+    encoder = tf.ViTConfig(**VIT, patch_size=8)
     return tf.VisionEncoderDecoderModel(tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
 
 
-def _on_meta(kind: type[nn.Module], config: Any) -> nn.Module:
+def _of_class(kind: type[nn.Module], like: nn.Module) -> nn.Module:
     with torch.device("meta"):
-        return kind(config)
-
-
-def _big_bird() -> nn.Module:
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 44,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "vocab_size": 67,
-    }
-    return _on_meta(tf.BigBirdForMaskedLM, tf.BigBirdConfig(**sizes, block_size=4, max_position_embeddings=64))
-
-
-def _ctrl() -> nn.Module:
-    return _on_meta(tf.CTRLLMHeadModel, tf.CTRLConfig(n_embd=32, n_layer=2, n_head=4, dff=44, vocab_size=67))
+        return kind(like.config)
 
 
 class WholeGate(nn.Module):
@@ -85,42 +77,31 @@ class SoftGPT2(tf.GPT2LMHeadModel):
 
 
 def _gpt2(kind: type[nn.Module] = tf.GPT2LMHeadModel) -> nn.Module:
-    return _on_meta(kind, tf.GPT2Config(n_embd=32, n_layer=3, n_head=4, vocab_size=67, bos_token_id=0, eos_token_id=0))
+    return _of_class(kind, _model("gpt2", num_hidden_layers=3, bos_token_id=0, eos_token_id=0))
 
 
 def _llama(kind: type[nn.Module] = tf.LlamaForCausalLM) -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return _on_meta(kind, tf.LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=67))
+    return _of_class(kind, _model("llama", num_key_value_heads=2))
 
 
-def _lfm2() -> nn.Module:
-    """The library's plan of this model divides its head alone."""
-    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_attention_heads": 4, "num_key_value_heads": 2}
-    layers = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "block_auto_adjust_ff_dim": False}
-    return _on_meta(tf.Lfm2ForCausalLM, tf.Lfm2Config(**sizes, **layers, vocab_size=67))
+def _big_bird() -> nn.Module:
+    return _model("big_bird", "masked_lm", block_size=4, max_position_embeddings=64)
 
 
-def _recurrent_gemma() -> nn.Module:
-    """A block of this model keeps the state of its last forward, which cannot be copied; it cannot share the sequence out."""
-    sizes = {
-        "hidden_size": 32,
-        "lru_width": 32,
-        "intermediate_size": 88,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 3,
-    }
-    return _on_meta(tf.RecurrentGemmaForCausalLM, tf.RecurrentGemmaConfig(**sizes, vocab_size=67))
+LAYERS = {"num_key_value_heads": 2, "layer_types": ["full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+RECURRENT = {"lru_width": 32, "intermediate_size": 88, "num_hidden_layers": 3}
+"""A block of this model keeps the state of its last forward, which cannot be copied; it cannot share the sequence out."""
 
 
 @pytest.mark.parametrize(
     ("model", "divided"),
     [
-        (lambda: _on_meta(tf.MBartForConditionalGeneration, tf.MBartConfig(**_BART)), 4 * 2 + 2 * 2 + 4 * 2 + 2 * 2 + 4 * 2 + 1),
-        (lambda: _on_meta(tf.ViTModel, tf.ViTConfig(**_VIT)), (4 + 2) * 2),
+        (lambda: _model("mbart", "seq2seq_lm", **BART), 4 * 2 + 2 * 2 + 4 * 2 + 2 * 2 + 4 * 2 + 1),
+        (lambda: _model("vit", "base", **VIT), (4 + 2) * 2),
         (_trocr, (4 + 2) * 2 + (8 + 2) * 2 + 1),
         (_gpt2, (2 + 2) * 3 + 2),
-        (_lfm2, (4 + 2 + 3) * 2 + 2),
-        (_recurrent_gemma, 4 + 3 * 3),
+        (lambda: _model("lfm2", **LAYERS), (4 + 2 + 3) * 2 + 2),
+        (lambda: _model("recurrent_gemma", **RECURRENT), 4 + 3 * 3),
     ],
     ids=["mbart", "vit", "trocr", "gpt2", "lfm2", "keeps states"],
 )  # fmt: skip
@@ -138,7 +119,7 @@ def test_attention_and_mlps_are_recognised_and_equal(model: Any, divided: int) -
         (_llama, {"*.gate_proj": "replicate"}, r"parallel\.plan: .*layers\.0\.mlp, a LlamaMLP, cannot compute its part \("),
         (_llama, {"*.input_layernorm": "replicated_with_grad_allreduce"}, r"input_layernorm, .* another gradient of its weight"),
         (_big_bird, {}, r"forward puts a BigBirdSelfAttention in the place of bert\.encoder\.layer\.\*\.attention\.self"),
-        (_ctrl, {}, r"multi_head_attention\.Wk, a RowParallelLinear, cannot compute its part"),
+        (lambda: _model("ctrl", dff=44), {}, r"multi_head_attention\.Wk, a RowParallelLinear, cannot compute its part"),
         (lambda: _llama(LlamaOfAnotherMLP), {}, r"mlp\.down_proj, a RowParallelLinear, .* has 22 of them here, and gets 44"),
     ],
     ids=["softmax", "one of two", "a sum of whole gradients", "other modules in forward", "names of its own", "a library's plan"],
