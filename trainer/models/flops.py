@@ -79,6 +79,12 @@ class ModelFlops:
         return tokens * (self.dense + self.attention * seen)
 
 
+def counted_parameters(model: nn.Module) -> int:
+    """Count the parameters without embeddings, as transformers' FLOPs estimate does; 0 for other models."""
+    count = getattr(model, "num_parameters", None)
+    return int(count(exclude_embeddings=True)) if callable(count) else 0
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Return the peak FLOP/s of this rank and the source of the number, a table of data sheets or a timed matrix product (once per
     process)."""

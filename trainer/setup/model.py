@@ -41,7 +41,7 @@ from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.models.flops import ModelFlops
+from zeromesh.trainer.models.flops import ModelFlops, counted_parameters
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_attention, use_float8_linear
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
@@ -89,9 +89,7 @@ def build_trained_model(
         undone.callback(tiers.close)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*begin_alike(built, mesh, config.run.seed))
-        # The parameters without embeddings, as transformers' estimate of FLOPs has them.
-        counted = model.num_parameters(exclude_embeddings=True) if hasattr(model, "num_parameters") else 0  # type: ignore[operator]
-        whole: dict[str, Any] = {"flops": ModelFlops.of(model), "counted": counted}
+        whole: dict[str, Any] = {"flops": ModelFlops.of(model), "counted": counted_parameters(model)}
         whole |= {"parameters": sum(each.numel() for each in model.parameters()), "hub_form": HubForm(model)}
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")

@@ -225,7 +225,7 @@ def prompted(mesh: Mesh, folder: str, stage: int) -> dict[str, bool]:
         model = peft.get_peft_model(seeded(llama), config)
         start = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
         made = settings(folder, zero={"stage": stage}, run={"name": str(number), "max_steps": 2})
-        made["checkpoint"] = {"every_steps": 1}
+        made["checkpoint"] = {"every_steps": 2}
         with Trainer(model, made, sentences(), compute_loss=loss) as trainer:
             trainer.fit()
             trainer.save(Path(folder) / f"{number}-saved")
@@ -335,13 +335,3 @@ def resumed(mesh: Mesh, folder: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         said.append(type(error).__name__)
     return {"digests": digests, "said": said, "files": sorted(path.name for path in checkpoint.iterdir())}
-
-
-def divided(mesh: Mesh, folder: str) -> str:
-    """What is said about adapters under tensor parallelism."""
-    try:
-        with Trainer(adapted(), settings(folder, parallel={"tensor": 2}), sentences()) as trainer:
-            trainer.fit()
-    except ConfigError as error:
-        return str(error)
-    return ""

@@ -68,12 +68,14 @@ class Ends(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def trains(mesh: Mesh, folder: str, workers: int, kind: str = "map", after: int = 0, **sections: Any) -> dict[str, Any]:
-    """Train 6 steps, of which rank 1 makes `after`, going on from the checkpoint after each other step."""
+def trains(
+    mesh: Mesh, folder: str, workers: int, kind: str = "map", after: int = 0, steps: int = 6, **sections: Any
+) -> dict[str, Any]:
+    """Train some steps, of which rank 1 makes `after`, going on from the checkpoint after each other step."""
     config = settings(
         folder,
         data={"workers": workers, "shuffle": kind == "stream", "shuffle_window": 12},
-        run={"max_steps": 6},
+        run={"max_steps": steps},
         checkpoint={"every_steps": 2, "asynchronous": False},
         **sections,
     )
@@ -128,7 +130,7 @@ def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
         patch.object(Stepper, "_loss_of", noted_loss),
     ):
         precision = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
-        losses = trains(mesh, folder, workers, precision=precision)["losses"]
+        losses = trains(mesh, folder, workers, steps=2, precision=precision)["losses"]
     return {"seen": seen[:8], "losses": losses}
 
 

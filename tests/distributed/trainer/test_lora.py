@@ -17,6 +17,7 @@ from tests.support.trainer_cases import LLAMA, llama, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Trainer
 from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.model import LoraSection, ModelSection
@@ -24,6 +25,7 @@ from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.adapters import _no_targets, adapter_names, add_lora, is_adapted, pretrained_of
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.small_copy import InFloat64
+from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.weight_init.weight_sources import BuiltModel, wrap_passed_model
@@ -249,12 +251,14 @@ def test_a_run_with_adapters_goes_on_where_it_was(workers: Workers, tmp_path: Pa
     assert "adapter_config.json" in found["files"]
 
 
-def test_adapters_are_not_divided(workers: Workers, tmp_path: Path) -> None:
-    said = workers.run(2, "lora_cases:divided", folder=str(tmp_path), tensor=2)
-    assert all("shared out over data axes alone" in each for each in said)
-
-
 # Without processes
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_adapters_are_not_divided(axis: str) -> None:
+    shape = MeshShape.resolve(2, **{axis: 2})
+    with pytest.raises(ConfigError, match="shared out over data axes alone"):
+        require_layout_fits(adapted(), shape, trains=True)
 
 
 def built(**changes: Any) -> BuiltModel:
