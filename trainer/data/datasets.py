@@ -11,12 +11,13 @@ which files are pictures and decodes them; files are listed here, so that nothin
 
 import hashlib
 import json
+import math
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,8 @@ class _DatasetLoader:
         elif fraction and len(train) < 2:
             self.notes[-1] += "; too little to hold any out for evaluation"
         elif fraction:
-            train, evaluation = train.split_tail(fraction)
+            head = len(train) - min(max(1, math.floor(len(train) * fraction)), len(train) - 1)
+            train, evaluation = replace(train, cuts=train.cuts[: head + 1]), replace(train, cuts=train.cuts[head:])
             few = f"the last {len(evaluation)} sequences are held out"
             self.notes.append(f"{where}: too few documents to hold out whole ones; {few}")
         if skipped := text.remarks["skipped"]:

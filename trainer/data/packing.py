@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -105,11 +104,6 @@ class TokenDataset:
         elif self.masked:
             found["attention_mask"] = (places < size).long()
         return found
-
-    def split_tail(self, fraction: float) -> tuple[TokenDataset, TokenDataset]:
-        """Split off the last `fraction` of the sequences; each side keeps at least one."""
-        head = len(self) - min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
-        return replace(self, cuts=self.cuts[: head + 1]), replace(self, cuts=self.cuts[head:])
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `DataError` for a token id of `vocab_size` or more."""

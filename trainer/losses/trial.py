@@ -196,10 +196,11 @@ def _difference(model: Any | None) -> str:
     if isinstance(small, str):
         return f"cannot be tried with packed documents, as no small copy of it runs with them ({small})"
     together, *alone = found
-    pairs = list(zip(alone, _DOCUMENTS, strict=True))
-    if not any(_differ(together[-1][1], outputs[-1][1], *where) for outputs, where in pairs):
+    pairs = [(outputs, partial(_mixes, *where)) for outputs, where in zip(alone, _DOCUMENTS, strict=True)]
+    if all(small_copy.first_difference(together[-1:], outputs[-1:], mixes) is None for outputs, mixes in pairs):
         return ""
-    name = next(filter(None, (_first_mixing_module(together, outputs, *where) for outputs, where in pairs)), "")
+    names = (small_copy.first_difference(together, outputs, mixes) for outputs, mixes in pairs)
+    name = next(filter(None, names), "")
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
         name = name.rpartition(".")[0]  # A leaf that acts on single tokens only ends the mixing module.
@@ -221,26 +222,11 @@ def _outputs(small: Any, document: int | None = None) -> small_copy.Outputs:
     return [*outputs, ("", [found[0] if logits is None else logits])]
 
 
-def _first_mixing_module(
-    together: small_copy.Outputs, alone: small_copy.Outputs, row: int, begin: int, length: int
-) -> str:
-    """Return the first module whose outputs differ beside another document."""
-    left: dict[str, list[list[torch.Tensor]]] = {}
-    for name, found in alone:
-        left.setdefault(name, []).append(found)
-    for name, found in together:
-        if left.get(name) and _differ(found, left[name].pop(0), row, begin, length):
-            return name
-    return ""
-
-
-def _differ(together: list[torch.Tensor], alone: list[torch.Tensor], row: int, begin: int, length: int) -> bool:
-    """Return True if a tensor of all documents differs at one document from that document's tensor alone. Tensors of unexpected
-    shapes, such as the tokens of one expert, are skipped."""
-    for one, other in zip(together, alone, strict=False):
-        changed = [dim for dim, sizes in enumerate(zip(one.shape, other.shape, strict=False)) if sizes[0] != sizes[1]]
-        if [(one.shape[dim], other.shape[dim]) for dim in changed] == [(2, 1), (_TOKENS, length)]:
-            part = one.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
-            if not small_copy.apart(part.double(), other.double(), 1.0) <= _ALIKE:
-                return True
-    return False
+def _mixes(row: int, begin: int, length: int, together: torch.Tensor, alone: torch.Tensor) -> bool:
+    """Return True if a tensor of all documents differs at one document from that document's tensor alone; False for unexpected
+    shapes, such as the tokens of one expert."""
+    changed = [dim for dim, sizes in enumerate(zip(together.shape, alone.shape, strict=False)) if sizes[0] != sizes[1]]
+    if [(together.shape[dim], alone.shape[dim]) for dim in changed] != [(2, 1), (_TOKENS, length)]:
+        return False
+    part = together.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
+    return not small_copy.apart(part.double(), alone.double(), 1.0) <= _ALIKE

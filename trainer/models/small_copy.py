@@ -129,6 +129,17 @@ def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     return distance / max(size + scale, 1e-300) if distance else 0.0
 
 
+def first_difference(found: Outputs, wanted: Outputs, differ: Callable[[Tensor, Tensor], bool]) -> str | None:
+    """Return the first module whose outputs differ, call by call, from those in `wanted`; None without one."""
+    left: dict[str, list[list[Tensor]]] = {}
+    for name, outputs in wanted:
+        left.setdefault(name, []).append(outputs)
+    for name, outputs in found:
+        if left.get(name) and any(differ(*pair) for pair in zip(outputs, left[name].pop(0), strict=False)):
+            return name
+    return None
+
+
 def shown_module(model: nn.Module, name: str) -> str:
     """Return the name and the class of a module for a message."""
     return f"{name or 'the model'}, a {type(model.get_submodule(name)).__name__}"

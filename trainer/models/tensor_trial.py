@@ -165,11 +165,6 @@ class _Passed:
     parts: Mapping[str, ParameterPart] = field(default_factory=dict)
     failed: str = ""
 
-    def of_module(self, name: str) -> list[Tensor]:
-        """Return the outputs of a module's first call."""
-        found = next((outputs for module, outputs in self.outputs if module == name), [])
-        return [each for each in found if each.is_floating_point()]
-
 
 def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, Tensor]) -> None:
     """Load every parameter on the meta device on CPU from `whole`, the whole tensors by FQN; divided ones get this rank's part.
@@ -209,6 +204,7 @@ def _difference_when_divided(
             for each in results
             if each.requires_grad
         ]
+        outputs = [(name, each) for name, each in outputs if inside or not name]
         return _Passed(outputs=outputs, gradients=small_copy.gradients_of(model, losses), parts=parts)
 
     def rank(index: int) -> _Passed:
@@ -230,9 +226,9 @@ def _difference_when_divided(
         ranks = list(pool.map(rank, range(plan.size)))
     if failed := next((each.failed for each in ranks if each.failed), ""):
         return failed
-    for name in dict.fromkeys(name for name, _ in expected.outputs if inside or not name):
-        pairs = [pair for each in ranks for pair in zip(each.of_module(name), expected.of_module(name), strict=False)]
-        if any(found.shape == wanted.shape and _differ(found, wanted) for found, wanted in pairs):
+    for each in ranks:
+        name = small_copy.first_difference(each.outputs, expected.outputs, _of_one_shape_differ)
+        if name is not None:
             return f"{small_copy.shown_module(whole, name)}, computes something else"
     for name, gradient in expected.gradients.items():
         for index, each in enumerate(ranks):
@@ -247,6 +243,10 @@ def _difference_when_divided(
 
 def _differ(found: Tensor, wanted: Tensor) -> bool:
     return not small_copy.apart(found, wanted, 1.0) <= _TOLERANCE
+
+
+def _of_one_shape_differ(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and found.is_floating_point() and _differ(found, wanted)
 
 
 def _where(error: Exception, model: nn.Module) -> str:
