@@ -159,10 +159,6 @@ class ForwardInputs:
 
         return {name: value for name, value in sample.items() if passes(name, value)}
 
-    def left_out(self, batch: Mapping[str, Any]) -> list[str]:
-        """Return the fields of a batch that forward does not accept."""
-        return [name for name in batch if self.fields is not None and name not in self.fields]
-
     def check(self, batch: Mapping[str, Any]) -> None:
         """Raise `DataError` for a batch that lacks a required field or is longer than the model's positions."""
         missing = [name for name in self.required if name not in batch]

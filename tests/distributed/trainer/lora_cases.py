@@ -60,11 +60,6 @@ def adapted(base: Mapping[str, Any] | None = None, **changes: Any) -> Any:
     return made
 
 
-def as_plain(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
-    """Training a model with adapters against a plain loop over the same."""
-    return differences(folder, "lora", (adapted(), adapted()), sentences(), zero={"stage": stage})
-
-
 def _with_experts() -> Any:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
     config = tf.Qwen3MoeConfig(**{**LLAMA, **sizes})
@@ -80,10 +75,10 @@ def of_experts(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
     return differences(folder, "experts", (_with_experts(), _with_experts()), sentences(), zero={"stage": stage})
 
 
-def variant(mesh: Mesh, folder: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """One of PEFT's kinds of adapters at stage 3: against a plain loop, and what plain PEFT makes of what is saved."""
+def variant(mesh: Mesh, folder: str, stage: int, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """One of PEFT's kinds of adapters: against a plain loop, and what plain PEFT makes of what is saved."""
     path, mine, other = Path(folder) / "adapter", adapted(base, **changes), adapted(base, **changes)
-    keys = {"stage": 3, "gathered_budget": 0}
+    keys = {"stage": stage, "gathered_budget": 0}
     training = differences(folder, "variant", (mine, other), sentences(), after=lambda t: t.save(path), zero=keys)
     plain = seeded(lambda: llama(**base)).double()
     return {"training": training, **in_peft(plain, path, logits(mine.double()))}
