@@ -280,7 +280,7 @@ def test_workers_end_with_their_parent() -> None:
     assert workers
     os.kill(parent, signal.SIGKILL)
     os.waitpid(parent, 0)
-    until = time.monotonic() + 2
+    until = time.monotonic() + 10
     while (left := [each for each in workers if Path(f"/proc/{each}").exists()]) and time.monotonic() < until:
         time.sleep(0.02)
     assert not left
