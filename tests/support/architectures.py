@@ -116,8 +116,9 @@ def recordings(count: int) -> Samples:
 
 
 _TEXT = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+_SIZES = SIZES
 _GROUPS = {"num_key_value_heads": 2}
-_MASKED = {**SIZES, "vocab_size": VOCABULARY, "pad_token_id": 0, "max_position_embeddings": 32}
+_MASKED = {**_SIZES, "vocab_size": VOCABULARY, "pad_token_id": 0, "max_position_embeddings": 32}
 
 
 def _causal(kind: str, **config: Any) -> Architecture:
@@ -125,13 +126,13 @@ def _causal(kind: str, **config: Any) -> Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "llama": _causal("llama", **SIZES, **_GROUPS, tie_word_embeddings=False),
-    "qwen3": _causal("qwen3", **SIZES, **_GROUPS, head_dim=8),
-    "gemma": _causal("gemma", **SIZES, **_GROUPS, head_dim=8),
-    "mistral": _causal("mistral", **SIZES, **_GROUPS, sliding_window=4),
-    "phi": _causal("phi", **SIZES),
+    "llama": _causal("llama", **_SIZES, **_GROUPS, tie_word_embeddings=False),
+    "qwen3": _causal("qwen3", **_SIZES, **_GROUPS, head_dim=8),
+    "gemma": _causal("gemma", **_SIZES, **_GROUPS, head_dim=8),
+    "mistral": _causal("mistral", **_SIZES, **_GROUPS, sliding_window=4),
+    "phi": _causal("phi", **_SIZES),
     "gpt2": _causal("gpt2", n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
-    "gpt-neox": _causal("gpt_neox", **SIZES),
+    "gpt-neox": _causal("gpt_neox", **_SIZES),
     "opt": _causal(
         "opt",
         hidden_size=32,
@@ -143,7 +144,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "mixtral": _causal(
         "mixtral",
-        **SIZES,
+        **_SIZES,
         **_GROUPS,
         num_local_experts=4,
         num_experts_per_tok=2,
@@ -176,7 +177,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         samples=pairs,
     ),
     "vit": Architecture(
-        config={"model_type": "vit", **SIZES, "image_size": 16, "patch_size": 8, "num_labels": LABELS},
+        config={"model_type": "vit", **_SIZES, "image_size": 16, "patch_size": 8, "num_labels": LABELS},
         head="image_classification",
         samples=pictures,
     ),
