@@ -25,7 +25,7 @@ def model_of(config: Mapping[str, Any], head: Head = "causal_lm", dtype: torch.d
     return getattr(tf, AUTO_CLASSES[head]).from_config(made, dtype=dtype, trust_remote_code=False)
 
 
-def tiny(kind: str, head: Head = "causal_lm", dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+def small_model(kind: str, head: Head = "causal_lm", dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
     """A model of the sizes `SIZES`, where `fields` have no others."""
     return model_of({"model_type": kind, **SIZES, **fields}, head, dtype)
 
@@ -33,7 +33,7 @@ def tiny(kind: str, head: Head = "causal_lm", dtype: torch.dtype = torch.float32
 def on_meta(kind: str, head: Head = "causal_lm", **fields: Any) -> Any:
     """The same, without values."""
     with torch.device("meta"):
-        return tiny(kind, head, **fields)
+        return small_model(kind, head, **fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,21 +8,21 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.architectures import tiny
+from tests.support.architectures import small_model
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing
 
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    made = tiny("gpt2", num_hidden_layers=3, vocab_size=50, n_positions=32, bos_token_id=None, eos_token_id=None)
+    made = small_model("gpt2", num_hidden_layers=3, vocab_size=50, n_positions=32, bos_token_id=None, eos_token_id=None)
     made.config.use_cache = False  # as in training; with one, the mask and so the sums of attention are made otherwise
     return made.double().train()  # dropout 0.1: recomputation has to draw the same numbers
 
 
 def llama() -> Any:
     torch.manual_seed(0)
-    return tiny("llama", num_hidden_layers=3, vocab_size=50, intermediate_size=64).double().train()
+    return small_model("llama", num_hidden_layers=3, vocab_size=50, intermediate_size=64).double().train()
 
 
 class Operations(TorchDispatchMode):

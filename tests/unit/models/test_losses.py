@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.architectures import on_meta, tiny
+from tests.support.architectures import on_meta, small_model
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.trainer.losses import chunked_head
@@ -58,7 +58,7 @@ CHANGED = {
 def built(name: str, **changes: Any) -> Any:
     kind, fields = MODELS[name]
     ids = dict.fromkeys(("bos_token_id", "eos_token_id"), None)
-    return tiny(
+    return small_model(
         kind, HEADS.get(name, "causal_lm"), vocab_size=90, **{**(ids if kind == "gpt2" else {}), **fields, **changes}
     )
 
@@ -75,7 +75,7 @@ def own_class(cls: Any) -> Any:
 
 def classifier(labels: int, head: Any = "sequence_classification") -> Any:
     torch.manual_seed(0)
-    return tiny("bert", head, vocab_size=90, num_labels=labels).eval()
+    return small_model("bert", head, vocab_size=90, num_labels=labels).eval()
 
 
 def batch_of(*, masked: bool = True) -> dict[str, torch.Tensor]:
@@ -437,8 +437,8 @@ def test_a_model_that_changes_its_logits_otherwise_than_its_copy_is_refused(chan
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.head: .* to predict the next token and sees it.*is_decoder: true"):
-        make_loss(tiny(kind, vocab_size=64, is_decoder=False))
-    assert make_loss(tiny(kind, vocab_size=64, is_decoder=True)).causal
+        make_loss(small_model(kind, vocab_size=64, is_decoder=False))
+    assert make_loss(small_model(kind, vocab_size=64, is_decoder=True)).causal
 
 
 @pytest.mark.parametrize(("labels", "kind", "classes"), [(3, None, 3), (1, None, None), (3, "regression", None)])

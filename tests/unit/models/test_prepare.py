@@ -18,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_caus
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import zeromesh
-from tests.support.architectures import tiny
+from tests.support.architectures import small_model
 from tests.support.text_files import one_rank
 from zeromesh.errors import ConfigError
 from zeromesh.offload import accelerator
@@ -39,7 +39,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
 
 def llama(**fields: Any) -> Any:
     torch.manual_seed(0)
-    return tiny("llama", hidden_size=16, num_attention_heads=2, vocab_size=32, use_cache=False, **fields)
+    return small_model("llama", hidden_size=16, num_attention_heads=2, vocab_size=32, use_cache=False, **fields)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def wide_llama(hidden: int = 64) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden, "intermediate_size": 128, "vocab_size": 64}
-    return tiny("llama", **sizes, use_cache=False).bfloat16().train()
+    return small_model("llama", **sizes, use_cache=False).bfloat16().train()
 
 
 def losses(model: Any, optimizer: Any) -> list[float]:

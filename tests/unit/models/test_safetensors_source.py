@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.architectures import ARCHITECTURES, SIZES, Architecture, sentences, tiny
+from tests.support.architectures import ARCHITECTURES, SIZES, Architecture, sentences, small_model
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, LayoutError, StorageError
@@ -231,7 +231,7 @@ def test_a_new_head_is_initialised_and_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_a_head_for_other_classes_is_initialised_and_said(classes: int, tmp_path: Path) -> None:
-    stored = tiny("bert", "sequence_classification", vocab_size=90, num_labels=3)
+    stored = small_model("bert", "sequence_classification", vocab_size=90, num_labels=3)
     stored.save_pretrained(tmp_path)
     same, other = (load(tmp_path, "sequence_classification", num_labels=number) for number in (3, classes))
     assert not same.notes
