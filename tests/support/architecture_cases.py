@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers as tf
 from torch import nn
 
-from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES, model_of
 from tests.support.plain import apart, compare, plain_fit, stacked
 from tests.support.tasks import SAMPLES as ROWS
 from tests.support.tasks import SPEECH, TASKS, spoken
@@ -17,7 +16,6 @@ from tests.support.trainer_cases import lines_of, seeded, settings
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.models.small_copy import InFloat64
 
 STEPS = 5
@@ -73,17 +71,11 @@ def _rows(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     return [{name: values[index] for name, values in batch.items()} for index in range(ROWS)]
 
 
-def _built(config: Mapping[str, Any], head: str) -> Any:
-    values = dict(config)
-    made = tf.AutoConfig.for_model(values.pop("model_type"), **values)
-    return getattr(tf, AUTO_CLASSES[head]).from_config(made, trust_remote_code=False)  # type: ignore[index]
-
-
 def task(mesh: Mesh, folder: str, name: str) -> dict[str, float]:
     """One of the tasks, without dropout."""
     subject = TASKS[name]
     rows = _rows(subject.batch())
-    pair = seeded_pair(lambda: _without_randomness(_built(subject.config, subject.head)))
+    pair = seeded_pair(lambda: _without_randomness(model_of(subject.config, subject.head)))
     return differences(folder, "task", pair, [*rows, *rows[::-1]], mean=subject.mean)
 
 
@@ -106,7 +98,7 @@ def masked_sounds(mesh: Mesh, folder: str) -> dict[str, Any]:
     shaken = {"mask_time_prob": 0.4, "mask_time_length": 2, "layerdrop": 0.0, "hidden_dropout": 0.1}
     for name, masked in (("losses", True), ("without", False)):
         config = {**SPEECH, **shaken, "apply_spec_augment": masked, "ctc_loss_reduction": "mean"}
-        model, _ = seeded_pair(lambda config=config: _built(config, "ctc"))
+        model, _ = seeded_pair(lambda config=config: model_of(config, "ctc"))
         np.random.seed(3 * mesh.world_size + mesh.rank)
         before = np.random.get_state()[1].tolist()  # type: ignore[index, union-attr]
         run = settings(folder, run={"name": name, "max_steps": 3})
@@ -120,7 +112,7 @@ def left_out(mesh: Mesh, folder: str) -> str:
     """A model that leaves layers out; why it is refused, or nothing."""
     config = {**SPEECH, "layerdrop": 0.5, "ctc_loss_reduction": "mean"}
     try:
-        with Trainer(_built(config, "ctc"), settings(folder, run={"max_steps": 2}), _rows(spoken())) as trainer:
+        with Trainer(model_of(config, "ctc"), settings(folder, run={"max_steps": 2}), _rows(spoken())) as trainer:
             trainer.fit()
     except ConfigError as error:
         return str(error)

@@ -1,6 +1,6 @@
 """Fifteen architectures of transformers, tiny, each with a task and data whose samples have different numbers of targets."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,26 @@ _IGNORED = -100
 Samples = list[dict[str, torch.Tensor]]
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def model_of(config: Mapping[str, Any], head: Head = "causal_lm", dtype: torch.dtype = torch.float32) -> Any:
+    """The model of a configuration that names its `model_type`, with weights drawn from torch's generator."""
+    made = tf.AutoConfig.for_model(config["model_type"], **{key: config[key] for key in config if key != "model_type"})
+    return getattr(tf, AUTO_CLASSES[head]).from_config(made, dtype=dtype, trust_remote_code=False)
+
+
+def small_model(kind: str, head: Head = "causal_lm", dtype: torch.dtype = torch.float32, **fields: Any) -> Any:
+    """A model of the sizes `SIZES`, where `fields` have no others."""
+    return model_of({"model_type": kind, **SIZES, **fields}, head, dtype)
+
+
+def on_meta(kind: str, head: Head = "causal_lm", **fields: Any) -> Any:
+    """The same, without values."""
+    with torch.device("meta"):
+        return small_model(kind, head, **fields)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """A configuration, its task, and `samples(count)`, always the same."""
@@ -26,9 +46,7 @@ class Architecture:
 
     def build(self, *, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
         """The model, with weights drawn from torch's generator."""
-        values = {**self.config, **changes}
-        config = tf.AutoConfig.for_model(values.pop("model_type"), **values)
-        return getattr(tf, AUTO_CLASSES[self.head]).from_config(config, dtype=dtype, trust_remote_code=False)
+        return model_of({**self.config, **changes}, self.head, dtype)
 
 
 def _ids(generator: torch.Generator, length: int = LENGTH) -> torch.Tensor:
@@ -98,7 +116,7 @@ def recordings(count: int) -> Samples:
 
 
 _TEXT = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_SIZES = SIZES
 _GROUPS = {"num_key_value_heads": 2}
 _MASKED = {**_SIZES, "vocab_size": VOCABULARY, "pad_token_id": 0, "max_position_embeddings": 32}
 

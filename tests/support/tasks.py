@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES, SIZES
 from tests.support.plain import stacked
 from zeromesh.trainer.config.sections.model import Head
 
 SAMPLES, LENGTH, VOCABULARY = 7, 8, 60
-_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-BERT = {"model_type": "bert", **_SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "num_labels": 3}
+BERT = {"model_type": "bert", **SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "num_labels": 3}
 _PICTURE = {"image_size": 16, "patch_size": 8}
 SPEECH = {
-    "model_type": "wav2vec2", **_SIZES, "vocab_size": VOCABULARY, "conv_dim": [16, 16], "conv_stride": [4, 2],
+    "model_type": "wav2vec2", **SIZES, "vocab_size": VOCABULARY, "conv_dim": [16, 16], "conv_stride": [4, 2],
     "conv_kernel": [8, 4], "num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2, "num_labels": 3,
     "classifier_proj_size": 16,
 }  # fmt: skip
@@ -24,8 +23,8 @@ _LLAVA = {
     "image_token_index": VOCABULARY - 1,
     "vision_feature_select_strategy": "full",
     "vision_feature_layer": -1,
-    "text_config": {"model_type": "llama", **_SIZES, "vocab_size": VOCABULARY},
-    "vision_config": {"model_type": "clip_vision_model", **_SIZES, **_PICTURE},
+    "text_config": {"model_type": "llama", **SIZES, "vocab_size": VOCABULARY},
+    "vision_config": {"model_type": "clip_vision_model", **SIZES, **_PICTURE},
 }
 
 
@@ -53,14 +52,14 @@ def classes(count: int = 3) -> torch.Tensor:
     return labels
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """A model for a head, a batch, and the loss that is expected to be found for it."""
 
     head: Head
     config: dict[str, Any]
     batch: Callable[[], dict[str, torch.Tensor]]
-    kind: str
+    kind: str = "labels"
     mean: Callable[[torch.Tensor, int], torch.Tensor] = lambda loss, count: loss
     """The mean over a batch of so many samples, of what the model gives for it."""
 
@@ -102,110 +101,45 @@ def spoken() -> dict[str, torch.Tensor]:
     return {"input_values": noise(SAMPLES, 240), "labels": labels}
 
 
+def labelled(labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**text(), "labels": labels}
+
+
+LLAMA = {"model_type": "llama", **SIZES, "vocab_size": VOCABULARY, "pad_token_id": 0, "num_labels": 3}
+VIT = {"model_type": "vit", **SIZES, **_PICTURE, "num_labels": 3}
+VIDEO = {**VIT, "model_type": "videomae", "num_frames": 4, "tubelet_size": 2}
+SEGFORMER = {
+    "model_type": "segformer", "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "num_labels": 3,
+    "hidden_sizes": [16, 32], "patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 32,
+}  # fmt: skip
+BART = {
+    "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 32,
+    "decoder_start_token_id": 2,
+}  # fmt: skip
+WHISPER = ARCHITECTURES["whisper"]
+CTC = {kind: {**SPEECH, "ctc_loss_reduction": kind} for kind in ("sum", "mean")}
 TASKS: dict[str, Task] = {
-    "speech": Task(
-        head="speech_seq2seq",
-        config=ARCHITECTURES["whisper"].config,
-        batch=lambda: stacked(ARCHITECTURES["whisper"].samples(SAMPLES), range(SAMPLES)),
-        kind="labels",
-    ),
-    "sequence": Task(
-        head="sequence_classification", config=BERT, batch=lambda: {**text(), "labels": classes()}, kind="labels"
-    ),
-    "regression": Task(
-        head="sequence_classification",
-        config={**BERT, "num_labels": 1},
-        batch=lambda: {**text(), "labels": noise(SAMPLES)},
-        kind="labels",
-    ),
-    "several labels": Task(
-        head="sequence_classification",
-        config=BERT,
-        batch=lambda: {**text(), "labels": (noise(SAMPLES, 3) > 0).double()},
-        kind="labels",
-    ),
-    "decoder": Task(
-        head="sequence_classification",
-        config={"model_type": "llama", **_SIZES, "vocab_size": VOCABULARY, "pad_token_id": 0, "num_labels": 3},
-        batch=lambda: {**text(), "labels": classes()},
-        kind="labels",
-    ),
-    "token": Task(
-        head="token_classification", config=BERT, batch=lambda: {**text(), "labels": ragged(LENGTH, 3)}, kind="labels"
-    ),
-    "question": Task(head="question_answering", config={**BERT, "num_labels": 2}, batch=spans, kind="answers"),
-    "choice": Task(
-        head="multiple_choice",
-        config=BERT,
-        batch=lambda: {"input_ids": ids(SAMPLES, 3, LENGTH), "labels": classes()},
-        kind="labels",
-    ),
-    "next": Task(
-        head="next_sentence_prediction", config=BERT, batch=lambda: {**text(), "labels": classes(2)}, kind="labels"
-    ),
+    "speech": Task("speech_seq2seq", WHISPER.config, lambda: stacked(WHISPER.samples(SAMPLES), range(SAMPLES))),
+    "sequence": Task("sequence_classification", BERT, lambda: labelled(classes())),
+    "regression": Task("sequence_classification", {**BERT, "num_labels": 1}, lambda: labelled(noise(SAMPLES))),
+    "several labels": Task("sequence_classification", BERT, lambda: labelled((noise(SAMPLES, 3) > 0).double())),
+    "decoder": Task("sequence_classification", LLAMA, lambda: labelled(classes())),
+    "token": Task("token_classification", BERT, lambda: labelled(ragged(LENGTH, 3))),
+    "question": Task("question_answering", {**BERT, "num_labels": 2}, spans, "answers"),
+    "choice": Task("multiple_choice", BERT, lambda: {"input_ids": ids(SAMPLES, 3, LENGTH), "labels": classes()}),
+    "next": Task("next_sentence_prediction", BERT, lambda: labelled(classes(2))),
     "image": Task(
-        head="image_classification",
-        config={"model_type": "vit", **_SIZES, **_PICTURE, "num_labels": 3},
-        batch=lambda: {"pixel_values": noise(SAMPLES, 3, 16, 16), "labels": classes()},
-        kind="labels",
+        "image_classification", VIT, lambda: {"pixel_values": noise(SAMPLES, 3, 16, 16), "labels": classes()}
     ),
     "video": Task(
-        head="video_classification",
-        config={"model_type": "videomae", **_SIZES, **_PICTURE, "num_frames": 4, "tubelet_size": 2, "num_labels": 3},
-        batch=lambda: {"pixel_values": noise(SAMPLES, 4, 3, 16, 16), "labels": classes()},
-        kind="labels",
+        "video_classification", VIDEO, lambda: {"pixel_values": noise(SAMPLES, 4, 3, 16, 16), "labels": classes()}
     ),
-    "pixels": Task(
-        head="semantic_segmentation",
-        config={
-            "model_type": "segformer",
-            "num_encoder_blocks": 2,
-            "depths": [1, 1],
-            "sr_ratios": [2, 1],
-            "num_labels": 3,
-            "hidden_sizes": [16, 32],
-            "patch_sizes": [7, 3],
-            "strides": [4, 2],
-            "num_attention_heads": [1, 2],
-            "mlp_ratios": [2, 2],
-            "decoder_hidden_size": 32,
-        },
-        batch=bounded,
-        kind="labels",
-    ),
-    "picture and text": Task(head="image_text_to_text", config=_LLAVA, batch=seen, kind="labels"),
-    "sound": Task(
-        head="audio_classification",
-        config=SPEECH,
-        batch=lambda: {"input_values": noise(SAMPLES, 240), "labels": classes()},
-        kind="labels",
-    ),
-    "transcript sum": Task(
-        head="ctc",
-        config={**SPEECH, "ctc_loss_reduction": "sum"},
-        batch=spoken,
-        kind="transcripts",
-        mean=lambda loss, count: loss / count,
-    ),
-    "transcript mean": Task(
-        head="ctc", config={**SPEECH, "ctc_loss_reduction": "mean"}, batch=spoken, kind="transcripts"
-    ),
-    "translation": Task(
-        head="seq2seq_lm",
-        config={
-            "model_type": "bart",
-            "d_model": 32,
-            "encoder_layers": 1,
-            "decoder_layers": 2,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "vocab_size": VOCABULARY,
-            "max_position_embeddings": 32,
-            "decoder_start_token_id": 2,
-        },
-        batch=lambda: {**text(), "labels": ragged(LENGTH, VOCABULARY)},
-        kind="labels",
-    ),
+    "pixels": Task("semantic_segmentation", SEGFORMER, bounded),
+    "picture and text": Task("image_text_to_text", _LLAVA, seen),
+    "sound": Task("audio_classification", SPEECH, lambda: {"input_values": noise(SAMPLES, 240), "labels": classes()}),
+    "transcript sum": Task("ctc", CTC["sum"], spoken, "transcripts", lambda loss, count: loss / count),
+    "transcript mean": Task("ctc", CTC["mean"], spoken, "transcripts"),
+    "translation": Task("seq2seq_lm", BART, lambda: labelled(ragged(LENGTH, VOCABULARY))),
 }

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, repeat
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,9 +25,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from zeromesh.environment import export
 from zeromesh.errors import DataError, summary
-from zeromesh.trainer.config.sections.formats import FOR_TEMPLATES, Messages, RowFormat
+from zeromesh.trainer.config.sections.formats import FOR_TEMPLATES, Messages
 from zeromesh.trainer.config.sections.training import DataSection
-from zeromesh.trainer.data.text_sources import Row, TextSource, read_text
+from zeromesh.trainer.data.text_sources import Row, TextSource
 from zeromesh.trainer.data.tokenizer import TEMPLATE_ERRORS, TokenArray, Tokenizer, require_bounded
 
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 4 << 20
@@ -70,18 +69,9 @@ class Renderer:
     template: str | None
 
     @property
-    def format(self) -> RowFormat:
-        return self.section.rows
-
-    @property
     def columns(self) -> dict[str, str]:
         """The names of columns in the files, where they differ."""
         return {**self.section.columns, "text": self.section.text_field}
-
-    @property
-    def answers(self) -> bool:
-        """True if the loss is on the answers alone; else the whole row is an answer."""
-        return self.section.loss_on == "answers"
 
     def _named(self, *names: str) -> list[str]:
         return [self.columns.get(name, name) for name in names]
@@ -89,17 +79,17 @@ class Renderer:
     @property
     def needed(self) -> list[str]:
         """The columns that each row has, by their names in the files."""
-        form = self.format
+        form = self.section.rows
         return self._named(*form.needed, *((form.label,) if form.label else ()))
 
     def rows(self, source: TextSource, skipped: list[str]) -> Iterator[Row]:
         """Yield the rows of a source, as `TextSource.rows` does; for formats of documents, each text file is a row."""
-        form = self.format
+        form = self.section.rows
         optional = (*form.optional, *(FOR_TEMPLATES if form.answers else ()))
         return source.rows(self.needed, self._named(*optional), skipped, whole=form.joined)
 
     def _parts(self, row: Row) -> Mapping[str, Any]:
-        form = self.format
+        form = self.section.rows
         if form.parts is None:
             return {name: row.values[name] for name in self._named(*form.needed)}
         names = (*form.needed, *form.optional)
@@ -111,19 +101,19 @@ class Renderer:
     def render(self, row: Row) -> RenderedRow:
         """Render a row. Raises `DataError` for a row that does not fit its format, and for unusable templates."""
         given, label = self._parts(row), None
-        values = list(given.values())
-        if self.format.label is not None:
-            (name,), (column,) = given, self._named(self.format.label)
+        values, form, answering = list(given.values()), self.section.rows, self.section.loss_on == "answers"
+        if form.label is not None:
+            (name,), (column,) = given, self._named(form.label)
             label = row.values[column]
             if not isinstance(values[0], str) or not isinstance(label, str | int):
                 raise DataError(
                     f"{row.where}: {name!r} is {type(values[0]).__name__} and {column!r} {type(label).__name__}; a row has text "
                     "and the name or number of its class (data.text_field, data.columns: {label: ...})"
                 )
-        elif self.format.holds == "text" and not isinstance(values[0], str):
+        elif form.holds == "text" and not isinstance(values[0], str):
             (name,), kind = given, type(values[0]).__name__
             raise DataError(f"{row.where}: field {name!r} is {kind}, not text; set data.text_field or remove the row")
-        plain = self.format.holds != "messages" and all(isinstance(value, str) for value in values)
+        plain = form.holds != "messages" and all(isinstance(value, str) for value in values)
         if plain:
             text = "".join(values)
             answers = [(len(text) - len(values[-1]), len(text))]
@@ -132,16 +122,16 @@ class Renderer:
             names = sorted(given, key=lambda name: isinstance(given[name], str))
             turns = {name: self._messages(row, name, given[name]) for name in names}
             whole = [message for name in given for message in turns[name]]
-            marked = len(given) == 1 and self.answers and _GENERATION.search(self._template(row)[0]) is not None
+            marked = len(given) == 1 and answering and _GENERATION.search(self._template(row)[0]) is not None
             text, answers = self._apply(row, whole, marked=marked)
             if len(given) > 1:
                 answers = [self._added(row, text, whole, len(whole) - len(turns[list(given)[-1]]), len(whole))]
-            elif self.answers and not marked:
+            elif answering and not marked:
                 said = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
                 answers = [self._added(row, text, whole, number, number + 1) for number in said]
         if label is not None:
             return RenderedRow(row, text, (), False, str(label))
-        return RenderedRow(row, text, tuple(answers) if self.answers else ((0, len(text)),), plain)
+        return RenderedRow(row, text, tuple(answers) if answering else ((0, len(text)),), plain)
 
     def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
         """Encode rows in a `DataLoader` worker, whose indices are rows; a data error is returned as its message."""
@@ -177,7 +167,7 @@ class Renderer:
     def _messages(self, row: Row, name: str, value: Any) -> Messages:
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
             kind = "an empty list" if value == [] else type(value).__name__
-            rest = ", as the other column is" if self.format.holds == "either" else ""
+            rest = ", as the other column is" if self.section.rows.holds == "either" else ""
             raise DataError(
                 f"{row.where}: field {name!r} is {kind}; it should be {'text, or ' if rest else ''}a list of messages{rest} "
                 "({role: ..., content: ...})"
@@ -234,19 +224,6 @@ class Renderer:
         )
 
 
-def read_template(given: str | None) -> str | None:
-    """Return the chat template that `data.chat_template` gives: the value itself, or what is read from a file. A value with neither
-    a line break nor a brace is a path or a name that the tokenizer knows."""
-    if given is None or "{" in given or "\n" in given:
-        return given
-    path = Path(given).expanduser()
-    if path.is_file():
-        return read_text(path, cure="save it as UTF-8")
-    if "/" in given or path.suffix:
-        raise DataError(f"data.chat_template: no file {given!r}; give a file, or the template itself")
-    return given
-
-
 def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> Iterator[EncodedRow]:
     """Yield the tokens of each row, in order, made by `processes` worker processes, or by this one for 0. Raises `DataError` for a
     row or template that cannot be used, and if a worker process dies."""
@@ -287,7 +264,7 @@ def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[Encode
     tokenizer, limit = renderer.tokenizer, renderer.section.sequence_length
     texts = [row.text for row in batch]
     encoded: Iterable[tuple[TokenArray, TokenArray | None]]
-    if renderer.format.label is not None:
+    if renderer.section.rows.label is not None:
         encoded = [(np.asarray(tokenizer.encode_prompt(text, limit), np.int64), None) for text in texts]
     elif all(row.answers == ((0, len(row.text)),) for row in batch):
         encoded = zip(tokenizer.encode(texts), repeat(None))

@@ -11,12 +11,13 @@ which files are pictures and decodes them; files are listed here, so that nothin
 
 import hashlib
 import json
+import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ from zeromesh.environment import available_cores
 from zeromesh.errors import DataError, counted, library_errors, some
 from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.training import EVAL, DataSection, paths_of
-from zeromesh.trainer.data.conversations import Renderer, encode_rows, read_template
+from zeromesh.trainer.data.conversations import Renderer, encode_rows
 from zeromesh.trainer.data.feed import RunData
-from zeromesh.trainer.data.packing import ConversationDataset, MixedDataset, PackedDataset, byte_pair_entropy
-from zeromesh.trainer.data.text_sources import TextSource, files_below, find_text, picture_endings
+from zeromesh.trainer.data.packing import MixedDataset, TokenDataset, byte_pair_entropy
+from zeromesh.trainer.data.text_sources import TextSource, files_below, find_text, picture_endings, read_text
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache, TokenWriter
 from zeromesh.trainer.data.tokenizer import (
     BYTES,
@@ -52,9 +53,6 @@ _MOST_PROCESSES = 32
 _SEARCHED_ROWS = 64
 """The number of rows that are searched for the token that ends an answer."""
 
-Sequences = PackedDataset | ConversationDataset
-Evaluated = Sequences | Mapping[str, Sequences] | None
-
 
 def load_datasets(
     section: DataSection,
@@ -72,7 +70,13 @@ def load_datasets(
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(section.tokenizer or BYTES)
-    template = read_template(section.chat_template)
+    template = section.chat_template
+    if template is not None and "{" not in template and "\n" not in template:
+        path = Path(template).expanduser()
+        if path.is_file():
+            template = read_text(path, cure="save it as UTF-8")
+        elif "/" in template or path.suffix:  # Else it may be a name that the tokenizer knows.
+            raise DataError(f"data.chat_template: no file {template!r}; give a file, or the template itself")
     if template is not None and isinstance(tokenizer, PretrainedTokenizer):
         tokenizer, template = tokenizer.with_template(template), None
     return _DatasetLoader(
@@ -112,14 +116,14 @@ class _DatasetLoader:
             where: find_text(paths_of(each), where=where, encoding=section.encoding)
             for where, each in section.evaluated().items()
         }
-        trained, held = dict[str, Sequences](), dict[str, Sequences]()
+        trained, held = dict[str, TokenDataset](), dict[str, TokenDataset]()
         entropy = None
         for name, part in section.parts().items():
             where = "data.train" if section.mixture is None else f"data.mixture.{name}.train"
             trained[name], apart, entropy = self._load_part(part, where, 0.0 if sources else section.eval_fraction)
             held |= {} if apart is None else {name: apart}
         train: Any = trained.get("train")
-        evaluation: Evaluated = held.get("train")
+        evaluation: Any = held.get("train")
         if section.mixture is not None:
             weights = [part.weight for part in section.mixture.values()]
             train, evaluation, entropy = MixedDataset(list(trained.values()), weights), held or None, None
@@ -129,7 +133,7 @@ class _DatasetLoader:
                 f"data.mixture: {', '.join(shares)} of the sequences; {len(train):,} of them count as an epoch"
             )
         if sources:
-            found: dict[str, Sequences] = {}
+            found: dict[str, TokenDataset] = {}
             for where, source in sources.items():
                 own, name = self._section_of(source, where), where.removeprefix(EVAL).removeprefix(".")
                 text = self._read(own, source, 0.0)
@@ -162,7 +166,7 @@ class _DatasetLoader:
 
     def _load_part(
         self, section: DataSection, where: str, fraction: float
-    ) -> tuple[Sequences, Sequences | None, float | None]:
+    ) -> tuple[TokenDataset, TokenDataset | None, float | None]:
         """Return the sequences to train on, those held out of them, and the byte-pair entropy of the text."""
         source = find_text(paths_of(section.train), where=where, encoding=section.encoding)
         where = f"{where} {source.name!r}"
@@ -191,7 +195,8 @@ class _DatasetLoader:
         elif fraction and len(train) < 2:
             self.notes[-1] += "; too little to hold any out for evaluation"
         elif fraction:
-            train, evaluation = train.split_tail(fraction)
+            head = len(train) - min(max(1, math.floor(len(train) * fraction)), len(train) - 1)
+            train, evaluation = replace(train, cuts=train.cuts[: head + 1]), replace(train, cuts=train.cuts[head:])
             few = f"the last {len(evaluation)} sequences are held out"
             self.notes.append(f"{where}: too few documents to hold out whole ones; {few}")
         if skipped := text.remarks["skipped"]:
@@ -203,7 +208,7 @@ class _DatasetLoader:
         form, renderer = section.rows, Renderer(self.tokenizer, section, self.template)
         values: list[Any] = [_VERSION, self.digest, fraction, source.description(), section.format, section.text_field]
         if not form.joined:
-            values += [renderer.columns, self.template, renderer.answers, section.sequence_length]
+            values += [renderer.columns, self.template, section.loss_on == "answers", section.sequence_length]
         key = None
         if self.digest is not None:
             described = json.dumps(values).encode(errors="surrogateescape")
@@ -244,7 +249,7 @@ class _DatasetLoader:
 
         return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=not form.joined)
 
-    def _pack(self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str) -> Sequences:
+    def _pack(self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str) -> TokenDataset:
         length = section.sequence_length
         if not section.rows.joined:
             return self._pack_rows(section, text, first, amount, where)
@@ -261,19 +266,13 @@ class _DatasetLoader:
         if dropped:
             note += f"; the last {dropped} tokens are no whole sequence and are dropped"
         self.notes.append(Detail(note))
-        return PackedDataset(
-            text=text,
-            first=first,
-            sequences=sequences,
-            sequence_length=length,
-            # As rows that are not packed, in the same mixture.
-            masked=not self.section.separates and not all(each.joined for each in self.section.formats),
-            separator=self.tokenizer.end_of_text if self.section.separates else None,
-        )
+        masked = not all(each.joined for each in self.section.formats)  # As rows of the same mixture are.
+        keys = {"separate": self.section.separates, "masked": masked, "separator": self.tokenizer.end_of_text}
+        return TokenDataset.join(text, first, amount, length, **keys)
 
     def _pack_rows(
         self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
-    ) -> ConversationDataset:
+    ) -> TokenDataset:
         length, counts, classes = section.sequence_length, Counter(text.remarks["counts"]), None
         if not counts["rows"]:
             raise DataError(f"{where} has no rows")
@@ -289,16 +288,10 @@ class _DatasetLoader:
             if unknown := set(own) - set(self.classes):
                 raise DataError(f"{where} has classes that the training text does not have: {some(sorted(unknown))}")
             classes = np.asarray([self.classes.index(each) for each in own], np.int64)
-        found = ConversationDataset.pack(
-            text,
-            first,
-            amount,
-            length,
-            packing=section.packing and not labelled,
-            separate=self.section.separates and not labelled,
-            padding=self.tokenizer.padding if labelled else self.tokenizer.end_of_text,
-            labels=classes,
-        )
+        packing, separate = section.packing and not labelled, self.section.separates and not labelled
+        separator = self.tokenizer.padding if labelled else self.tokenizer.end_of_text
+        keys = {"separate": separate, "separator": separator, "labels": classes}
+        found = TokenDataset.pack(text, first, amount, length, packing=packing, **keys)
         filled = amount.tokens / (len(found) * length)
         note = (
             f"{where}: {counted(amount.documents, 'row', ',')}, {counted(amount.tokens, 'token', ',')}, in "

@@ -124,11 +124,8 @@ class Feeds:
 
     def train(self) -> Feed | None:
         """Return the feed of the training data, or None without any."""
-        return (
-            None
-            if self.data.train is None
-            else self._feed(self.data.train, self.plan, shuffle=self.config.data.shuffle)
-        )
+        train, shuffle = self.data.train, self.config.data.shuffle
+        return None if train is None else self._feed(train, self.plan, shuffle=shuffle)
 
     def evaluation(self, dataset: MapDataset) -> Feed:
         """Return the feed of an evaluation dataset, as one global batch in dataset order."""

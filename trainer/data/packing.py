@@ -1,10 +1,9 @@
-"""Packing of token documents into sequences of equal length, of conversations that stay whole, and mixtures of datasets."""
+"""Packing of documents into sequences of equal length, joined or each whole in one, and mixtures of datasets."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,84 +24,41 @@ _TOKENS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenDataset:
-    """A map-style dataset of sequences of `sequence_length` tokens."""
+    """A map-style dataset of sequences of `sequence_length` tokens: of documents that are joined and cut, or of documents of marked
+    tokens, each whole in one sequence, behind which padding without targets fills it."""
 
     text: StoredText
     sequence_length: int
-
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise `DataError` for a token id of `vocab_size` or more."""
-        if self.text.largest >= vocab_size:
-            raise DataError(
-                f"the text has token id {self.text.largest} but the model's vocabulary has {vocab_size} tokens (ids 0 to "
-                f"{vocab_size - 1}); set vocab_size in model.config, or use the tokenizer that belongs to the model"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PackedDataset(TokenDataset):
-    """Documents joined and cut into sequences, which begin at token `first` of `text`."""
-
-    first: int
-    sequences: int
-    masked: bool = False
-    """True if samples have an `attention_mask` of ones, to match conversations in a mixture."""
-    separator: int | None = None
-    """The token that ends a document, if attention separates documents: position ids restart after it, from which transformers
-    derives document boundaries, and the first token of a document is no target."""
-
-    def __len__(self) -> int:
-        return self.sequences
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return `input_ids` and equal `labels`, int64 `[sequence]` (a causal model shifts labels itself), and `position_ids` if
-        documents are separate."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
-        start = self.first + index * self.sequence_length
-        end = start + self.sequence_length
-        self.text.check(start, end)
-        ids = torch.from_numpy(self.text.tokens[start:end].astype(np.int64))
-        if self.separator is None:
-            mask = {"attention_mask": torch.ones_like(ids)} if self.masked else {}
-            return {"input_ids": ids, "labels": ids.clone(), **mask}
-        begins = torch.cat([torch.ones(1, dtype=torch.bool), ids[:-1] == self.separator])
-        labels = ids.masked_fill(begins, IGNORED_LABEL)
-        return {"input_ids": ids, "labels": labels, "position_ids": _positions(begins)}
-
-    def split_tail(self, fraction: float) -> tuple[PackedDataset, PackedDataset]:
-        """Split off the last `fraction` of the sequences; each side keeps at least one."""
-        head = len(self) - min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
-        tail = self.first + head * self.sequence_length
-        return replace(self, sequences=head), replace(self, sequences=len(self) - head, first=tail)
-
-    def fingerprint(self) -> str:
-        """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and their length, equal for equal data."""
-        size = self.sequences * self.sequence_length
-        described = f"{self.text.tokens.dtype.str} {self.sequence_length} {self.text.digest} {self.first} {size}"
-        return xxhash.xxh3_64_hexdigest(described.encode())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ConversationDataset(TokenDataset):
-    """Documents of marked tokens, each whole in one sequence; the rest of a sequence is padding without targets."""
-
-    begins: NDArray[np.int64]
-    """Offset in the text of each document, ordered by sequence."""
-    ends: NDArray[np.int64]
-    cuts: NDArray[np.int64]
-    """Cumulative document counts: sequence i holds documents cuts[i] to cuts[i + 1]."""
+    begins: Sequence[int] | NDArray[np.int64]
+    """Offset in the text of each piece that stays together, ordered by sequence; a range costs no memory."""
+    ends: Sequence[int] | NDArray[np.int64]
+    cuts: Sequence[int] | NDArray[np.int64]
+    """Cumulative counts of pieces: sequence i holds pieces cuts[i] to cuts[i + 1]."""
+    marked: bool
+    """True if tokens are marked by `TokenWriter`."""
     separate: bool
-    """True if position ids restart with each document."""
-    padding: int
+    """True if position ids restart with each document, from which transformers derives document boundaries."""
+    masked: bool
+    """True if samples of documents that are not separate have an `attention_mask`, which is 0 for padding."""
+    separator: int
+    """The token that ends a document of joined text, and that fills sequences of whole documents."""
     labels: NDArray[np.int64] | None = None
     """Class of each document for sequence classification, where each has its own sequence."""
 
     @classmethod
+    def join(cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, **keys: Any) -> TokenDataset:
+        """Build the dataset of joined documents from token `first`; tokens that fill no sequence are left out."""
+        end = first + amount.tokens // sequence_length * sequence_length
+        begins = range(first, end, sequence_length)
+        ends = range(first + sequence_length, end + 1, sequence_length)
+        placed: dict[str, Any] = {"begins": begins, "ends": ends, "cuts": range(len(begins) + 1)}
+        return cls(text=text, sequence_length=sequence_length, marked=False, **placed, **keys)
+
+    @classmethod
     def pack(
         cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, *, packing: bool, **keys: Any
-    ) -> ConversationDataset:
-        """Build the dataset of the documents from token `first`, one per sequence or packed by best fit."""
+    ) -> TokenDataset:
+        """Build the dataset of the marked documents from token `first`, one per sequence or packed by best fit."""
         end = first + amount.tokens
         pieces = range(first, end, _TOKENS_AT_ONCE)
         found = [np.flatnonzero(text.tokens[at : min(at + _TOKENS_AT_ONCE, end)] & BEGINS) + at for at in pieces]
@@ -112,53 +68,68 @@ class ConversationDataset(TokenDataset):
         order = np.argsort(sequence_of, kind="stable")
         cuts = np.searchsorted(sequence_of[order], np.arange(sequence_of.max(initial=-1) + 2))
         placed: dict[str, Any] = {"begins": begins[order], "ends": ends[order], "cuts": cuts}
-        return cls(text=text, sequence_length=sequence_length, **placed, **keys)
+        return cls(text=text, sequence_length=sequence_length, marked=True, masked=True, **placed, **keys)
 
     def __len__(self) -> int:
         return len(self.cuts) - 1
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return `input_ids`, `labels` and, for separate documents, `position_ids`, else `attention_mask`, which is 0 for padding:
-        int64 `[sequence]`; the label of a class is a scalar."""
+        """Return `input_ids`, `labels` (a causal model shifts them itself) and `position_ids` for separate documents, else perhaps
+        `attention_mask`: int64 `[sequence]`; the label of a class is a scalar."""
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {len(self)}")
-        documents = slice(self.cuts[index], self.cuts[index + 1])
-        marked = np.zeros(self.sequence_length, dtype=np.int64)
+        pieces = slice(self.cuts[index], self.cuts[index + 1])
+        stored = np.zeros(self.sequence_length, dtype=np.int64)
         size = 0
-        for begin, end in zip(self.begins[documents].tolist(), self.ends[documents].tolist(), strict=True):
+        for begin, end in zip(self.begins[pieces], self.ends[pieces], strict=True):
             self.text.check(begin, end)
-            marked[size : size + end - begin] = self.text.tokens[begin:end]
+            stored[size : size + end - begin] = self.text.tokens[begin:end]
             size += end - begin
         if size < self.sequence_length:
-            marked[size:] = self.padding << ID_SHIFT
-            marked[size] |= BEGINS
-        tokens = torch.from_numpy(marked)
-        ids, begins = tokens >> ID_SHIFT, (tokens & BEGINS).bool()
-        labels = ids.masked_fill(((tokens & TARGET) == 0) | begins, IGNORED_LABEL)
+            stored[size:] = self.separator << ID_SHIFT
+            stored[size] |= BEGINS
+        ids = tokens = torch.from_numpy(stored)
+        if self.marked:
+            ids, begins = tokens >> ID_SHIFT, (tokens & BEGINS).bool()
+            untaught = ((tokens & TARGET) == 0) | begins
+        else:
+            begins = torch.cat([torch.ones(1, dtype=torch.bool), ids[:-1] == self.separator])
+            untaught = begins & self.separate
+        found = {"input_ids": ids, "labels": ids.masked_fill(untaught, IGNORED_LABEL)}
         if self.labels is not None:
-            labels = torch.tensor(self.labels[self.cuts[index]])
-        found = {"input_ids": ids, "labels": labels}
+            found["labels"] = torch.tensor(self.labels[self.cuts[index]])
+        places = torch.arange(len(ids))
         if self.separate:
-            return {**found, "position_ids": _positions(begins)}
-        return {**found, "attention_mask": (torch.arange(len(ids)) < size).long()}
+            found["position_ids"] = places - torch.where(begins, places, 0).cummax(0).values
+        elif self.masked:
+            found["attention_mask"] = (places < size).long()
+        return found
 
-    def split_tail(self, fraction: float) -> tuple[ConversationDataset, ConversationDataset]:
-        head = len(self) - min(max(1, math.floor(len(self) * fraction)), len(self) - 1)
-        return replace(self, cuts=self.cuts[: head + 1]), replace(self, cuts=self.cuts[head:])
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise `DataError` for a token id of `vocab_size` or more."""
+        if self.text.largest >= vocab_size:
+            raise DataError(
+                f"the text has token id {self.text.largest} but the model's vocabulary has {vocab_size} tokens (ids 0 to "
+                f"{vocab_size - 1}); set vocab_size in model.config, or use the tokenizer that belongs to the model"
+            )
 
     def fingerprint(self) -> str:
         """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and of how they are packed, equal for equal data."""
-        described = xxhash.xxh3_64(f"{self.sequence_length} {self.text.digest} {self.separate} {self.padding}".encode())
+        if not self.marked:
+            place = f"{self.begins[self.cuts[0]]} {len(self) * self.sequence_length}"
+            described = f"{self.text.tokens.dtype.str} {self.sequence_length} {self.text.digest} {place}"
+            return xxhash.xxh3_64_hexdigest(described.encode())
+        whole = xxhash.xxh3_64(f"{self.sequence_length} {self.text.digest} {self.separate} {self.separator}".encode())
         for each in (self.begins, self.cuts, *([] if self.labels is None else [self.labels])):
-            described.update(each.astype("<i8").tobytes())
-        return described.hexdigest()
+            whole.update(np.asarray(each, "<i8").tobytes())
+        return whole.hexdigest()
 
 
 class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
     """The concatenation of several datasets, which `SampleOrder` mixes. Raises `ConfigError` for weights that are too
     fine."""
 
-    def __init__(self, parts: Sequence[PackedDataset | ConversationDataset], weights: Sequence[float]) -> None:
+    def __init__(self, parts: Sequence[TokenDataset], weights: Sequence[float]) -> None:
         super().__init__(parts)  # type: ignore[arg-type]
         self.parts = tuple(parts)
         self.weights = whole_weights(weights)
@@ -192,12 +163,6 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
             with_room[room - length].append(sequence)
             rooms |= 1 << (room - length)
     return found
-
-
-def _positions(begins: torch.Tensor) -> torch.Tensor:
-    """Return position ids, int64 `[sequence]`, that restart where the bool tensor `begins` is True."""
-    places = torch.arange(len(begins))
-    return places - torch.where(begins, places, 0).cummax(0).values
 
 
 def byte_pair_entropy(tokens: TokenArray) -> float:

@@ -84,10 +84,6 @@ class BatchPlan:
         per_epoch = self.steps_per_epoch or Fraction(self.epoch_size, self.global_size)
         return max(1, math.ceil(Fraction(str(epochs)) * per_epoch))
 
-    def epochs_after(self, step: int) -> int:
-        """Return the number of complete epochs after `step` steps; 0 for data without a length."""
-        return int(self.epoch_after(step))
-
     def epoch_after(self, step: int) -> float:
         """Return the fractional epochs after `step` steps; 0 for data without a length. A smaller last step counts for
         proportionally less, in rounds of microbatches, as in transformers."""
@@ -104,7 +100,7 @@ class BatchPlan:
 
     def ends_epoch(self, step: int) -> bool:
         """Return True if an epoch ends in step `step` (from 0)."""
-        return self.epochs_after(step + 1) > self.epochs_after(step)
+        return int(self.epoch_after(step + 1)) > int(self.epoch_after(step))
 
     def next_epoch(self, step: int) -> int:
         """Return the first step from `step` on that begins an epoch; for a stream, `step` itself."""

@@ -184,7 +184,12 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
         for path, name in found:
             if str(path).startswith(HUB):
                 files += _hub_files(str(path), where)
-            elif saved := _saved_files(path, where):
+            elif (path / "dataset_dict.json").is_file():
+                names = json.loads(read_text(path / "dataset_dict.json"))["splits"]
+                splits = ", ".join(repr(str(path / name)) for name in names)
+                raise DataError(f"{where}: {str(path)!r} holds several splits; give one of them: {splits}")
+            elif (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
+                saved = [each["filename"] for each in json.loads(read_text(path / "state.json"))["_data_files"]]
                 files += [SourceFile(path=path / key, key=key, named=True) for key in saved]
             elif path.is_dir():
                 files += [SourceFile(path=path / key, key=key, encoding=encoding) for key in files_below(path)]
@@ -286,16 +291,6 @@ def _hub_files(spec: str, where: str) -> list[SourceFile]:
         raise DataError(f"{where}: {spec!r} cannot be had: {summary(error)}") from error
     paths = [Path(each["filename"]) for each in found.cache_files]
     return [SourceFile(path=path, key=f"{spec}/{path.name}", named=True) for path in paths]
-
-
-def _saved_files(path: Path, where: str) -> list[str]:
-    if (path / "dataset_dict.json").is_file():
-        names = json.loads(read_text(path / "dataset_dict.json"))["splits"]
-        splits = ", ".join(repr(str(path / name)) for name in names)
-        raise DataError(f"{where}: {str(path)!r} holds several splits; give one of them: {splits}")
-    if not ((path / "state.json").is_file() and (path / "dataset_info.json").is_file()):
-        return []
-    return [each["filename"] for each in json.loads(read_text(path / "state.json"))["_data_files"]]
 
 
 def _records(file: SourceFile) -> Iterator[dict[str, Any]]:

@@ -25,7 +25,6 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import DTypeLike
 
 from zeromesh.errors import DataError, StorageError
 from zeromesh.files import open_regular, read_whole, write_whole
@@ -54,7 +53,8 @@ class TokenWriter:
     """Writer of the tokens of documents to a file, in the narrowest dtype for `vocab_size` ids, or int32 if `marked`."""
 
     def __init__(self, file: BinaryIO, vocab_size: int, *, marked: bool = False) -> None:
-        self.dtype = np.dtype(np.int32 if marked else token_dtype(vocab_size))
+        narrow = np.min_scalar_type(vocab_size - 1) if vocab_size <= 1 << 16 else np.int32
+        self.dtype = np.dtype(np.int32 if marked else narrow)
         self.amount = TextAmount()
         self.largest = 0
         self._file = file
@@ -75,13 +75,6 @@ class TokenWriter:
         documents, all_bytes, count = self.amount
         self.amount = TextAmount(documents + 1, all_bytes + text_bytes, count + ids.size)
         self.largest = max(self.largest, int(ids.max()))
-
-
-def token_dtype(vocab_size: int) -> DTypeLike:
-    """Return the narrowest dtype that holds ids below `vocab_size`: uint8, uint16 or int32."""
-    if vocab_size <= 1 << 8:
-        return np.uint8
-    return np.uint16 if vocab_size <= 1 << 16 else np.int32
 
 
 _Write = Callable[[TokenWriter, TokenWriter], None]

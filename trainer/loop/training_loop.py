@@ -408,12 +408,12 @@ class TrainingLoop:
         run, position = self.run, self.run.progress.position
         if not self._over and (resumed or position == 0 or run.plan.ends_epoch(position - 1)):
             run.events.forget_requests()
-            run.events.call("on_epoch_begin", run.plan.epochs_after(position))
+            run.events.call("on_epoch_begin", int(run.plan.epoch_after(position)))
 
     def _end_epoch(self, position: int) -> None:
         """End an epoch, or the last one of the run, after the data of step `position`, and skip the rest of the epoch."""
         run, config = self.run, self.run.config
-        epoch, whole = run.plan.epochs_after(position), run.plan.ends_epoch(position)
+        epoch, whole = int(run.plan.epoch_after(position)), run.plan.ends_epoch(position)
         if not whole and not self._over:
             run.progress.passed_over += run.plan.next_epoch(position + 1) - position - 1
         run.events.forget_requests(stop_epoch=run.events.control.should_epoch_stop)

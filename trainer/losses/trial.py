@@ -50,10 +50,8 @@ class Verdict:
 
 
 def examine(model: Any, known: bool | None = None) -> Verdict:
-    """Try a small copy of a Hugging Face language model on a batch with `input_ids` and `labels` of one shape.
-
-    `known` tells if its class is known to shift labels, which is the fallback without a small copy.
-    """
+    """Try a small copy of a Hugging Face language model on a batch with `input_ids` and `labels` of one shape. `known` tells if its
+    class is known to shift labels, which is the fallback without a small copy."""
     small = small_copy.small_copy(model, lambda each: each(**_inputs(each)).loss)
     if isinstance(small, str):
         return Verdict(causal=known, reason="no small copy of it could be tried")
@@ -63,8 +61,15 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
     small.config.output_router_logits = auxiliary
     if causal is None:
         return Verdict(causal=None, reason="its loss is a mean over neither labels nor shifted labels")
-    if causal and getattr(small.config, "is_decoder", None) is False and _sees_later(small):
-        return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
+    ids = _inputs(small).get("input_ids")
+    both_ways = causal and getattr(small.config, "is_decoder", None) is False and not small.config.is_encoder_decoder
+    if both_ways and ids is not None:
+        other = ids.clone()
+        other[:, -1] = torch.where(ids[:, -1] == 1, 2, 1)
+        with small_copy.InFloat64(), torch.no_grad():
+            one, two = (small(input_ids=each).logits[:, :-1] for each in (ids, other))
+        if not torch.allclose(one, two, rtol=1e-9, atol=1e-9):  # Earlier logits depend on the last token.
+            return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
     if auxiliary:
         auxiliary = not _is_mean_over(small, causal)
     unlike = _unlike_its_class(model)
@@ -77,18 +82,6 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
             return Verdict(causal=causal, route=route, change=found, auxiliary=auxiliary)
         reason = reason or found  # The first route, the loss function, gives the reason.
     return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
-
-
-def _sees_later(small: Any) -> bool:
-    """Return True if a change of the last token changes earlier logits."""
-    ids = _inputs(small).get("input_ids")
-    if ids is None or small.config.is_encoder_decoder:
-        return False
-    other = ids.clone()
-    other[:, -1] = torch.where(ids[:, -1] == 1, 2, 1)
-    with small_copy.InFloat64(), torch.no_grad():
-        one, two = (small(input_ids=each).logits[:, :-1] for each in (ids, other))
-    return not torch.allclose(one, two, rtol=1e-9, atol=1e-9)
 
 
 def _unlike_its_class(model: Any) -> str:
@@ -176,15 +169,11 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
 
 
 def require_separate_documents(model: nn.Module) -> None:
-    """Run documents packed and alone through a small copy of a model; outputs must agree.
-
-    Raises `ConfigError` with the module that mixes tokens, or if the trial is impossible.
-    """
+    """Run documents packed and alone through a small copy of a model; outputs must agree. Raises `ConfigError` with the module that
+    mixes tokens, or if the trial is impossible."""
     inside = pretrained_of(model)
-    if "position_ids" not in ForwardInputs.of(model, users_loss=False).named:
-        found = "takes no position_ids, which separate documents"
-    else:
-        found = _difference(inside)
+    reads = "position_ids" in ForwardInputs.of(model, users_loss=False).named
+    found = _difference(inside) if reads else "takes no position_ids, which separate documents"
     if found:
         raise ConfigError(
             f"{type(model if inside is None else inside).__name__} {found}; set it to false, or for conversations and pairs "
@@ -207,10 +196,11 @@ def _difference(model: Any | None) -> str:
     if isinstance(small, str):
         return f"cannot be tried with packed documents, as no small copy of it runs with them ({small})"
     together, *alone = found
-    pairs = list(zip(alone, _DOCUMENTS, strict=True))
-    if not any(_differ(together[-1][1], outputs[-1][1], *where) for outputs, where in pairs):
+    pairs = [(outputs, partial(_mixes, *where)) for outputs, where in zip(alone, _DOCUMENTS, strict=True)]
+    if all(small_copy.first_difference(together[-1:], outputs[-1:], mixes) is None for outputs, mixes in pairs):
         return ""
-    name = next(filter(None, (_first_mixing_module(together, outputs, *where) for outputs, where in pairs)), "")
+    names = (small_copy.first_difference(together, outputs, mixes) for outputs, mixes in pairs)
+    name = next(filter(None, names), "")
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
         name = name.rpartition(".")[0]  # A leaf that acts on single tokens only ends the mixing module.
@@ -232,26 +222,11 @@ def _outputs(small: Any, document: int | None = None) -> small_copy.Outputs:
     return [*outputs, ("", [found[0] if logits is None else logits])]
 
 
-def _first_mixing_module(
-    together: small_copy.Outputs, alone: small_copy.Outputs, row: int, begin: int, length: int
-) -> str:
-    """Return the first module whose outputs differ beside another document."""
-    left: dict[str, list[list[torch.Tensor]]] = {}
-    for name, found in alone:
-        left.setdefault(name, []).append(found)
-    for name, found in together:
-        if left.get(name) and _differ(found, left[name].pop(0), row, begin, length):
-            return name
-    return ""
-
-
-def _differ(together: list[torch.Tensor], alone: list[torch.Tensor], row: int, begin: int, length: int) -> bool:
-    """Return True if a tensor of all documents differs at one document from that document's tensor alone. Tensors of unexpected
-    shapes, such as the tokens of one expert, are skipped."""
-    for one, other in zip(together, alone, strict=False):
-        changed = [dim for dim, sizes in enumerate(zip(one.shape, other.shape, strict=False)) if sizes[0] != sizes[1]]
-        if [(one.shape[dim], other.shape[dim]) for dim in changed] == [(2, 1), (_TOKENS, length)]:
-            part = one.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
-            if not small_copy.apart(part.double(), other.double(), 1.0) <= _ALIKE:
-                return True
-    return False
+def _mixes(row: int, begin: int, length: int, together: torch.Tensor, alone: torch.Tensor) -> bool:
+    """Return True if a tensor of all documents differs at one document from that document's tensor alone; False for unexpected
+    shapes, such as the tokens of one expert."""
+    changed = [dim for dim, sizes in enumerate(zip(together.shape, alone.shape, strict=False)) if sizes[0] != sizes[1]]
+    if [(together.shape[dim], alone.shape[dim]) for dim in changed] != [(2, 1), (_TOKENS, length)]:
+        return False
+    part = together.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
+    return not small_copy.apart(part.double(), alone.double(), 1.0) <= _ALIKE

@@ -93,10 +93,8 @@ _LANGUAGE: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq_lm", "image_te
 
 
 def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> BuiltModel:
-    """Return `built` with LoRA adapters drawn from `seed`; only they and a classifier's head are trained.
-
-    Raises `ConfigError` without PEFT, for a model that is not of transformers or has adapters, and for targets that it lacks.
-    """
+    """Return `built` with LoRA adapters drawn from `seed`; only they and a classifier's head are trained. Raises `ConfigError`
+    without PEFT, for a model that is not of transformers or has adapters, and for targets that it lacks."""
     peft = import_peft()
     base: Any = built.model
     if is_adapted(base):
@@ -187,10 +185,8 @@ def import_peft() -> Any:
 
 
 class AdaptedSource(ParameterSource):
-    """The parameter values of a model with adapters, which are kept here; other values come from the base model's source.
-
-    `names` maps ids of tensors to their names in the base model.
-    """
+    """The parameter values of a model with adapters, which are kept here; other values come from the base model's source. `names`
+    maps ids of tensors to their names in the base model."""
 
     def __init__(self, source: ParameterSource, model: nn.Module, names: Mapping[int, str]) -> None:
         self._source, self._adapters = source, BuiltSource(model)

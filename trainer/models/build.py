@@ -62,8 +62,15 @@ def pin_sources(
     if model.source is not None and not model_given:
         commit = _fetch(model.source, model.revision, MODEL_FILES, mesh, where="model.source")
         model = model.model_copy(update={"revision": commit})
-        if model.trust_remote_code:
-            _load_code_in_turn(directory_of(model.source or "", commit), mesh)
+        directory = directory_of(config.model.source or "", commit)
+        turn = 0 if mesh.rank == 0 else 1 if mesh.environment.local_rank == 0 else 2
+        # transformers copies a model's code to its module cache, one rank first, lest others read half a file.
+        for number in range(3 if model.trust_remote_code else 0):
+            if number == turn and (directory / "config.json").is_file():
+                made = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=True)
+                for reference in (getattr(made, "auto_map", None) or {}).values():
+                    get_class_from_dynamic_module(reference, directory, local_files_only=True)
+            mesh.meet(f"code of {directory}")
     own = (came_from if model_given else model.source) if reads_text else None
     named = data.tokenizer or own or (BYTES if reads_text else None)
     if named not in (None, BYTES):
@@ -108,23 +115,11 @@ def _fetch(source: str, revision: str | None, files: Sequence[str], mesh: Mesh, 
     return commit
 
 
-def _load_code_in_turn(directory: Path, mesh: Mesh) -> None:
-    """Have transformers copy a model's code to its module cache, one rank first, lest others read half a file."""
-    turn = 0 if mesh.rank == 0 else 1 if mesh.environment.local_rank == 0 else 2
-    for number in range(3):
-        if number == turn and (directory / "config.json").is_file():
-            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=True)
-            for reference in (getattr(config, "auto_map", None) or {}).values():
-                get_class_from_dynamic_module(reference, directory, local_files_only=True)
-        mesh.meet(f"code of {directory}")
-
-
 def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where: str, download: bool) -> Path:
-    if Path(source).expanduser().is_file() or not REPOSITORY.fullmatch(source):
-        raise ConfigError(
-            f"{Path(source).expanduser()} is not a directory on this machine, and cannot be the name of a model on the Hub",
-            where=where,
-        )
+    path = Path(source).expanduser()
+    if path.is_file() or not REPOSITORY.fullmatch(source):
+        problem = f"{path} is not a directory on this machine, and cannot be the name of a model on the Hub"
+        raise ConfigError(problem, where=where)
     try:
         found = huggingface_hub.snapshot_download(
             source,
@@ -137,7 +132,7 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
         at = f" at {revision}" if revision else ""
         offline = " (HF_HUB_OFFLINE is set, so that it was not asked)" if constants.HF_HUB_OFFLINE else ""
         raise ConfigError(
-            f"{source!r} is neither a directory here ({Path(source).expanduser().absolute()}) nor a model{at} that can be had from "
+            f"{source!r} is neither a directory here ({path.absolute()}) nor a model{at} that can be had from "
             f"the cache {constants.HF_HUB_CACHE} or from the Hub{offline}: {summary(error)}",
             where=where,
         ) from error
@@ -176,17 +171,12 @@ _MOST_LABELS = 1_000_000
 
 
 def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:
-    """Build the model of a `model` section.
-
-    `seed` seeds all weights that are in no file. The sizes of `tokenizer` apply where section and source give none.
-    Code of the source runs with `trust_remote_code` alone.
+    """Build the model of a `model` section; weights that are in no file are drawn from `seed`, and the sizes of `tokenizer` apply
+    where section and source give none. Code of the source runs with `trust_remote_code` alone.
 
     The model's parameters are fp32 and on the meta device; `BuiltModel.source` gives their values. Where building on meta would
-    lose values it is built whole on CPU, and a note says so.
-
-    Raises:
-        ConfigError: for a model type, a field or a value that is unknown, with the nearest names, and for a missing
-            source, with what was tried.
+    lose values it is built whole on CPU, and a note says so. Raises `ConfigError` for a model type, a field or a value that is
+    unknown, with the nearest names, and for a missing source, with what was tried.
     """
     made, automatic, directory = read_configuration(section, tokenizer)
     files = None if directory is None else TensorFiles(directory)
@@ -242,19 +232,14 @@ def _bounded(made: Any) -> Iterator[None]:
 
 
 def check_model(section: ModelSection) -> None:
-    """Check the model's configuration before anything else is read or built; a `source` on the Hub is skipped.
-
-    Raises `ConfigError` as `build_model` does.
-    """
+    """Check the model's configuration, as `build_model` does, before anything else is read; a `source` on the Hub is skipped."""
     if section.source is None or Path(section.source).expanduser().is_dir():
         read_configuration(section)
 
 
 def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
-    """Return the model's image processor, or ViT's for its size, and its picture mode (L or RGB).
-
-    Raises `ConfigError` for an image processor of the model's directory that cannot be loaded.
-    """
+    """Return the model's image processor, or ViT's for its size, and its picture mode (L or RGB). Raises `ConfigError` for an image
+    processor of the model's directory that cannot be loaded."""
     if model is not None:
         made, directory = getattr(model, "config", None), None
     else:

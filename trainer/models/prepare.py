@@ -67,17 +67,11 @@ def enable_activation_checkpointing(
 ) -> int:
     """Checkpoint the activations of `model`'s blocks; returns the number of checkpointed blocks.
 
-    Args:
-        model: a Hugging Face model, whose layers know how to checkpoint themselves, or any module with `blocks`.
-        mode: `none`: as the model was given, whose layers may recompute themselves; `block`: a block keeps its inputs and is
-            recomputed whole; `selective`: it also keeps the results of matrix products and of fused attention, and recomputes only
-            what is cheap.
-        blocks: the modules to checkpoint in a model that does not support it itself.
-        store: offloads the inputs of blocks until backward; None keeps them on the device. With a store, `torch.compile` compiles
-            nothing of a block.
-
-    Gradients are those without checkpointing, dropout included. Raises `ConfigError` if the model has no
-    blocks that can be checkpointed, and for a store without checkpointing.
+    A Hugging Face model's layers know how to checkpoint themselves; in other models it is done to `blocks`. By `mode`, all stays as
+    the model was given (none), whose layers may recompute themselves, a block keeps its inputs and is recomputed whole (block), or
+    it also keeps the results of matrix products and of fused attention (selective). A `store` offloads the inputs of blocks until
+    backward, and then `torch.compile` compiles nothing of a block. Gradients are those without checkpointing, dropout included.
+    Raises `ConfigError` if the model has no blocks that can be checkpointed, and for a store without checkpointing.
     """
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if mode == "none":
@@ -86,7 +80,15 @@ def enable_activation_checkpointing(
                 "activation_checkpointing: none keeps all activations on the device, and their offload moves the inputs of "
                 "recomputed blocks; set activation_checkpointing: block"
             )
-        return _count_recomputing(layers)
+        own = [module for module in layers if module.gradient_checkpointing]
+        functions = [getattr(module, "_gradient_checkpointing_func", None) for module in own]
+        if any(getattr(each, "keywords", {}).get("use_reentrant") for each in functions):
+            raise ConfigError(
+                "the model was made to checkpoint activations with use_reentrant=True, which brings gradients outside of the "
+                "step's backward; pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set "
+                "model.activation_checkpointing: block"
+            )
+        return len(_innermost(own))
     by_itself = getattr(model, "supports_gradient_checkpointing", False) and bool(layers)
     recomputed = _innermost(layers) if by_itself else list(blocks or ())
     if not recomputed:
@@ -106,19 +108,6 @@ def enable_activation_checkpointing(
         else:
             _wrap_forward(block, recompute)
     return len(recomputed)
-
-
-def _count_recomputing(layers: Sequence[nn.Module]) -> int:
-    """Count the layers for which the user enabled checkpointing (`model.gradient_checkpointing_enable()`)."""
-    own = [module for module in layers if module.gradient_checkpointing]
-    for module in own:
-        if getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {}).get("use_reentrant"):
-            raise ConfigError(
-                "the model was made to checkpoint activations with use_reentrant=True, which brings gradients outside of the "
-                "step's backward; pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set "
-                "model.activation_checkpointing: block"
-            )
-    return len(_innermost(own))
 
 
 def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -249,10 +238,8 @@ _FLASH = {
 
 
 def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, device: torch.device) -> Callable[[], None]:
-    """Set a transformers model's attention implementation to `name`; returns a function that restores the previous one.
-
-    Raises `ConfigError` if the model, the device, the dtype `compute` or a missing package does not allow it.
-    """
+    """Set a transformers model's attention implementation to `name`; returns a function that restores the previous one. Raises
+    `ConfigError` if the model, the device, the dtype `compute` or a missing package does not allow it."""
     inside = pretrained_of(model)
     if inside is None:
         raise ConfigError(
@@ -299,11 +286,9 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
 
 
 def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str) -> int:
-    """Set the linear layers of `model` to multiply in the fastest dtype for `compute`; returns the number of changed layers.
-
-    Layers other than `torch.nn.Linear` and GPT-2's `Conv1D` (subclasses, say) are unchanged. A frozen head multiplies slices of the
-    hidden states without copies of its weight.
-    """
+    """Set the linear layers of `model` to multiply in the fastest dtype for `compute`; returns the number of changed layers. Layers
+    other than `torch.nn.Linear` and GPT-2's `Conv1D` (subclasses, say) are unchanged. A frozen head multiplies slices of the hidden
+    states without copies of its weight."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     found = [module for module in model.modules() if type(module) in _FORWARDS and "forward" not in vars(module)]
     layers = [] if product_dtype(compute, device_type) == compute else found
@@ -359,12 +344,10 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
 def prepare_model(
     model: nn.Module, section: ModelSection, options: ZeroOptions, tiers: Tiers, compile_: Compile | None = None
 ) -> tuple[int, tuple[str, ...]]:
-    """Change `model` in place as the configuration says.
-
-    Returns the number of recomputed blocks with offloaded inputs, and lines about the changes. `compile_` is the compiler of a
-    model that was given compiled; its blocks are compiled instead, since parameters are gathered between them. Raises `ConfigError`
-    if no blocks are known to compile, and `StorageError` without a directory for inputs on files.
-    """
+    """Change `model` in place as the configuration says; returns the number of recomputed blocks with offloaded inputs, and lines
+    about the changes. `compile_` is the compiler of a model that was given compiled; its blocks are compiled instead, since
+    parameters are gathered between them. Raises `ConfigError` if no blocks are known to compile, and `StorageError` without a
+    directory for inputs on files."""
     # Modules in evaluation mode inside a model that trains (frozen statistics) stay so; `from_pretrained` leaves all in that mode.
     evaluating = [module for module in model.modules() if model.training and not module.training]
     model.train()
@@ -404,10 +387,9 @@ def prepare_model(
 
 
 def with_documents(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the document boundaries of packed sequences to a batch, if `model` uses flash attention.
-
-    Flash attention takes boundaries at no cost. transformers derives them for a batch of one sequence only, and synchronises the
-    device in every layer; here they come from position ids on the CPU.
+    """Add the document boundaries of packed sequences to a batch, if `model` uses flash attention, which takes them at no cost.
+    transformers derives them for a batch of one sequence only, and synchronises the device in every layer; here they come from
+    position ids on the CPU.
 
     For `position_ids` `[batch, sequence]` that restart inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
     of documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the

@@ -116,10 +116,8 @@ def gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor
 
 def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     """Return the norm of the difference of two tensors over the norm of `wanted` and `scale`; infinite for another shape and for
-    values that are not finite.
-
-    Some gradients are zero up to rounding, such as those of an attention's key biases: `scale` is what they are compared with.
-    """
+    values that are not finite. Some gradients are zero up to rounding, such as those of an attention's key biases: `scale` is what
+    they are compared with."""
     if found.shape != wanted.shape:
         return float("inf")
     distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
@@ -129,6 +127,17 @@ def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     if size == float("inf"):  # Masked logits are the lowest number there is.
         size = float(wanted[wanted.abs() < torch.finfo(wanted.dtype).max ** 0.25].norm())
     return distance / max(size + scale, 1e-300) if distance else 0.0
+
+
+def first_difference(found: Outputs, wanted: Outputs, differ: Callable[[Tensor, Tensor], bool]) -> str | None:
+    """Return the first module whose outputs differ, call by call, from those in `wanted`; None without one."""
+    left: dict[str, list[list[Tensor]]] = {}
+    for name, outputs in wanted:
+        left.setdefault(name, []).append(outputs)
+    for name, outputs in found:
+        if left.get(name) and any(differ(*pair) for pair in zip(outputs, left[name].pop(0), strict=False)):
+            return name
+    return None
 
 
 def shown_module(model: nn.Module, name: str) -> str:
@@ -163,10 +172,8 @@ def first_copy(
     most: int,
     seed: int = 0,
 ) -> Any | list[str]:
-    """Return the first copy of at most `most` parameters that builds and passes `check`, else the list of reasons.
-
-    `reductions` are sizes and numbers of layers, as `smaller` takes them, tried in turn.
-    """
+    """Return the first copy of at most `most` parameters that builds and passes `check`, else the list of reasons. `reductions` are
+    sizes and numbers of layers, as `smaller` takes them, tried in turn."""
     reasons = []
     for sizes, layers in reductions:
         try:

@@ -38,6 +38,14 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
     `rules` are the user's. A model with a plan of its own, of which no small copy runs, is not tried. With `sequence`, blocks
     exchange shards of the sequence. Raises `ConfigError` with the module that differs, or if division by shape could not be tried.
     """
+
+    def refused(reason: str, where: str = "parallel.tensor") -> ConfigError:
+        return ConfigError(
+            f"{type(model).__name__} would be divided by a plan, by the shapes of its layers or by your rules, and in a trial on a "
+            f"small copy {reason}; give rules under which it computes the same (parallel.plan), or set parallel.tensor: 1",
+            where=where,
+        )
+
     by_shape = goes_by_shape(model)
     if not by_shape and not rules and not getattr(model, "tp_plan", None):
         return
@@ -65,10 +73,10 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
     if isinstance(small, str):
         if rules or not plan:
             return
-        raise ConfigError(_refused(model, f"no small copy of it could be tried ({small})"), where="parallel.tensor")
+        raise refused(f"no small copy of it could be tried ({small})")
     small_copy.vary(small)
     if found := _unlike(model, small, plan) if by_shape else "":
-        raise ConfigError(_refused(model, found), where="parallel.tensor")
+        raise refused(found)
     for shares in dict.fromkeys((sequence, False)):
         try:
             divided, inside = plan_tensor(small, _RANKS, rules), bool(plan or rules)
@@ -77,10 +85,10 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
             found = str(error)
             continue
         if found:
-            raise ConfigError(_refused(model, found), where="parallel.plan" if rules else "parallel.tensor")
+            raise refused(found, "parallel.plan" if rules else "parallel.tensor")
         return
     if plan and not rules:
-        raise ConfigError(_refused(model, f"the copy could not be divided ({found})"), where="parallel.tensor")
+        raise refused(f"the copy could not be divided ({found})")
 
 
 def _by_pattern(named: Mapping[str, _Value]) -> dict[str, _Value]:
@@ -99,13 +107,6 @@ def _unlike(model: nn.Module, small: nn.Module, plan: Mapping[str, str]) -> str:
     others = _by_pattern(recognised(small))
     unlike = next((name for name in (*plan, *others) if plan.get(name) != others.get(name)), "")
     return f"its sizes do not tell how {unlike} is to be divided" if unlike else ""
-
-
-def _refused(model: nn.Module, reason: str) -> str:
-    return (
-        f"{type(model).__name__} would be divided by a plan, by the shapes of its layers or by your rules, and in a trial on a "
-        f"small copy {reason}; give rules under which it computes the same (parallel.plan), or set parallel.tensor: 1"
-    )
 
 
 def _inputs(small: Any) -> Iterator[tuple[str, Any]]:
@@ -164,20 +165,10 @@ class _Passed:
     parts: Mapping[str, ParameterPart] = field(default_factory=dict)
     failed: str = ""
 
-    def of_module(self, name: str) -> list[Tensor]:
-        """Return the outputs of a module's first call."""
-        found = next((outputs for module, outputs in self.outputs if module == name), [])
-        return [each for each in found if each.is_floating_point()]
-
 
 def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, Tensor]) -> None:
-    """Load every parameter on the meta device on CPU; divided ones get this rank's part.
-
-    `whole` holds the whole tensors by FQN. Dtype and `requires_grad` of the parameters do not change.
-
-    Raises:
-        LayoutError: for a tensor that is missing or has another shape.
-    """
+    """Load every parameter on the meta device on CPU from `whole`, the whole tensors by FQN; divided ones get this rank's part.
+    Dtype and `requires_grad` do not change. Raises `LayoutError` for a tensor that is missing or has another shape."""
     for name, parameter in list(model.named_parameters()):
         value, part = whole.get(name), parts.get(name)
         shape = tuple(parameter.shape) if part is None else part.region.shape
@@ -198,14 +189,8 @@ def part_of(whole: Tensor, region: Region) -> Tensor:
 def _difference_when_divided(
     whole: nn.Module, plan: TensorPlan, run: Callable[[Any], list[Tensor]], *, sequence: bool, inside: bool
 ) -> str:
-    """Run `whole` and its copies divided by `plan`; returns name and class of the first module that differs, or an empty text.
-
-    `run` returns a model's outputs. `sequence`: blocks pass on shares of the sequence. Without `inside`, of the outputs only the
-    model's own must be equal.
-
-    Raises:
-        LayoutError: for a model that cannot be divided so.
-    """
+    """Return name and class of the first module that computes something else in copies of `whole` divided by `plan`, or an empty
+    text. Without `inside`, of the outputs that `run` returns only the model's own must be equal."""
     barrier, left = threading.Barrier(plan.size), [torch.empty(0)] * plan.size
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.
@@ -219,6 +204,7 @@ def _difference_when_divided(
             for each in results
             if each.requires_grad
         ]
+        outputs = [(name, each) for name, each in outputs if inside or not name]
         return _Passed(outputs=outputs, gradients=small_copy.gradients_of(model, losses), parts=parts)
 
     def rank(index: int) -> _Passed:
@@ -240,9 +226,9 @@ def _difference_when_divided(
         ranks = list(pool.map(rank, range(plan.size)))
     if failed := next((each.failed for each in ranks if each.failed), ""):
         return failed
-    for name in dict.fromkeys(name for name, _ in expected.outputs if inside or not name):
-        pairs = [pair for each in ranks for pair in zip(each.of_module(name), expected.of_module(name), strict=False)]
-        if any(found.shape == wanted.shape and _differ(found, wanted) for found, wanted in pairs):
+    for each in ranks:
+        name = small_copy.first_difference(each.outputs, expected.outputs, _of_one_shape_differ)
+        if name is not None:
             return f"{small_copy.shown_module(whole, name)}, computes something else"
     for name, gradient in expected.gradients.items():
         for index, each in enumerate(ranks):
@@ -257,6 +243,10 @@ def _difference_when_divided(
 
 def _differ(found: Tensor, wanted: Tensor) -> bool:
     return not small_copy.apart(found, wanted, 1.0) <= _TOLERANCE
+
+
+def _of_one_shape_differ(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and found.is_floating_point() and _differ(found, wanted)
 
 
 def _where(error: Exception, model: nn.Module) -> str:

@@ -22,9 +22,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
     """Return the model inside `torch.compile` and `DataParallel`, and the wrapper's compile function with its options, or None.
-
-    Raises `ConfigError` for `DistributedDataParallel`, which would reduce gradients a second time, and for compiled submodules.
-    """
+    Raises `ConfigError` for `DistributedDataParallel`, which would reduce gradients a second time, and for compiled submodules."""
     compile_: Compile | None = None
     inside: Any = model
     while True:
@@ -60,11 +58,9 @@ def _is_compiled(model: Any) -> bool:
 
 
 def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> None:
-    """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train; planning calls it too.
-
-    Data ranks gather layers and sum gradients together. A rank that drops a layer at random (LayerDrop, Fan et al., 2020) would
-    block the others.
-    """
+    """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train; planning calls it too. Data ranks
+    gather layers and sum gradients together. A rank that drops a layer at random (LayerDrop, Fan et al., 2020) would block the
+    others."""
     divides, data = mesh.model_size > 1, mesh.world_size // mesh.model_size
     if divides and is_adapted(model):
         raise ConfigError(
@@ -149,29 +145,19 @@ class ForwardInputs:
 
     def reduced(self, sample: Mapping[str, Any], *, unused: bool | None, library: bool) -> dict[str, Any]:
         """Return a sample without the fields that the data collator must not see: with `unused`, all that forward does not take.
-
         None drops text beside the model's inputs, which cannot become a tensor, and for a `library` collator, which makes a tensor
-        of each field, all fields that forward does not take.
-        """
+        of each field, all fields that forward does not take."""
         if unused:
             return {name: value for name, value in sample.items() if name in self.named}
         known = self.fields is not None
         if unused is False or not (known or library) or not (self.named - _LABELS).intersection(sample):
             return dict(sample)
-        kept = {}
-        for name, value in sample.items():
-            first = value[0] if isinstance(value, list | tuple) and value else value
-            if (
-                name in self.named
-                or name in _OF_COLLATORS
-                or not (isinstance(first, str | None) or (library and known))
-            ):
-                kept[name] = value
-        return kept
 
-    def left_out(self, batch: Mapping[str, Any]) -> list[str]:
-        """Return the fields of a batch that forward does not accept."""
-        return [name for name in batch if self.fields is not None and name not in self.fields]
+        def passes(name: str, value: Any) -> bool:
+            first = value[0] if isinstance(value, list | tuple) and value else value
+            return name in self.named | _OF_COLLATORS or not (isinstance(first, str | None) or (library and known))
+
+        return {name: value for name, value in sample.items() if passes(name, value)}
 
     def check(self, batch: Mapping[str, Any]) -> None:
         """Raise `DataError` for a batch that lacks a required field or is longer than the model's positions."""

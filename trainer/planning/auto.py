@@ -172,8 +172,6 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
         )
 
     def batches(micro: int) -> dict[str, Any]:
-        batch = rules.make_batch(dataset, [index % len(dataset) for index in range(micro)])
-        left_out = forward.left_out(batch)
-        return {name: value for name, value in batch.items() if name not in left_out}
+        return rules.accepted(rules.make_batch(dataset, [index % len(dataset) for index in range(micro)]))
 
     return Subject(model, loss, config, batches, device=device)

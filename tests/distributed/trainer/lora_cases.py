@@ -11,6 +11,7 @@ import transformers as tf
 from safetensors.torch import load_file
 
 from tests.support.architecture_cases import differences
+from tests.support.architectures import SIZES
 from tests.support.input_cases import command
 from tests.support.trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
@@ -18,6 +19,33 @@ from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 
 TARGETS = ["q_proj", "down_proj"]
+IDS = sentences()[1]["input_ids"][None]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return found.clone()
+
+
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def in_peft(base: Any, adapter: Path, wanted: torch.Tensor) -> dict[str, float]:
+    """How far from `wanted` the logits of a base model are, and those of plain PEFT's model of it and of a saved adapter."""
+    change = _apart(logits(base), wanted)
+    loaded = peft.PeftModel.from_pretrained(base, adapter).to(wanted.dtype)
+    return {"change": change, "difference": _apart(logits(loaded), wanted)}
+
+
+def base_of(mesh: Mesh, folder: str, dtype: torch.dtype = torch.float32, **how: Any) -> Path:
+    """The directory of a model that all ranks see."""
+    path = Path(folder) / "base"
+    if mesh.rank == 0 and not path.exists():
+        seeded(llama).to(dtype).save_pretrained(path, **how)
+    mesh.world.barrier("base")
+    return path
 
 
 def adapted(base: Mapping[str, Any] | None = None, **changes: Any) -> Any:
@@ -30,11 +58,6 @@ def adapted(base: Mapping[str, Any] | None = None, **changes: Any) -> Any:
         if "lora_B" in name or "lora_embedding_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     return made
-
-
-def as_plain(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
-    """Training a model with adapters against a plain loop over the same."""
-    return differences(folder, "lora", (adapted(), adapted()), sentences(), zero={"stage": stage})
 
 
 def _with_experts() -> Any:
@@ -52,27 +75,13 @@ def of_experts(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
     return differences(folder, "experts", (_with_experts(), _with_experts()), sentences(), zero={"stage": stage})
 
 
-def variant(mesh: Mesh, folder: str, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """One of PEFT's kinds of adapters at stage 3: against a plain loop, and what plain PEFT makes of what is saved."""
-    root, mine = Path(folder), adapted(base, **changes)
-    found: dict[str, Any] = {
-        "training": differences(
-            folder,
-            "variant",
-            (mine, adapted(base, **changes)),
-            sentences(),
-            after=lambda trainer: trainer.save(root / "adapter"),
-            zero={"stage": 3, "gathered_budget": 0},
-        )
-    }
-    ids, plain = sentences()[1]["input_ids"][None], seeded(lambda: llama(**base)).double().eval()
-    with torch.no_grad():
-        before, wanted = plain(input_ids=ids).logits.clone(), mine.double().eval()(input_ids=ids).logits
-        loaded = peft.PeftModel.from_pretrained(plain, root / "adapter").double().eval()
-        found["difference"] = _apart(loaded(input_ids=ids).logits, wanted)
-    found["change"] = _apart(before, wanted)
-    found["tensors"] = sorted(load_file(root / "adapter/adapter_model.safetensors"))
-    return found
+def variant(mesh: Mesh, folder: str, stage: int, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """One of PEFT's kinds of adapters: against a plain loop, and what plain PEFT makes of what is saved."""
+    path, mine, other = Path(folder) / "adapter", adapted(base, **changes), adapted(base, **changes)
+    keys = {"stage": stage, "gathered_budget": 0}
+    training = differences(folder, "variant", (mine, other), sentences(), after=lambda t: t.save(path), zero=keys)
+    plain = seeded(lambda: llama(**base)).double()
+    return {"training": training, **in_peft(plain, path, logits(mine.double()))}
 
 
 class Look(Callback):
@@ -86,9 +95,8 @@ class Look(Callback):
         if step != 2 or trainer.engine is None:
             return
         trainer.save(self.folder / "during")
-        ids = sentences()[1]["input_ids"][None]
         with torch.no_grad():
-            self.found["logits"] = trainer.model(input_ids=ids).logits.clone()
+            self.found["logits"] = trainer.model(input_ids=IDS).logits.clone()
         buckets = [bucket for unit in trainer.engine.units for bucket in unit.buckets]
         self.found["frozen"] = sum(not bucket.trainable for bucket in buckets)
         self.found["optimized"] = sum(
@@ -102,103 +110,73 @@ def saved(mesh: Mesh, folder: str) -> dict[str, Any]:
     """At stage 3: what is saved amid training and after it, loaded by PEFT onto the base model that there was."""
     root, model = Path(folder), adapted()
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if "lora_" not in name}
-    look, data = Look(root), sentences()
-    with Trainer(model, settings(folder), data, callbacks=[look]) as trainer:
+    look = Look(root)
+    with Trainer(model, settings(folder), sentences(), callbacks=[look]) as trainer:
         trainer.fit()
         trainer.save(root / "after")
-        ids = data[1]["input_ids"][None]
-        with torch.no_grad():
-            after = trainer.model.eval()(input_ids=ids).logits
+        after = logits(trainer.model)
     found: dict[str, Any] = {key: look.found[key] for key in ("frozen", "optimized", "trained")}
     found["shares"] = sorted(look.found["shares"])
     found["base"] = all(
         torch.equal(dict(model.named_parameters())[name].float(), value) for name, value in base.items()
     )
     found["parameters"] = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
-    found["generated"] = list(model.generate(input_ids=ids[:, :3], max_new_tokens=2, do_sample=False).shape)
+    found["generated"] = list(model.generate(input_ids=IDS[:, :3], max_new_tokens=2, do_sample=False).shape)
     for name, wanted in (("during", look.found["logits"]), ("after", after)):
         found[f"{name} files"] = sorted(path.name for path in (root / name).iterdir())
         found[f"{name} tensors"] = sorted(load_file(root / name / "adapter_model.safetensors"))
-        plain = seeded(llama).double().eval()
-        with torch.no_grad():
-            before = plain(input_ids=ids).logits.clone()
-            loaded = peft.PeftModel.from_pretrained(plain, root / name).double().eval()
-            logits = loaded(input_ids=ids).logits
-        found[f"{name} difference"] = float((logits - wanted).norm() / wanted.norm())
-        found[f"{name} change"] = float((before - wanted).norm() / wanted.norm())
+        found |= {f"{name} {key}": far for key, far in in_peft(seeded(llama).double(), root / name, wanted).items()}
     return found
 
 
 def added(mesh: Mesh, folder: str) -> dict[str, Any]:
     """Adapters that were added to a Hugging Face model itself, trained in bfloat16, saved, and loaded by PEFT."""
-    root, model = Path(folder), seeded(llama)
-    if mesh.rank == 0:
-        model.save_pretrained(root / "base")
-    mesh.world.barrier("base")
+    base, path, model = base_of(mesh, folder), Path(folder) / "adapter", seeded(llama)
     model.add_adapter(peft.LoraConfig(r=3, target_modules=TARGETS, init_lora_weights=False))
     precision = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
     with Trainer(model, settings(folder, precision=precision), sentences()) as trainer:
         losses = trainer.fit().losses
-        trainer.save(root / "adapter")
-    ids = sentences()[1]["input_ids"][None]
-    found: dict[str, Any] = {"files": sorted(path.name for path in (root / "adapter").iterdir()), "losses": losses}
-    with torch.no_grad():
-        wanted = model.float().eval()(input_ids=ids).logits
-        # Frozen weights are what the run computes with.
-        plain = tf.AutoModelForCausalLM.from_pretrained(root / "base").bfloat16().float().eval()
-        before = plain(input_ids=ids).logits.clone()
-        found["peft"] = _apart(
-            peft.PeftModel.from_pretrained(plain, root / "adapter").eval()(input_ids=ids).logits, wanted
-        )
-    found["change"] = _apart(before, wanted)
-    return found
-
-
-def _apart(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+        trainer.save(path)
+    # Frozen weights are what the run computes with.
+    plain = tf.AutoModelForCausalLM.from_pretrained(base).bfloat16().float()
+    found = in_peft(plain, path, logits(model.float()))
+    return {**found, "files": sorted(each.name for each in path.iterdir()), "losses": losses}
 
 
 def configured(mesh: Mesh, folder: str, stage: int, **lora: Any) -> dict[str, Any]:
     """A configuration with `model.lora` over a directory of weights."""
-    root = Path(folder)
-    if mesh.rank == 0 and not (root / "base").exists():
-        seeded(llama).save_pretrained(root / "base")
-    mesh.world.barrier("base")
-    model = {"source": str(root / "base"), "lora": {"rank": 2, **lora}}
+    base, path = base_of(mesh, folder), Path(folder) / "adapter"
+    model = {"source": str(base), "lora": {"rank": 2, **lora}}
     config = settings(folder, model=model, zero={"stage": stage})
-    base = tf.AutoModelForCausalLM.from_pretrained(root / "base").double().eval()
-    ids = sentences()[1]["input_ids"][None]
-    with Trainer(None, config, sentences()) as trainer, torch.no_grad():
-        before, wanted = trainer.model(input_ids=ids).logits, base(input_ids=ids).logits
+    wanted = logits(tf.AutoModelForCausalLM.from_pretrained(base).double())
+    with Trainer(None, config, sentences()) as trainer:
+        with torch.no_grad():
+            unchanged = _apart(trainer.model(input_ids=IDS).logits, wanted)
         state = {name: tensor.clone() for name, tensor in trainer.state_dict()}
         losses = trainer.fit().losses
-        trainer.save(root / "adapter")
-        settings_written = json.loads((root / "adapter/adapter_config.json").read_text())
+        trainer.save(path)
+        written = json.loads((path / "adapter_config.json").read_text())
     drawn = [tensor for name, tensor in state.items() if "lora_A" in name]
     return {
-        "unchanged": float((before - wanted).norm() / wanted.norm()),
+        "unchanged": unchanged,
         "weights": digest(state),
         "adapters": len(drawn),
         "spread": min(float(tensor.std()) for tensor in drawn),
         "losses": losses,
-        "config": {key: settings_written[key] for key in ("r", "lora_alpha", "task_type", "base_model_name_or_path")},
-        "notes": type(trainer.config.model.lora).__name__,
+        "config": {key: written[key] for key in ("r", "lora_alpha", "task_type", "base_model_name_or_path")},
     }
 
 
 def exported(mesh: Mesh, folder: str) -> dict[str, Any]:
     """What PEFT and transformers make of a checkpoint with adapters, and of its exports, against the trained model."""
-    root, ids = Path(folder), sentences()[1]["input_ids"][None]
-    if mesh.rank == 0:
-        seeded(llama).save_pretrained(root / "base")
-    mesh.world.barrier("base")
-    model = {"source": str(root / "base"), "lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}
+    root, base = Path(folder), base_of(mesh, folder)
+    model = {"source": str(base), "lora": {"rank": 2, "targets": TARGETS}}
     config = settings(
         folder, model=model, run={"name": "a", "max_steps": 3}, checkpoint={"every_steps": 3}, optimizer={"lr": 0.1}
     )
-    with Trainer(None, config, sentences()) as trainer, torch.no_grad():
+    with Trainer(None, config, sentences()) as trainer:
         trainer.fit()
-        wanted = trainer.model.eval()(input_ids=ids).logits
+        wanted = logits(trainer.model)
     if mesh.rank:
         return {}
     checkpoint = root / "a/checkpoints/step-00000003"
@@ -211,20 +189,16 @@ def exported(mesh: Mesh, folder: str) -> dict[str, Any]:
         found[f"{name} said"] = command(mesh, ["checkpoint", "export", str(root / "a"), str(root / name), *words])
         found[f"{name} files"] = sorted(path.name for path in (root / name).iterdir())
     found["verify"] = command(mesh, ["checkpoint", "verify", str(root / "a")])["code"]
-    plain = tf.AutoModelForCausalLM.from_pretrained(root / "base").double().eval()
-    with torch.no_grad():
-        found["change"] = _apart(plain(input_ids=ids).logits, wanted)
-        for name, directory in (("checkpoint", checkpoint), ("adapter", root / "adapter")):
-            base = tf.AutoModelForCausalLM.from_pretrained(root / "base").double()
-            loaded = peft.PeftModel.from_pretrained(base, directory).double().eval()
-            found[name] = _apart(loaded(input_ids=ids).logits, wanted)
-            by_name = tf.AutoModelForCausalLM.from_pretrained(directory).double().eval()
-            found[f"{name} by name"] = _apart(by_name(input_ids=ids).logits, wanted)
-        for name in ("merged", "small"):
-            merged, report = tf.AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
-            found[f"{name} report"] = [key for key, problems in report.items() if problems]
-            found[f"{name} dtype"] = str(merged.dtype)
-            found[name] = _apart(merged.double().eval()(input_ids=ids).logits, wanted)
+    for name, directory in (("checkpoint", checkpoint), ("adapter", root / "adapter")):
+        plain = tf.AutoModelForCausalLM.from_pretrained(base).double()
+        found[name] = in_peft(plain, directory, wanted)
+        by_name = tf.AutoModelForCausalLM.from_pretrained(directory).double()
+        found[f"{name} by name"] = _apart(logits(by_name), wanted)
+    for name in ("merged", "small"):
+        merged, report = tf.AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
+        found[f"{name} report"] = [key for key, problems in report.items() if problems]
+        found[f"{name} dtype"] = str(merged.dtype)
+        found[name] = _apart(logits(merged.double()), wanted)
     return found
 
 
@@ -246,7 +220,7 @@ def prompted(mesh: Mesh, folder: str, stage: int) -> dict[str, bool]:
         model = peft.get_peft_model(seeded(llama), config)
         start = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
         made = settings(folder, zero={"stage": stage}, run={"name": str(number), "max_steps": 2})
-        made["checkpoint"] = {"every_steps": 1}
+        made["checkpoint"] = {"every_steps": 2}
         with Trainer(model, made, sentences(), compute_loss=loss) as trainer:
             trainer.fit()
             trainer.save(Path(folder) / f"{number}-saved")
@@ -260,13 +234,11 @@ def prompted(mesh: Mesh, folder: str, stage: int) -> dict[str, bool]:
 def referring(mesh: Mesh, folder: str, steps: int = 2, **checkpoint: Any) -> dict[str, Any]:
     """A run with adapters over a directory of bfloat16 weights, computed in float32: its first two steps, or on from them."""
     root, stage = Path(folder), 3 if mesh.world_size > 1 else 1
-    if mesh.rank == 0 and not (root / "base").exists():
-        seeded(llama).bfloat16().save_pretrained(root / "base", max_shard_size="40KB")
-    mesh.world.barrier("base")
+    base = base_of(mesh, folder, torch.bfloat16, max_shard_size="40KB")
     run = {"name": checkpoint.get("frozen", "auto"), "max_steps": steps}
     config = settings(
         folder,
-        model={"source": str(root / "base"), "lora": {"rank": 2}},
+        model={"source": str(base), "lora": {"rank": 2}},
         run=run,
         checkpoint={"every_steps": 2, "resume": "auto", **checkpoint},
         zero={"stage": stage},
@@ -290,11 +262,7 @@ def referring(mesh: Mesh, folder: str, steps: int = 2, **checkpoint: Any) -> dic
 
 def edited(mesh: Mesh, folder: str) -> dict[str, Any]:
     """A frozen weight that the user has changed after the model was loaded, and one that changes while it is trained."""
-    root = Path(folder)
-    if mesh.rank == 0 and not (root / "base").exists():
-        seeded(llama).save_pretrained(root / "base")
-    mesh.world.barrier("base")
-    model = tf.AutoModelForCausalLM.from_pretrained(root / "base")
+    model = tf.AutoModelForCausalLM.from_pretrained(base_of(mesh, folder))
     model.get_parameter("model.norm.weight").data.mul_(2)
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=TARGETS))
 
@@ -308,37 +276,35 @@ def edited(mesh: Mesh, folder: str) -> dict[str, Any]:
     config = settings(folder, run={"max_steps": 2}, checkpoint={"every_steps": 1}, zero={"stage": 3})
     with Trainer(model, config, sentences(), callbacks=[Change()]) as trainer:
         trainer.fit()
-    manifests = [json.loads(path.read_text()) for path in sorted((root / "run/checkpoints").glob("*/manifest.json"))]
+    manifests = [
+        json.loads(path.read_text()) for path in sorted(Path(folder, "run/checkpoints").glob("*/manifest.json"))
+    ]
     written = [{name for name, row in m["tensors"]["model"].items() if "source/" not in row[0]} for m in manifests]
     return {"written": [sorted(name for name in names if "lora_" not in name) for names in written]}
 
 
 def classified(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
     """A classifier by configuration, whose new head is trained and saved with the adapters."""
-    root = Path(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {"model_type": "bert", **sizes, "vocab_size": 64, "hidden_dropout_prob": 0.0, "num_labels": 3}
-    vit = {"model_type": "vit", **sizes, "image_size": 8, "patch_size": 4, "num_labels": 3}
-    config: dict[str, Any] = {**(text if kind == "sequence" else vit), "attention_probs_dropout_prob": 0.0}
-    lora = {"rank": 2, "targets": "all-linear" if kind == "sequence" else ["q_proj", "query"]}
-    head = f"{kind}_classification"
+    text, path = kind == "sequence", Path(folder) / "adapter"
+    config: dict[str, Any] = {**SIZES, "num_labels": 3, "attention_probs_dropout_prob": 0.0}
+    config |= (
+        {"model_type": "bert", "vocab_size": 64} if text else {"model_type": "vit", "image_size": 8, "patch_size": 4}
+    )
+    model = {
+        "config": {**config, "hidden_dropout_prob": 0.0},
+        "head": f"{kind}_classification",
+        "lora": {"rank": 2, "targets": "all-linear" if text else ["q_proj", "query"]},
+    }
     rows = sentences()
     pixels = torch.randn(len(rows), 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    data = [
-        {
-            "labels": torch.tensor(n % 3),
-            **({"input_ids": row["input_ids"]} if kind == "sequence" else {"pixel_values": p}),
-        }
-        for n, (row, p) in enumerate(zip(rows, pixels, strict=True))
-    ]
-    with Trainer(None, settings(folder, model={"config": config, "head": head, "lora": lora}), data) as trainer:
-        start = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+    inputs = [{"input_ids": row["input_ids"]} for row in rows] if text else [{"pixel_values": each} for each in pixels]
+    data = [{**each, "labels": torch.tensor(n % 3)} for n, each in enumerate(inputs)]
+    with Trainer(None, settings(folder, model=model), data) as trainer:
+        start = {name: tensor.double().clone() for name, tensor in trainer.state_dict()}
         trainer.fit()
-        trainer.save(root / "adapter")
-        changed = [
-            name for name, tensor in trainer.state_dict() if not torch.equal(tensor.double(), start[name].double())
-        ]
-    return {"changed": changed, "saved": sorted(load_file(root / "adapter/adapter_model.safetensors"))}
+        trainer.save(path)
+        changed = [name for name, each in trainer.state_dict() if not torch.equal(each.double(), start[name])]
+    return {"changed": changed, "saved": sorted(load_file(path / "adapter_model.safetensors"))}
 
 
 def resumed(mesh: Mesh, folder: str) -> dict[str, Any]:
@@ -347,9 +313,8 @@ def resumed(mesh: Mesh, folder: str) -> dict[str, Any]:
     for name, steps in (("whole", (4,)), ("parts", (2, 4))):
         for count in steps:
             run = {"name": name, "max_steps": count}
-            config = settings(
-                folder, run=run, checkpoint={"every_steps": 2}, schedule={"name": "constant", "warmup_steps": 0}
-            )
+            schedule = {"name": "constant", "warmup_steps": 0}
+            config = settings(folder, run=run, checkpoint={"every_steps": 2}, schedule=schedule)
             model = adapted()
             with Trainer(model, config, sentences()) as trainer:
                 trainer.fit()
@@ -365,13 +330,3 @@ def resumed(mesh: Mesh, folder: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         said.append(type(error).__name__)
     return {"digests": digests, "said": said, "files": sorted(path.name for path in checkpoint.iterdir())}
-
-
-def divided(mesh: Mesh, folder: str) -> str:
-    """What is said about adapters under tensor parallelism."""
-    try:
-        with Trainer(adapted(), settings(folder, parallel={"tensor": 2}), sentences()) as trainer:
-            trainer.fit()
-    except ConfigError as error:
-        return str(error)
-    return str(LLAMA)

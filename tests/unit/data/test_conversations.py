@@ -6,19 +6,22 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.text_files import word_tokenizer, write_rows
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData
-from zeromesh.trainer.data.packing import ConversationDataset, best_fit
+from zeromesh.trainer.data.packing import TokenDataset, best_fit
 from zeromesh.trainer.data.sampler import SampleOrder, whole_weights
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer
@@ -51,6 +54,10 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return [{"role": role, "content": content} for role, content in turns]
 
 
+ROWS = [{"messages": messages(turns)} for turns in CHATS]
+ASKED = {"messages": messages(CHATS[1])}
+
+
 @pytest.fixture(scope="module")
 def raw() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with merges, as those of most chat models, trained on a few sentences."""
@@ -72,16 +79,23 @@ def raw() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def own(raw: PreTrainedTokenizerFast) -> PretrainedTokenizer:
-    raw.chat_template = CHATML
-    return PretrainedTokenizer(tokenizer=raw)
+    return own_template(raw, CHATML)
 
 
 def load(folder: Path, rows: list[dict[str, Any]], tokenizer: Any, /, **keys: Any) -> RunData:
     """The data of these rows, each in a sequence of its own and in their order."""
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    section = {"train": str(path), "format": "chat", "sequence_length": 96, "eval_fraction": 0.0, "packing": False}
+    train = write_rows(folder / "rows.jsonl", rows)
+    section = {"train": train, "format": "chat", "sequence_length": 96, "eval_fraction": 0.0, "packing": False}
     return load_datasets(DataSection(**{**section, **keys}), tokenizer=tokenizer)
+
+
+def labels_of(dataset: Any, *indices: int) -> list[list[int]]:
+    return [dataset[index]["labels"].tolist() for index in indices]
+
+
+def own_template(raw: PreTrainedTokenizerFast, template: str | None) -> PretrainedTokenizer:
+    raw.chat_template = template
+    return PretrainedTokenizer(tokenizer=raw)
 
 
 def learnt(sample: dict[str, torch.Tensor]) -> tuple[list[int], list[int]]:
@@ -111,15 +125,15 @@ def by_hand(raw: PreTrainedTokenizerFast, turns: list[tuple[str, str]]) -> tuple
 
 
 def test_the_loss_is_on_the_assistant_s_turns(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
-    data = load(tmp_path, [{"messages": messages(turns)} for turns in CHATS], own)
-    assert isinstance(data.train, ConversationDataset)
+    data = load(tmp_path, ROWS, own)
+    assert isinstance(data.train, TokenDataset)
     for turns, sample in zip(CHATS, data.train, strict=False):
         ids, labels = learnt(sample)
         assert (ids, labels) == by_hand(raw, turns)
         said = raw.decode([token for token in labels if token != -100])
         answers = [f"{content}<|im_end|>\n" for role, content in turns if role == "assistant"]
         assert said in ("".join(answers), "".join(answers).removeprefix("\n"))
-    everything = load(tmp_path, [{"messages": messages(turns)} for turns in CHATS], own, loss_on="all")
+    everything = load(tmp_path, ROWS, own, loss_on="all")
     for turns, sample in zip(CHATS, everything.train, strict=False):
         ids, labels = learnt(sample)
         assert ids == by_hand(raw, turns)[0]
@@ -133,9 +147,8 @@ def test_a_template_that_marks_answers_is_as_in_transformers(
     template.write_text(MARKED)
     tools = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]}
-    rows: list[dict[str, Any]] = [{"messages": messages(turns)} for turns in CHATS]
-    rows.append({"messages": [{"role": "user", "content": "1 + 1"}, call], "tools": tools})
-    rows.append({"messages": messages(CHATS[1]), "tools": json.dumps(tools), "chat_template_kwargs": {"suffix": "!"}})
+    rows: list[dict[str, Any]] = [*ROWS, {"messages": [{"role": "user", "content": "1 + 1"}, call], "tools": tools}]
+    rows.append({**ASKED, "tools": json.dumps(tools), "chat_template_kwargs": {"suffix": "!"}})
     data = load(tmp_path, rows, own, chat_template=str(template), sequence_length=400)
     for row, sample in zip(rows, data.train, strict=False):
         given = row.get("tools")
@@ -190,24 +203,17 @@ def test_a_token_of_both_prompt_and_completion_is_no_target(tmp_path: Path, raw:
 def test_tokens_without_places_are_of_the_pieces(
     tmp_path: Path, raw: Any, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [{"messages": messages(turns)} for turns in CHATS[:2]]
-    wanted = load(tmp_path, rows, own)
+    wanted = load(tmp_path, ROWS[:2], own)
     monkeypatch.setattr(type(raw), "is_fast", False)
-    found = load(tmp_path, rows, own)
-    assert [each["labels"].tolist() for each in (found.train[0], found.train[1])] == [
-        each["labels"].tolist() for each in (wanted.train[0], wanted.train[1])
-    ]
+    assert labels_of(load(tmp_path, ROWS[:2], own).train, 0, 1) == labels_of(wanted.train, 0, 1)
     with pytest.raises(DataError, match=r"row 0: a token has a part of an answer .* use a fast tokenizer"):
         load(tmp_path, [{"prompt": "Q: 12 A: ", "completion": "12 A"}], own, format="pairs")
 
 
 def test_tokens_without_white_space(tmp_path: Path) -> None:
-    words = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "a": 2, "b": 3, "c": 4}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    own = PretrainedTokenizer(tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>"))
-    data = load(
-        tmp_path, [{"prompt": "a b ", "completion": "c a"}, {"prompt": "a b", "completion": "c a"}], own, format="pairs"
-    )
+    words = word_tokenizer(["<eos>", "<unk>", "a", "b", "c"], "<unk>", eos_token="<eos>")
+    rows = [{"prompt": prompt, "completion": "c a"} for prompt in ("a b ", "a b")]
+    data = load(tmp_path, rows, PretrainedTokenizer(tokenizer=words), format="pairs")
     assert data.train[0]["input_ids"].tolist()[:5] == [2, 3, 4, 2, 0]
     assert data.train[0]["labels"].tolist()[:6] == [-100, -100, 4, 2, 0, -100]
     assert data.train[1]["labels"].tolist()[:5] == [-100, -100, 2, 0, -100]
@@ -217,29 +223,20 @@ def test_tokens_without_white_space(tmp_path: Path) -> None:
 def test_bytes_have_conversations_too(tmp_path: Path) -> None:
     template = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}[assistant] {% endif %}"
-    data = load(tmp_path, [{"messages": messages(CHATS[2])}], None, chat_template=template)
-    sample = data.train[0]
+    sample = load(tmp_path, ROWS[2:], None, chat_template=template).train[0]
     labels = bytes(label for label in sample["labels"].tolist() if label != -100)
     assert labels.decode() == "\nhow are you?\na caf\u00e9, \u2615 and more\n"
-    assert (
-        bytes(sample["input_ids"].tolist())
-        .rstrip(b"\xff")
-        .decode()
-        .startswith("[assistant] \nhow are you?\n[user] caf\u00e9")
-    )
+    text = bytes(sample["input_ids"].tolist()).rstrip(b"\xff").decode()
+    assert text.startswith("[assistant] \nhow are you?\n[user] caf\u00e9")
 
 
 def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
-    from tokenizers.processors import TemplateProcessing
-
     words = Tokenizer.from_str(raw.backend_tokenizer.to_str())
     words.post_processor = TemplateProcessing(single="<bos> $A", pair="$A $B", special_tokens=[("<bos>", 0)])
-    begun = PretrainedTokenizer(
-        tokenizer=PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>")
-    )
-    data = load(tmp_path, [{"prompt": "Q:", "completion": " 12"}], begun, format="pairs")
-    ids, labels = learnt(data.train[0])
-    prompt = begun.tokenizer("Q:")["input_ids"]
+    begun = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>")
+    rows, tokenizer = [{"prompt": "Q:", "completion": " 12"}], PretrainedTokenizer(tokenizer=begun)
+    ids, labels = learnt(load(tmp_path, rows, tokenizer, format="pairs").train[0])
+    prompt = begun("Q:")["input_ids"]
     assert prompt[0] == 0
     assert ids[: len(prompt)] == prompt
     assert [label for label in labels if label != -100] == [*ids[len(prompt) :]]
@@ -267,18 +264,27 @@ def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
             "field 'prompt' is str; it should be text",
         ),
         (
-            [{"messages": messages(CHATS[1])}],
+            [ASKED],
             {"chat_template": "{{ raise_exception('no') }}"},
             "row 0: .* TemplateError: no",
         ),
-        ([{"messages": messages(CHATS[1]), "tools": "{"}], {}, "field 'tools' is text, and no JSON"),
-        ([{"messages": messages(CHATS[1])}], {"chat_template": "a/b.jinja"}, "data.chat_template: no file 'a/b.jinja'"),
+        ([{**ASKED, "tools": "{"}], {}, "field 'tools' is text, and no JSON"),
+        ([ASKED], {"chat_template": "a/b.jinja"}, "data.chat_template: no file 'a/b.jinja'"),
         (
             [{"messages": messages(CHATS[1][:1])}],
             {},
             "1 row, and none has a target of the loss in its first 96 tokens",
         ),
-        ([{"messages": messages(CHATS[1])}], {"train": "stdlib"}, "no file with rows in 'stdlib'"),
+        ([ASKED], {"train": "stdlib"}, "no file with rows in 'stdlib'"),
+        *(
+            (
+                [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", column: bad}],
+                {"format": "pairs"},
+                f"row 1: field '{column}' is {type(bad).__name__}; it should be text",
+            )
+            for column in ("prompt", "completion")
+            for bad in (None, 5, {"a": 1})
+        ),
     ],
 )
 def test_what_cannot_be_used_is_named(
@@ -288,34 +294,24 @@ def test_what_cannot_be_used_is_named(
         load(tmp_path, rows, own, **keys)
 
 
-def test_a_tokenizer_without_template_says_what_to_set(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
-    raw.chat_template = None
+def test_a_template_that_is_given_is_saved_with_the_tokenizer(tmp_path: Path, raw: Any) -> None:
+    """And without one it is said what to set."""
     with pytest.raises(DataError, match=r"no chat template; set data\.chat_template"):
-        load(tmp_path, [{"messages": messages(CHATS[1])}], own)
-
-
-def test_the_template_is_saved_with_the_tokenizer(tmp_path: Path, raw: Any) -> None:
-    raw.chat_template = None
+        load(tmp_path, [ASKED], own_template(raw, None))
     raw.save_pretrained(tmp_path / "tokenizer")
-    rows = [{"messages": messages(CHATS[1])}]
     keys = {"tokenizer": str(tmp_path / "tokenizer"), "chat_template": CHATML}
-    data = load(tmp_path, rows, None, **keys)
+    data = load(tmp_path, [ASKED], None, **keys)
     assert isinstance(data.tokenizer, PretrainedTokenizer)
     assert data.tokenizer.tokenizer.chat_template == CHATML
     assert learnt(data.train[0]) == by_hand(raw, CHATS[1])
 
 
 def test_saved_datasets_are_read(tmp_path: Path, own: PretrainedTokenizer) -> None:
-    import datasets
-
     rows = [{"talk": messages(turns), "id": number} for number, turns in enumerate(CHATS)]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "splits")
-    wanted = load(tmp_path, [{"messages": messages(turns)} for turns in CHATS], own).train
     found = load(tmp_path, [], own, train=str(tmp_path / "saved"), columns={"messages": "talk"}).train
-    assert [each["labels"].tolist() for each in (found[0], found[2])] == [
-        each["labels"].tolist() for each in (wanted[0], wanted[2])
-    ]
+    assert labels_of(found, 0, 2) == labels_of(load(tmp_path, ROWS, own).train, 0, 2)
     with pytest.raises(DataError, match=r"holds several splits; give one of them: '.*splits/train'"):
         load(tmp_path, [], own, train=str(tmp_path / "splits"))
 
@@ -323,11 +319,8 @@ def test_saved_datasets_are_read(tmp_path: Path, own: PretrainedTokenizer) -> No
 def test_datasets_of_the_hub_are_read(
     tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import datasets
-
-    rows = [{"messages": messages(turns)} for turns in CHATS]
     (tmp_path / "repository").mkdir()
-    wanted = load(tmp_path / "repository", rows, own).train
+    wanted = load(tmp_path / "repository", ROWS, own).train
     asked, real = [], datasets.load_dataset
 
     def of_this_machine(name: str, config: str | None, split: str) -> Any:
@@ -338,9 +331,7 @@ def test_datasets_of_the_hub_are_read(
 
     monkeypatch.setattr("datasets.load_dataset", of_this_machine)
     found = load(tmp_path, [], own, train="hub:some/chats").train
-    assert [each["labels"].tolist() for each in (found[0], found[2])] == [
-        each["labels"].tolist() for each in (wanted[0], wanted[2])
-    ]
+    assert labels_of(found, 0, 2) == labels_of(wanted, 0, 2)
     load(tmp_path, [], own, mixture={"a": {"train": "hub:some/chats/main:train"}}, train="stdlib")
     assert asked == [("some/chats", None, "train"), ("some/chats", "main", "train")]
     for spec, message in {
@@ -378,20 +369,12 @@ def test_conversations_share_sequences_and_are_cut(tmp_path: Path, raw: Any, own
 
 def test_packed_conversations_are_as_if_alone(tmp_path: Path, own: PretrainedTokenizer) -> None:
     """The gradient of the loss of packed conversations is that of each in a sequence of its own."""
-    rows = [{"messages": messages(turns)} for turns in CHATS]
-    config = LlamaConfig(
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=340,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).double()
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=340, use_cache=False)).double()
     gradients = []
     for packing, length in ((True, 300), (False, 130)):
-        train = load(tmp_path, rows, own, packing=packing, sequence_length=length).train
+        train = load(tmp_path, ROWS, own, packing=packing, sequence_length=length).train
         assert len(train) == (1 if packing else 3)
         batch = [train[index] for index in range(len(train))]
         inputs = {name: torch.stack([each[name] for each in batch]) for name in batch[0]}
@@ -411,16 +394,12 @@ def test_best_fit_fills_sequences(lengths: list[int], capacity: int) -> None:
 
 
 def test_tokens_of_conversations_are_kept(tmp_path: Path, own: PretrainedTokenizer) -> None:
-    rows = [{"messages": messages(turns)} for turns in CHATS]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path, cache = write_rows(tmp_path / "rows.jsonl", ROWS), TokenCache(tmp_path / "cache")
 
     def loaded(**keys: Any) -> tuple[list[str], Any]:
-        section = {"train": str(path), "format": "chat", "sequence_length": 96, "eval_fraction": 0.0, **keys}
+        section = {"train": path, "format": "chat", "sequence_length": 96, "eval_fraction": 0.0, **keys}
         told: list[str] = []
-        data = load_datasets(
-            DataSection(**section), tokenizer=own, cache=TokenCache(tmp_path / "cache"), tell=told.append
-        )
+        data = load_datasets(DataSection(**section), tokenizer=own, cache=cache, tell=told.append)
         return told, (data.notes, data.train.fingerprint(), [data.train[0]["labels"].tolist()])
 
     told, first = loaded()
@@ -457,10 +436,8 @@ def test_processes_give_the_same_tokens(
 def test_few_conversations_are_held_out(tmp_path: Path, own: PretrainedTokenizer) -> None:
     rows = [{"messages": messages(CHATS[number % 3])} for number in range(40)]
     data = load(tmp_path, rows, own, eval_fraction=0.2)
-    assert isinstance(data.eval, ConversationDataset)
     assert len(data.train) + len(data.eval) == 40
     few = load(tmp_path, rows[:2], own, eval_fraction=0.001)
-    assert isinstance(few.eval, ConversationDataset)
     assert (len(few.train), len(few.eval)) == (1, 1)
     assert not torch.equal(few.train[0]["input_ids"], few.eval[0]["input_ids"])
 
@@ -500,22 +477,16 @@ def test_weights_become_whole() -> None:
 
 def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: PretrainedTokenizer) -> None:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
-    (tmp_path / "pairs.jsonl").write_text(json.dumps({"question": "Q: 1\nA:", "completion": " 12"}) * 1 + "\n")
+    pairs = write_rows(tmp_path / "pairs.jsonl", [{"question": "Q: 1\nA:", "completion": " 12"}])
     mixture = {
         "text": {"train": str(tmp_path / "text.txt"), "format": "text", "weight": 0.5},
         "chat": {"train": str(tmp_path / "rows.jsonl"), "weight": 0.25},
-        "pairs": {
-            "train": str(tmp_path / "pairs.jsonl"),
-            "format": "pairs",
-            "columns": {"prompt": "question"},
-            "weight": 0.25,
-        },
+        "pairs": {"train": pairs, "format": "pairs", "columns": {"prompt": "question"}, "weight": 0.25},
     }
-    rows = [{"messages": messages(turns)} for turns in CHATS]
-    data = load(tmp_path, rows, own, mixture=mixture, train="stdlib", packing=True, eval_fraction=0.2)
+    given = {"train": "stdlib", "packing": True, "eval_fraction": 0.2}
+    data = load(tmp_path, ROWS, own, mixture=mixture, **given)
     lengths = [len(part) for part in data.train.parts]
     assert len(data.train) == sum(lengths)
-    assert isinstance(data.eval, dict)
     assert set(data.eval) == {"text"} | {
         name for name, size in zip(mixture, lengths, strict=True) if name == "chat" and size
     }
@@ -526,24 +497,14 @@ def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: Pretrain
     with pytest.raises(DataError, match="vocabulary has 4 tokens"):
         data.train.parts[0].check_vocabulary(4)
     other = {**mixture, "text": {**mixture["text"], "weight": 1.0}}
-    changed = load(tmp_path, rows, own, mixture=other, train="stdlib", packing=True, eval_fraction=0.2)
+    changed = load(tmp_path, ROWS, own, mixture=other, **given)
     assert (changed.train.weights, data.train.weights) == ((4, 1, 1), (2, 1, 1))
     assert changed.train.fingerprint() == data.train.fingerprint()
-    alone = load(tmp_path, rows, own, mixture=mixture, eval=str(tmp_path / "rows.jsonl"), packing=True)
-    assert isinstance(alone.eval, ConversationDataset)
+    alone = load(tmp_path, ROWS, own, mixture=mixture, eval=str(tmp_path / "rows.jsonl"), packing=True)
+    assert isinstance(alone.eval, TokenDataset)
 
 
-# What ends an answer, and what is blamed
-
-
-@pytest.mark.parametrize("bad", [None, 5, {"a": 1}])
-@pytest.mark.parametrize("column", ["prompt", "completion"])
-def test_the_column_that_is_neither_text_nor_messages_is_blamed(
-    tmp_path: Path, own: PretrainedTokenizer, column: str, bad: Any
-) -> None:
-    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", column: bad}]
-    with pytest.raises(DataError, match=f"row 1: field '{column}' is {type(bad).__name__}; it should be text"):
-        load(tmp_path, rows, own, format="pairs")
+# What ends an answer
 
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -569,15 +530,13 @@ def test_the_token_that_ends_answers_is_found(
 
 
 def test_an_evaluation_set_may_have_another_format(tmp_path: Path, own: PretrainedTokenizer) -> None:
-    chats = [{"messages": messages(turns)} for turns in CHATS]
-    alone = load(tmp_path, chats, own, packing=True)
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    alone = load(tmp_path, ROWS, own, packing=True).train
+    chats = write_rows(tmp_path / "chats.jsonl", ROWS)
     told = [{"instruction": f"say {word}", "output": word} for word in ("one", "two")]
-    data = load(tmp_path, told, own, format="alpaca", packing=True, eval={"chats": str(tmp_path / "chats.jsonl")})
+    data = load(tmp_path, told, own, format="alpaca", packing=True, eval={"chats": chats})
     (evaluated,) = data.eval.values()
-    assert [learnt(evaluated[index]) for index in range(len(evaluated))] == [
-        learnt(alone.train[index]) for index in range(len(alone.train))
-    ]
+    wanted = [learnt(alone[index]) for index in range(len(alone))]
+    assert [learnt(evaluated[index]) for index in range(len(evaluated))] == wanted
     assert any("has rows of format chat" in note for note in data.notes)
     with pytest.raises(DataError, match=r"only 'messages'; make files of several formats parts of data\.mixture"):
-        load(tmp_path, told, own, format="alpaca", train=[str(tmp_path / "rows.jsonl"), str(tmp_path / "chats.jsonl")])
+        load(tmp_path, told, own, format="alpaca", train=[str(tmp_path / "rows.jsonl"), chats])

@@ -266,25 +266,21 @@ def test_workers_do_not_hold_the_pages_of_states() -> None:
     assert os.waitpid(child, 0)[1] == 0
 
 
-ORPHANS = """
-import os, sys, time
-sys.path.insert(0, {path!r})
-from tests.unit.data.test_loader import Drawing, loader_of
-loader = loader_of(Drawing(), 2)
-found = loader.step(0)
-print(*sorted({{int(who) for batch in found for who in batch["who"]}}), flush=True)
-time.sleep(60)
-"""
-
-
 def test_workers_end_with_their_parent() -> None:
-    code = ORPHANS.format(path=str(Path(__file__).parent))
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        workers = [int(each) for each in parent.stdout.readline().split()]
-        assert workers
-        parent.kill()
-    until = time.monotonic() + 2
+    reader, writer = os.pipe()
+    if (parent := os.fork()) == 0:
+        try:
+            with loader_of(Drawing(), 2) as loader:
+                who = {int(who) for batch in loader.step(0) for who in batch["who"]}
+                os.write(writer, " ".join(map(str, who)).encode())
+                time.sleep(60)
+        finally:
+            os._exit(1)
+    workers = [int(each) for each in os.read(reader, 100).split()]
+    assert workers
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    until = time.monotonic() + 10
     while (left := [each for each in workers if Path(f"/proc/{each}").exists()]) and time.monotonic() < until:
         time.sleep(0.02)
     assert not left

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 
+from tests.support.text_files import joined_ids
 from tests.support.workers import Workers
 from zeromesh.errors import DataError, StorageError
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData
-from zeromesh.trainer.data.packing import PackedDataset
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray
 
@@ -64,13 +63,8 @@ def home(tmp_path: Path) -> Home:
     return Home(tmp_path)
 
 
-def tokens_of(dataset: PackedDataset) -> Any:
-    """The flat ids of all sequences."""
-    return dataset.text.tokens[dataset.first :][: dataset.sequences * dataset.sequence_length]
-
-
 def values(data: RunData) -> Any:
-    return (data.train.fingerprint(), data.notes, data.byte_pair_entropy, tokens_of(data.train).tolist())
+    return (data.train.fingerprint(), data.notes, data.byte_pair_entropy, joined_ids(data.train).tolist())
 
 
 def test_text_is_tokenised_once_and_mapped_into_memory(home: Home) -> None:
@@ -80,7 +74,7 @@ def test_text_is_tokenised_once_and_mapped_into_memory(home: Home) -> None:
     again, second = home.load()
     assert again == 0
     assert values(first) == values(second)
-    base: Any = tokens_of(second.train)
+    base: Any = joined_ids(second.train)
     while isinstance(base, np.ndarray):
         base = base.base
     assert isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
@@ -176,37 +170,6 @@ def test_what_a_killed_process_left_is_removed_after_a_day(home: Home) -> None:
         os.utime(home.cache / name, (0, (home.cache / name).stat().st_mtime - age))
     home.load()
     assert sorted(path.name for path in home.entries if path.name.startswith(".")) == [".new.tmp"]
-
-
-@pytest.mark.parametrize(("ending", "separator"), [("csv", ","), ("tsv", "\t")])
-def test_rows_of_csv_are_documents(tmp_path: Path, ending: str, separator: str) -> None:
-    rows = [["id", "text"], ["1", '"hello, ""you"""'], ["2", "NA"], ["3", "12"], ["4", '"two\nlines"'], ["5", ""]]
-    path = tmp_path / f"rows.{ending}"
-    path.write_text("".join(separator.join(row) + "\n" for row in rows))
-    section = DataSection(train=str(path), sequence_length=4, eval_fraction=0.0)
-    train = load_datasets(section).train
-    wanted = b'hello, "you"|NA|12|two\nlines|'.replace(b"|", b"\xff")
-    assert bytes(tokens_of(train).tolist()) == wanted[: len(wanted) // 4 * 4]
-    with pytest.raises(DataError, match=r"row 0 has no field 'body', only 'id', 'text'; set data\.text_field"):
-        load_datasets(section.model_copy(update={"text_field": "body"}))
-
-
-def test_csv_of_other_countries_and_csv_without_quotes(tmp_path: Path) -> None:
-    """Semicolons are what spreadsheets write there. A comma inside of a text that has no quotes would cut it without a word."""
-    (tmp_path / "a.csv").write_bytes("\ufefftext;label\r\nhello, you;1\r\n".encode())
-    (tmp_path / "b.csv").write_text("text,label\nhello,1\nhello, you,1\n")
-    section = DataSection(train=str(tmp_path / "a.csv"), sequence_length=4, eval_fraction=0.0)
-    assert bytes(tokens_of(load_datasets(section).train).tolist()) == b"hello, y"
-    with pytest.raises(
-        DataError, match=r"b\.csv' line 3 has more fields than the first one has names; quote a text .* ','"
-    ):
-        load_datasets(section.model_copy(update={"train": str(tmp_path / "b.csv")}))
-
-
-def test_a_table_without_rows(tmp_path: Path) -> None:
-    datasets.Dataset.from_dict({"text": [""]}).select([]).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="holds 0 tokens in 0 documents"):
-        load_datasets(DataSection(train=str(tmp_path / "a.parquet")))
 
 
 def test_one_rank_tokenizes_and_the_others_wait(workers: Workers, tmp_path: Path) -> None:

@@ -5,29 +5,24 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.architectures import small_model
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing
 
 
 def gpt2() -> Any:
-    config = tf.GPT2Config(
-        n_embd=32, n_layer=3, n_head=4, vocab_size=50, n_positions=32, bos_token_id=None, eos_token_id=None
-    )
-    config.use_cache = False  # as in training; with one, the mask and so the sums of attention are made otherwise
     torch.manual_seed(0)
-    return tf.GPT2LMHeadModel(config).double().train()  # dropout 0.1: recomputation has to draw the same numbers
+    made = small_model("gpt2", num_hidden_layers=3, vocab_size=50, n_positions=32, bos_token_id=None, eos_token_id=None)
+    made.config.use_cache = False  # as in training; with one, the mask and so the sums of attention are made otherwise
+    return made.double().train()  # dropout 0.1: recomputation has to draw the same numbers
 
 
 def llama() -> Any:
-    config = tf.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=50
-    )
     torch.manual_seed(0)
-    return tf.LlamaForCausalLM(config).double().train()
+    return small_model("llama", num_hidden_layers=3, vocab_size=50, intermediate_size=64).double().train()
 
 
 class Operations(TorchDispatchMode):

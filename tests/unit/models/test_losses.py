@@ -1,63 +1,49 @@
 """A loss is a sum and a count; the chunked head stands for a model's own loss only where it is that loss."""
 
+import sys
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.architectures import on_meta, small_model
 from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.trainer.losses import chunked_head
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.losses.trial import examine
 from zeromesh.trainer.models.small_copy import InFloat64
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-KV = {"num_key_value_heads": 2, "vocab_size": 90}
-EAGER = {"experts_implementation": "eager"}  # fused experts have no float64
-
-
-def gpt2(**changes: Any) -> Any:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 90, "n_positions": 32}
-    return tf.GPT2LMHeadModel(tf.GPT2Config(**{**sizes, "bos_token_id": None, "eos_token_id": None, **changes}))
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV)),
-    "llama-tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV, tie_word_embeddings=True)),
-    "gpt2": gpt2,
-    "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**SMALL, **KV)),
-    "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**SMALL, **KV)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, **KV, num_local_experts=4, **EAGER)),
-    "mixtral-auxiliary": lambda: tf.MixtralForCausalLM(
-        tf.MixtralConfig(**SMALL, **KV, num_local_experts=4, output_router_logits=True, **EAGER)
-    ),
-    "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(
-            hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=90, dropout=0.0,
-            word_embed_proj_dim=32, max_position_embeddings=32,
-        )
-    ),
-    "bert-masked": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=90)),
-    "t5": lambda: tf.T5ForConditionalGeneration(
-        tf.T5Config(
-            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=90, decoder_start_token_id=0, dropout_rate=0.0
-        )
-    ),
-    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SMALL, **KV, head_dim=8)),
-    "granite": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SMALL, **KV, logits_scaling=8.0)),
-    "cohere": lambda: tf.CohereForCausalLM(tf.CohereConfig(**SMALL, **KV)),
-    "cohere2": lambda: tf.Cohere2ForCausalLM(tf.Cohere2Config(**SMALL, **KV, logit_scale=0.3)),
-    "gemma3": lambda: tf.Gemma3ForCausalLM(
-        tf.Gemma3TextConfig(**SMALL, **KV, head_dim=8, final_logit_softcapping=0.5)
-    ),
-    "granite by 13": lambda: tf.GraniteForCausalLM(tf.GraniteConfig(**SMALL, **KV, logits_scaling=13.0)),
-    "nanochat": lambda: tf.NanoChatForCausalLM(tf.NanoChatConfig(**SMALL, **KV, final_logit_softcapping=0.5)),
-}  # fmt: skip
+KV = {"num_key_value_heads": 2}
+EAGER = {"num_local_experts": 4, "experts_implementation": "eager"}  # fused experts have no float64
+OPT = {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32, "max_position_embeddings": 32}
+T5 = {"d_kv": 8, "d_ff": 48, "decoder_start_token_id": 0, "dropout_rate": 0.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", KV),
+    "llama-tied": ("llama", {**KV, "tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),
+    "qwen2": ("qwen2", KV),
+    "mistral": ("mistral", KV),
+    "mixtral": ("mixtral", {**KV, **EAGER}),
+    "mixtral-auxiliary": ("mixtral", {**KV, **EAGER, "output_router_logits": True}),
+    "opt": ("opt", OPT),
+    "bert-masked": ("bert", {}),
+    "t5": ("t5", T5),
+    "gemma2": ("gemma2", {**KV, "head_dim": 8}),
+    "granite": ("granite", {**KV, "logits_scaling": 8.0}),
+    "cohere": ("cohere", KV),
+    "cohere2": ("cohere2", {**KV, "logit_scale": 0.3}),
+    "gemma3": ("gemma3_text", {**KV, "head_dim": 8, "final_logit_softcapping": 0.5}),
+    "granite by 13": ("granite", {**KV, "logits_scaling": 13.0}),
+    "nanochat": ("nanochat", {**KV, "final_logit_softcapping": 0.5}),
+}
+HEADS: dict[str, Any] = {"bert-masked": "masked_lm", "t5": "seq2seq_lm"}
 CHANGED = {
     "gemma2": "a factor of 1, capped at 30",
     "gemma3": "a factor of 1, capped at 0.5",
@@ -69,9 +55,27 @@ CHANGED = {
 }
 
 
+def built(name: str, **changes: Any) -> Any:
+    kind, fields = MODELS[name]
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), None)
+    return small_model(
+        kind, HEADS.get(name, "causal_lm"), vocab_size=90, **{**(ids if kind == "gpt2" else {}), **fields, **changes}
+    )
+
+
 def model_of(name: str) -> Any:
     torch.manual_seed(0)
-    return MODELS[name]().double().eval()
+    return built(name).double().eval()
+
+
+def own_class(cls: Any) -> Any:
+    """A tiny model of a user's own class."""
+    return cls(built("llama").config)
+
+
+def classifier(labels: int, head: Any = "sequence_classification") -> Any:
+    torch.manual_seed(0)
+    return small_model("bert", head, vocab_size=90, num_labels=labels).eval()
 
 
 def batch_of(*, masked: bool = True) -> dict[str, torch.Tensor]:
@@ -94,19 +98,6 @@ def gradients(model: Any, loss: torch.Tensor, seed: float) -> dict[str, torch.Te
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(loss, list(named.values()), torch.tensor(seed, dtype=loss.dtype), allow_unused=True)
     return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), grads, strict=True)}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_which_models_the_chunked_head_stands_for(name: str) -> None:
-    with torch.device("meta"):
-        model = MODELS[name]()
-    loss = make_loss(model)
-    assert loss.kind == "labels"
-    assert "in chunks of tokens" in str(loss.notes), loss.notes
-    assert loss.causal == (name not in ("bert-masked", "t5"))
-    changed = f", of logits changed by {CHANGED[name]}" if name in CHANGED else ""
-    assert loss.notes[0] == f"loss: cross entropy in chunks of tokens{changed}, equal to the model's own in a trial"
-    assert any("auxiliary" in note for note in loss.notes) == (name == "mixtral-auxiliary")
 
 
 class DoubledHead(nn.Linear):
@@ -157,6 +148,10 @@ def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None, monkey
         own = model(**batch).loss * count
         theirs = gradients(model, own, seed)
         loss = make_loss(model)
+        changed = f", of logits changed by {CHANGED[name]}" if name in CHANGED else ""
+        assert loss.notes[0] == f"loss: cross entropy in chunks of tokens{changed}, equal to the model's own in a trial"
+        assert any("auxiliary" in note for note in loss.notes) == (name == "mixtral-auxiliary")
+        assert (loss.kind, loss.causal) == ("labels", name not in ("bert-masked", "t5"))
         if chunk is not None:
             monkeypatch.setattr(chunked_head, "chunk_for", lambda *sizes: chunk)
         assert loss.count(batch) == count
@@ -234,26 +229,6 @@ def test_the_head_computes_inside_its_own_call() -> None:
     assert all(bool(torch.isfinite(gradient).all()) for gradient in grads.values())
 
 
-def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_head, "chunk_for", lambda *sizes: 4)
-    model, batch = model_of("llama").float(), batch_of(masked=False)
-    loss = make_loss(model)
-    shapes: set[tuple[int, ...]] = set()
-
-    class Shapes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                shapes.add(tuple(out.shape))
-            return out
-
-    with Shapes():
-        loss(model, batch, seed=1.0).backward()
-    rows = {shape[0] for shape in shapes if len(shape) == 2 and shape[1] == 90}
-    assert rows
-    assert max(rows - {32}) <= 4  # [hidden, vocab] is the transposed weight
-
-
 class Capped(tf.LlamaForCausalLM):
     """A user's own class with the same loss and other logits."""
 
@@ -297,22 +272,20 @@ class Rooted(tf.LlamaForCausalLM):
 
 
 def test_a_users_own_cap_is_found() -> None:
-    assert (
-        make_loss(Capped(tf.LlamaConfig(**SMALL, **KV)))
-        .notes[0]
-        .startswith("loss: cross entropy in chunks of tokens, of logits changed by a factor of 1, capped at 30, equal")
+    (note,) = make_loss(own_class(Capped)).notes
+    assert note.startswith(
+        "loss: cross entropy in chunks of tokens, of logits changed by a factor of 1, capped at 30, equal"
     )
 
 
 @pytest.mark.parametrize("cls", [Rooted, Smoothed])
 def test_other_losses_are_found_unequal(cls: Any) -> None:
-    model = cls(tf.LlamaConfig(**SMALL, **KV))
-    loss = make_loss(model)
+    loss = make_loss(own_class(cls))
     assert "in chunks of tokens" not in str(loss.notes), loss.notes
 
 
 def test_a_loss_that_is_no_mean_over_labels_is_not_called_one() -> None:
-    loss = make_loss(Summed(tf.LlamaConfig(**SMALL, **KV)))
+    loss = make_loss(own_class(Summed))
     assert loss.kind == "examples"
     assert "neither labels nor shifted labels" in loss.notes[0]
 
@@ -327,48 +300,38 @@ def test_a_replaced_loss_function_is_respected() -> None:
 
 
 def test_the_trial_leaves_no_trace() -> None:
+    """And dropout does not disturb it."""
     model = model_of("llama")
     state = torch.get_rng_state()
     before = (set(vars(model)), set(vars(model.lm_head)))
     assert examine(model).route == "loss_function"
     assert (set(vars(model)), set(vars(model.lm_head))) == before
     assert torch.equal(torch.get_rng_state(), state)
+    assert examine(built("gpt2", resid_pdrop=0.5, attn_pdrop=0.5)).route == "loss_function"
 
 
-def test_dropout_does_not_disturb_the_trial() -> None:
-    assert examine(gpt2(resid_pdrop=0.5, attn_pdrop=0.5)).route == "loss_function"
-
-
-def test_classifiers_count_labelled_examples() -> None:
-    torch.manual_seed(0)
-    model = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3)).eval()
-    batch = {"input_ids": batch_of()["input_ids"], "labels": torch.tensor([2, -100, 0])}
+@pytest.mark.parametrize(
+    ("classes", "head", "labels", "count"),
+    [
+        (3, "sequence_classification", torch.tensor([2, -100, 0]), 2),
+        (3, "token_classification", batch_of()["labels"].clamp(max=2), 14),
+        (1, "sequence_classification", torch.tensor([0.5, 1.0, -2.0]), 3),
+    ],
+)
+def test_classifiers_count_labels_and_regression_elements(
+    classes: int, head: str, labels: torch.Tensor, count: int
+) -> None:
+    model, ids = classifier(classes, head), batch_of()["input_ids"]
     loss = make_loss(model)
-    assert loss.count(batch) == 2
-    total = loss(model, batch, seed=1.0)
-    logits = model(input_ids=batch["input_ids"]).logits
-    torch.testing.assert_close(total, nn.functional.cross_entropy(logits, batch["labels"], reduction="sum"))
+    assert loss.count({"input_ids": ids, "labels": labels}) == count
+    logits = model(input_ids=ids).logits.flatten(0, -2)
+    if classes == 1:
+        expected = (logits.squeeze(1) - labels).square().sum()
+    else:
+        expected = nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss(model, {"input_ids": ids, "labels": labels}, seed=1.0), expected)
     assert not loss.causal
     assert loss.notes == ()
-
-
-def test_token_classifiers_count_labelled_tokens() -> None:
-    model = tf.BertForTokenClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3)).eval()
-    batch = {"input_ids": batch_of()["input_ids"], "labels": batch_of()["labels"].clamp(max=2)}
-    loss = make_loss(model)
-    total = loss(model, batch, seed=1.0)
-    logits = model(input_ids=batch["input_ids"]).logits.reshape(-1, 3)
-    expected = nn.functional.cross_entropy(logits, batch["labels"].reshape(-1), reduction="sum")
-    torch.testing.assert_close(total, expected)
-
-
-def test_regression_counts_elements() -> None:
-    model = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=1)).eval()
-    batch = {"input_ids": batch_of()["input_ids"], "labels": torch.tensor([0.5, 1.0, -2.0])}
-    loss = make_loss(model)
-    assert loss.count(batch) == 3
-    predicted = model(input_ids=batch["input_ids"]).logits.squeeze(1)
-    torch.testing.assert_close(loss(model, batch, seed=1.0), (predicted - batch["labels"]).square().sum())
 
 
 class Net(nn.Module):
@@ -448,10 +411,10 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "cohere", "granite"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "cohere", "granite"])
 def test_no_tensor_holds_all_logits_of_a_large_vocabulary(name: str) -> None:
     torch.manual_seed(0)
-    small, tokens = MODELS[name](), 1024
+    small, tokens = built(name), 1024
     small.config.vocab_size = small.config.max_position_embeddings = 8192
     model = type(small)(small.config)
     loss = make_loss(model)
@@ -471,20 +434,91 @@ def test_a_model_that_changes_its_logits_otherwise_than_its_copy_is_refused(chan
         loss(model, batch, seed=1.0)
 
 
-@pytest.mark.parametrize("kind", [tf.BertLMHeadModel, tf.RobertaForCausalLM])
-def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: Any) -> None:
-    def made(*, decodes: bool) -> Any:
-        sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        return kind(kind.config_class(**sizes, intermediate_size=48, is_decoder=decodes))
-
+@pytest.mark.parametrize("kind", ["bert", "roberta"])
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.head: .* to predict the next token and sees it.*is_decoder: true"):
-        make_loss(made(decodes=False))
-    assert make_loss(made(decodes=True)).causal
+        make_loss(small_model(kind, vocab_size=64, is_decoder=False))
+    assert make_loss(small_model(kind, vocab_size=64, is_decoder=True)).causal
 
 
 @pytest.mark.parametrize(("labels", "kind", "classes"), [(3, None, 3), (1, None, None), (3, "regression", None)])
 def test_a_classifier_knows_its_classes(labels: int, kind: str | None, classes: int | None) -> None:
-    config = tf.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_labels=labels)
-    config.problem_type = kind
-    with torch.device("meta"):
-        assert make_loss(tf.BertForSequenceClassification(config)).classes == classes
+    made = on_meta("bert", "sequence_classification", num_labels=labels, problem_type=kind)
+    assert make_loss(made).classes == classes
+
+
+# By liger-kernel, for which a stand-in computes here
+
+Fused = Callable[..., torch.Tensor]
+
+
+def stand_in(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Any, **settings: Any
+) -> torch.Tensor:
+    """What liger's function computes, by its documentation."""
+    assert (settings["reduction"], settings["accum_dtype"]) == ("sum", torch.float32)
+    logits = (hidden @ weight.t()).float() + (0 if bias is None else bias.float())
+    if cap := settings["softcap"]:
+        logits = cap * (logits / cap).tanh()
+    return cross_entropy(logits, targets, reduction="sum")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fused], None]:
+    def put(fused: Fused) -> None:
+        module = ModuleType("liger_kernel.transformers.functional")
+        module.liger_fused_linear_cross_entropy = fused  # type: ignore[attr-defined]
+        for name in ("liger_kernel", "liger_kernel.transformers"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    monkeypatch.setattr(chunked_head, "found", lambda: torch.device("cuda"))
+    return put
+
+
+def problem(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype).requires_grad_() for rows in (300, 50))
+    targets = torch.randint(0, 50, (300,), generator=generator)
+    targets[::7] = -100
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize(
+    "change", [UNCHANGED, LogitChange(scale=0.25), LogitChange(cap=3.0), LogitChange(scale=2.0, cap=5.0)], ids=str
+)
+def test_it_is_the_loss_in_chunks(install: Callable[[Fused], None], change: LogitChange) -> None:
+    install(stand_in)
+    compute, results = chunked_head.LigerLoss(), []
+    for kernel in (compute, chunked_cross_entropy):
+        hidden, weight, targets = problem()
+        loss = kernel(hidden, weight, None, targets, seed=1.0, chunk_tokens=64, change=change)
+        loss.backward()
+        results.append((loss.detach(), hidden.grad, weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_another_result_is_refused(install: Callable[[Fused], None]) -> None:
+    install(lambda *arguments, **settings: stand_in(*arguments, **settings) * 1.01)
+    with pytest.raises(ConfigError, match=r"model\.loss: a trial found liger's loss apart by 0\.01"):
+        chunked_head.LigerLoss()(*problem()[:2], None, problem()[2], seed=1.0, chunk_tokens=64, change=UNCHANGED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_heads_that_it_has_no_kernel_for_are_refused(install: Callable[[Fused], None], dtype: torch.dtype) -> None:
+    install(stand_in)
+    hidden, weight, targets = problem(dtype)
+    more = {} if dtype is torch.float64 else {"exchange": object()}
+    with pytest.raises(ConfigError, match="liger has no kernel for this head"):
+        chunked_head.LigerLoss()(hidden, weight, None, targets, seed=1.0, chunk_tokens=64, change=UNCHANGED, **more)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_head, "found", lambda: None)
+    with pytest.raises(ConfigError, match="liger's kernels run on GPUs"):
+        chunked_head.LigerLoss()
+    monkeypatch.setattr(chunked_head, "found", lambda: torch.device("cuda"))
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+        chunked_head.LigerLoss()

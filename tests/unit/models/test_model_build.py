@@ -8,19 +8,16 @@ import pytest
 import torch
 import transformers as tf
 
+from tests.support.architectures import SIZES
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
 from zeromesh.trainer.models.build import build_model
 from zeromesh.weight_init.weight_sources import BuiltSource, SeededSource
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+LLAMA = {"model_type": "llama", **SIZES}
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "vocab_size": 64}
+TEXT = {**LLAMA, "vocab_size": 64}
 
 
 def build(config: dict[str, Any] | None, head: Any = "causal_lm", vocab_size: int | None = None, **section: Any) -> Any:
@@ -36,9 +33,6 @@ def test_a_model_is_built_without_memory() -> None:
     assert all(p.is_meta and p.dtype is torch.float32 for p in built.model.parameters())
     assert built.model.config.vocab_size == 77
     assert built.model.config._attn_implementation == "sdpa"
-
-
-def test_a_written_vocab_size_stands() -> None:
     assert build({**LLAMA, "vocab_size": 100}, vocab_size=77).model.config.vocab_size == 100
 
 
@@ -71,7 +65,7 @@ def test_a_model_that_meta_would_lose_is_built_on_cpu() -> None:
         ({}, "model_type is missing"),
         (None, "model_type is missing"),
         ({**LLAMA, "model_type": "lama"}, "'lama' is not known.*llama"),
-        ({**LLAMA, "torch_dtype": ["a"]}, "dtype: got \\['a'\\]; give a dtype of torch"),
+        ({**LLAMA, "torch_dtype": ["a"]}, r"dtype: got \['a'\]; give a dtype of torch"),
         ({**LLAMA, "num_labels": 10**9}, "num_labels: got 1000000000; give a number from 1 to 1,000,000"),
         ({**LLAMA, "return_dict": False}, "return_dict is false"),
         ({**LLAMA, "to_dict": 3}, "to_dict is not a field"),
@@ -79,40 +73,20 @@ def test_a_model_that_meta_would_lose_is_built_on_cpu() -> None:
         ({**LLAMA, "hidden_size": "a"}, "hidden_size.*expected int, got str"),
         ({**LLAMA, "num_attention_heads": 3}, "not a multiple"),
         ({**LLAMA, "hidden_act": "jump"}, "hidden_act 'jump' is not known.*relu"),
-    ],
-)
-def test_mistakes_are_named(config: dict[str, Any] | None, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        build(config)
-
-
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
-TEXT = {"model_type": "llama", **SMALL}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {**TEXT, "hidden_size": 10**9},
-            r"[\d,]{20,} parameters and more, and this machine has .* hidden_size 1000000000",
-        ),
-        ({**TEXT, "vocab_size": 10**15}, r"parameters and more, and this machine has .* vocab_size 1000000000000000"),
-        (
-            {"model_type": "gpt2", "n_embd": 10**9, "n_layer": 2, "n_head": 4, "vocab_size": 64},
-            r"more than 2\*\*63 bytes; .* n_embd 1000000000",
-        ),
+        ({**TEXT, "hidden_size": 10**9}, r"[\d,]{20,} parameters and more, and .* hidden_size 1000000000"),
+        ({**TEXT, "vocab_size": 10**15}, "parameters and more, and this machine has .* vocab_size 1000000000000000"),
+        ({**GPT2, "n_embd": 10**9}, r"more than 2\*\*63 bytes; .* n_embd 1000000000"),
         ({**TEXT, "intermediate_size": 10**30}, "intermediate_size is 1000000000000000000000000000000; at most"),
         ({**TEXT, "num_hidden_layers": 10**6}, "num_hidden_layers is 1000000; at most 10000 are built"),
         (
-            {"model_type": "gemma3", "text_config": {**SMALL, "head_dim": 8, "vocab_size": 10**16}},
+            {"model_type": "gemma3", "text_config": {**SIZES, "head_dim": 8, "vocab_size": 10**16}},
             r"parameters and more, .* text_config\.vocab_size 10000000000000000",
         ),
     ],
 )
-def test_a_model_that_no_memory_holds_is_refused_by_its_largest_numbers(config: dict[str, Any], message: str) -> None:
+def test_mistakes_and_models_that_no_memory_holds_are_named(config: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"model\.config: .*{message}"):
-        build(config, "image_text_to_text" if "text_config" in config else "causal_lm")
+        build(config, "image_text_to_text" if "text_config" in (config or {}) else "causal_lm")
 
 
 def test_parts_that_take_long_to_describe_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

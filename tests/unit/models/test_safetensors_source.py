@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from tests.support.architectures import ARCHITECTURES
+from tests.support.architectures import ARCHITECTURES, SIZES, Architecture, sentences, small_model
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, LayoutError, StorageError
@@ -25,26 +24,22 @@ from zeromesh.trainer.inference.generator import find_source
 from zeromesh.trainer.models.build import build_model
 from zeromesh.weight_init.weight_sources import materialize_buffers
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 KV = {"num_key_value_heads": 2, "vocab_size": 90, "pad_token_id": 0}
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV)),
-    "llama-tied": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV, tie_word_embeddings=True)),
-    "gpt2": lambda: tf.GPT2LMHeadModel(
-        tf.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=90, n_positions=32, bos_token_id=0, eos_token_id=0)
-    ),
-    "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=90)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, **KV, num_local_experts=12)),
-    "qwen2_moe": lambda: tf.Qwen2MoeForCausalLM(
-        tf.Qwen2MoeConfig(**SMALL, **KV, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=32)
-    ),
-    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SMALL, **KV, head_dim=8)),
+MOE = {**KV, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 32}
+MORE: dict[str, dict[str, Any]] = {
+    "llama-tied": {"model_type": "llama", **KV, "tie_word_embeddings": True},
+    "mixtral of 12": {"model_type": "mixtral", **KV, "num_local_experts": 12},
+    "qwen2_moe": {"model_type": "qwen2_moe", **MOE},
+    "gemma2": {"model_type": "gemma2", **KV, "head_dim": 8},
+}
+FAMILIES = ARCHITECTURES | {
+    name: Architecture(config={**SIZES, **config}, head="causal_lm", samples=sentences) for name, config in MORE.items()
 }
 
 
 def saved(family: str, directory: Path, shard: str = "5GB") -> Any:
     torch.manual_seed(0)
-    model = FAMILIES[family]()
+    model = FAMILIES[family].build()
     for parameter in model.parameters():
         parameter.data.normal_()
     model.save_pretrained(directory, max_shard_size=shard)
@@ -129,29 +124,15 @@ def test_a_byte_is_in_memory_if_it_is_read_without_waiting(
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_value_is_exact(family: str, shard: str, tmp_path: Path) -> None:
+def test_every_value_of_every_architecture_is_exact(family: str, shard: str, tmp_path: Path) -> None:
     original = saved(family, tmp_path, shard)
-    built = load(tmp_path, "masked_lm" if family == "bert" else "causal_lm")
+    built = load(tmp_path, FAMILIES[family].head)
     assert built.notes == ()
+    assert all(parameter.is_meta for parameter in built.model.parameters())
     for name, value in original.named_parameters(remove_duplicate=False):
         n = value.numel()
         parts = [built.source.read(name, a, b).clone() for a, b in ((0, n // 3), (n // 3, n // 3), (n // 3, n))]
         assert torch.equal(torch.cat(parts), value.detach().reshape(-1)), name
-    assert materialize_buffers(built.model, "cpu", 0, source=built.source) == ()
-    built.source.close()
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_architecture_is_exact(name: str, tmp_path: Path) -> None:
-    subject = ARCHITECTURES[name]
-    torch.manual_seed(0)
-    original = subject.build()
-    original.save_pretrained(tmp_path, max_shard_size="30KB")
-    built = load(tmp_path, subject.head)
-    assert built.notes == ()
-    assert all(parameter.is_meta for parameter in built.model.parameters())
-    for name, value in original.named_parameters(remove_duplicate=False):
-        assert torch.equal(built.source.read(name, 0, value.numel()), value.detach().reshape(-1)), name
     assert materialize_buffers(built.model, "cpu", 0, source=built.source) == ()
     wanted = dict(original.named_buffers())
     for name, value in built.model.named_buffers():
@@ -250,7 +231,7 @@ def test_a_new_head_is_initialised_and_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_a_head_for_other_classes_is_initialised_and_said(classes: int, tmp_path: Path) -> None:
-    stored = tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=90, num_labels=3))
+    stored = small_model("bert", "sequence_classification", vocab_size=90, num_labels=3)
     stored.save_pretrained(tmp_path)
     same, other = (load(tmp_path, "sequence_classification", num_labels=number) for number in (3, classes))
     assert not same.notes
