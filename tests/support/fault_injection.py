@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zeromesh.checkpoint import store as stores
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore, Remover
@@ -97,8 +98,8 @@ class _Sites:
         self._visit = fault.visit
         self._committing = False
         for owner, name in (
-            *((CheckpointStore, name) for name in ("create", "commit", "_put_manifest", "_discard")),
-            (Remover, "remove"),
+            *((CheckpointStore, name) for name in ("create", "commit", "_put_manifest")),
+            *((stores, "publish"), (Remover, "remove")),
             *((ShardWriter, "_store"), (Passes, "before_forward"), (GradientReducer, "_announce")),
             (OptimizerStep, "_update"),
         ):
@@ -134,10 +135,9 @@ class _Sites:
             self._visit("before-manifest")
         original(*args)
 
-    def discard(self, original: Callable[..., Any], *args: Any) -> None:
-        if self._committing:
-            self._visit("before-rename")
-        original(*args)
+    def publish(self, original: Callable[..., Any], *args: Any) -> Any:
+        self._visit("before-rename")
+        return original(*args)
 
     def remove(self, original: Callable[..., Any], *args: Any) -> None:
         self._visit("during-retention")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.checkpoint.test_resume import step, unequal
+from tests.distributed.checkpoint.test_resume import full, step, train, unequal
 from tests.support.workers import CaseError, Pool, PoolOptions, Workers
 from zeromesh.checkpoint.io.reader import CheckpointReader, TensorFiles
 from zeromesh.checkpoint.loader import merge, open_parts
@@ -41,7 +41,7 @@ def apart(workers: Workers) -> Iterator[Any]:
 def undisturbed(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of four ranks with one disk that every other one has to become."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    workers.run(4, "checkpoint_cases:trained", folder=str(folder), steps=STEPS, sections={})
+    train(workers, 4, folder, STEPS)
     return folder
 
 
@@ -88,7 +88,7 @@ def test_a_part_takes_no_room_for_what_others_write(parted: Path) -> None:
 
 @pytest.mark.parametrize(
     "disks",
-    [TWO, [1, 0, 1], *(pytest.param(disks, marks=pytest.mark.full) for disks in ([0, 1], [0, 1, 1, 0, 1]))],
+    [TWO, [1, 0, 1], full([0, 1]), full([0, 1, 1, 0, 1])],
     ids=lambda disks: "-".join(map(str, disks)),
 )
 def test_a_run_goes_on_from_parts(
@@ -111,9 +111,9 @@ def test_a_run_goes_on_from_parts(
     ("harm", "words"),
     [
         ("flip", "are not what rank"),
-        pytest.param("absent", "part 2 of 2 is missing", marks=pytest.mark.full),
+        full("absent", "part 2 of 2 is missing"),
         ("foreign", "are not parts of one checkpoint"),
-        pytest.param("whole", "is another checkpoint on rank", marks=pytest.mark.full),
+        full("whole", "is another checkpoint on rank"),
     ],
 )
 def test_a_part_that_is_not_right_is_named_and_the_checkpoint_before_used(
@@ -123,11 +123,9 @@ def test_a_part_that_is_not_right_is_named_and_the_checkpoint_before_used(
     if harm == "flip":
         path = next(victim.glob("model-*.safetensors"))
         piece = json.loads((victim / "manifest.json").read_text())["files"][path.name]["pieces"][0]
-        with path.open("r+b") as file:
-            file.seek(piece[0] + 1)
-            byte = file.read(1)[0]
-            file.seek(piece[0] + 1)
-            file.write(bytes([byte ^ 1]))
+        content = bytearray(path.read_bytes())
+        content[piece[0] + 1] ^= 1
+        path.write_bytes(content)
     elif harm == "absent":
         shutil.rmtree(victim)
     elif harm == "foreign":  # of another save of the same step
@@ -144,7 +142,7 @@ def test_a_part_that_is_not_right_is_named_and_the_checkpoint_before_used(
     assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
 
 
-@pytest.mark.parametrize("disks", [[2, 0, 1], pytest.param([0, 1, 2], marks=pytest.mark.full)], ids=["first", "last"])
+@pytest.mark.parametrize("disks", [[2, 0, 1], full([0, 1, 2])], ids=["first", "last"])
 def test_a_host_that_joins_with_an_empty_disk_gets_what_it_needs(
     apart: Any, copied: Path, tmp_path: Path, disks: list[int]
 ) -> None:
@@ -163,12 +161,6 @@ def test_without_a_host_no_new_run_begins(apart: Any, copied: Path) -> None:
     assert step(copied / "disk-1", 10).exists()
 
 
-def test_the_metric_of_a_checkpoint_is_in_its_first_part(parted: Path) -> None:
-    """What cannot be known must not be taken for the worst, and removed."""
-    assert _metric_of(step(parted / "disk-0", 10)) == float("inf")
-    assert _metric_of(step(parted / "disk-1", 10)) is None
-
-
 def test_a_part_that_cannot_be_committed_leaves_no_sibling(apart: Any, tmp_path: Path) -> None:
     (found, *_) = apart(TWO, tmp_path, 10, fault="disk-full@before-manifest:2:1")
     assert "the checkpoint of step 5 was not written: rank 2" in " ".join(found["said"].split())
@@ -183,15 +175,15 @@ def test_a_host_that_cannot_write_is_named_before_training(apart: Any, tmp_path:
         apart(TWO, tmp_path)
 
 
-def test_a_list_says_what_is_a_part(parted: Path) -> None:
+def test_a_part_says_that_it_is_one(parted: Path) -> None:
+    """Its files have holes, which would be read as zeros; its metric is in the first part, and must not be taken for the worst."""
     text = list_checkpoints(parted / "disk-1" / "run", as_json=False)
     assert text.count("part 2 of 2") == 2
     assert "NOT WHOLE" not in text
-
-
-def test_a_part_is_no_model(parted: Path) -> None:
-    """Its files have holes, which would be read as zeros."""
+    part = step(parted / "disk-1", 10)
     with pytest.raises(ConfigError, match=r"is part 2 of 2 of a checkpoint.*zeromesh checkpoint merge"):
-        TensorFiles(step(parted / "disk-1", 10))
+        TensorFiles(part)
     with pytest.raises(CheckpointError, match="is part 2 of 2"):
-        CheckpointReader(step(parted / "disk-1", 10))
+        CheckpointReader(part)
+    assert _metric_of(step(parted / "disk-0", 10)) == float("inf")
+    assert _metric_of(part) is None
