@@ -31,28 +31,16 @@ from zeromesh.trainer.monitoring.step_metrics import read_metrics
 MODELS = {"llama": llama, "gpt2": lambda: gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0)}
 
 
-class Mirror(Callback):
-    """Saves again what was loaded, before the first step: the bytes have to be those that were read."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        engine = trainer.engine
-        assert engine is not None
-        holdings = engine.checkpoint_state
-        saver = Saver(CheckpointStore(self._folder), trainer.mesh)
-        content = SaveContent(
-            tensors=holdings.tensors(),
-            shards=holdings.written(),
-            order={},
-            documents=lambda directory: None,
-            keep=set,
-        )
-        saver.begin(0, content)
-        saved = saver.finish()
-        assert saved is not None
-        assert not saved.failure, saved
+def saved_again(trainer: Trainer, folder: Path) -> None:
+    """Save what was loaded, before the first step: the bytes have to be those that were read."""
+    engine = trainer.engine
+    assert engine is not None
+    state, saver = engine.checkpoint_state, Saver(CheckpointStore(folder), trainer.mesh)
+    tensors, shards = state.tensors(), state.written()
+    saver.begin(0, SaveContent(tensors=tensors, shards=shards, order={}, documents=lambda directory: None, keep=set))
+    saved = saver.finish()
+    assert saved is not None
+    assert not saved.failure, saved
 
 
 class Slow(Callback):
@@ -67,18 +55,6 @@ class Slow(Callback):
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
         time.sleep(self._rest)
-
-
-class LostDisk(Callback):
-    """Takes the directory of checkpoints away once training begins."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        if trainer.state.is_world_process_zero:
-            self._folder.rmdir()
-            self._folder.write_text("a file where the directory should be")
 
 
 def noised(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -118,19 +94,27 @@ def trained(
 ) -> dict[str, Any]:
     """Train up to `steps`, going on from what is there; the losses of this process and where it began.
 
-    `disks`: for each rank, the disk that its host has; the folder is then another on each disk.
+    `mirror` is where what was loaded is saved again. `disks`: for each rank, the disk that its host has; the folder is then another
+    on each disk. `lost_disk` takes the directory of checkpoints away once training begins.
     """
     folder = f"{folder}/disk-{disks[mesh.rank]}" if disks else folder
     torch.manual_seed(7)
-    watching = [*callbacks, *([Mirror(Path(mirror))] if mirror else [])]
-    watching += [Slow(Path(marker), rest)] if marker else []
-    watching += [LostDisk(Path(folder) / "run" / "checkpoints")] if lost_disk else []
+
+    class Watching(Callback):
+        def on_train_begin(self, trainer: Trainer) -> None:
+            if mirror:
+                saved_again(trainer, Path(mirror))
+            if lost_disk and mesh.rank == 0:
+                (Path(folder) / "run" / "checkpoints").rmdir()
+                (Path(folder) / "run" / "checkpoints").write_text("a file where the directory should be")
+
+    slow = [Slow(Path(marker), rest)] if marker else []
     with Trainer(
         MODELS[kind](),
         configured(folder, steps, sections),
         sentences(),
         data_collator=noised if noisy else None,
-        callbacks=watching,
+        callbacks=[*callbacks, Watching(), *slow],
     ) as trainer:
         report = trainer.fit()
     metrics = Path(folder) / "run" / "metrics.jsonl"

@@ -12,7 +12,7 @@ from zeromesh import __version__
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint, read_document
+from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
@@ -89,6 +89,10 @@ class RunCheckpoints:
         """Load the newest complete checkpoint into the engine; returns None for a new run. Raises `ConfigError` if the settings
         differ from the checkpoint's, or old checkpoints exist with `checkpoint.resume: never`; `LayoutError` if the model or the
         optimizer differs; `CheckpointError` if checkpoints exist and none is usable."""
+        named: Path | None = None  # A checkpoint, or the newest one of a named run.
+        if self._section.resume not in ("auto", "never"):
+            path = Path(self._section.resume).expanduser()
+            named = next((store.path(step) for store in stores_at(path) for step in store.steps()), path)
         steps = candidates(self._mesh, self.store)
         if self._section.resume == "never" and steps:
             raise ConfigError(
@@ -105,22 +109,20 @@ class RunCheckpoints:
                 continue
             self.latest = step
             self._link()
-            if self._section.resume not in ("auto", "never"):
-                named = _directory_of(self._section.resume).resolve()
-                if named.parent == self.store.root.resolve() and named != self.store.path(step).resolve():
-                    self._note(
-                        f"checkpoint.resume names {named.name}, and this run has gone on since: it goes on from step {step}. To go "
-                        "back, give it another run.name"
-                    )
+            own = self.store.path(step).resolve()
+            here = own if named is None else named.resolve()
+            if here != own and here.parent == own.parent:
+                self._note(
+                    f"checkpoint.resume names {here.name}, and this run has gone on since: it goes on from step {step}. To go "
+                    "back, give it another run.name"
+                )
             return state
         if reasons:
             raise CheckpointError(
                 f"no checkpoint in {self.store.root} can be used, and a new run would replace them; move them away, or give "
                 f"this run another run.name. The newest: {reasons[0]}"
             )
-        if self._section.resume not in ("auto", "never"):
-            return self._load(_directory_of(self._section.resume), settings, strict=False)
-        return None
+        return None if named is None else self._load(named, settings, strict=False)
 
     def _link(self) -> None:
         """Link each checkpoint of a run by transformers' name, and remove dangling links; other files stay. Waits for all ranks."""
@@ -348,8 +350,11 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
 
 
 def _opened(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, dict[str, Any]]:
-    reader = open_checkpoint(engine.mesh, path, source_directory(engine.model))
-    return reader, read_document(engine.mesh, reader, name_in(reader.manifest.files))
+    reader, found = open_checkpoint(engine.mesh, path, source_directory(engine.model)), list[dict[str, Any]]()
+    name = name_in(reader.manifest.files)
+    what = f"reading {reader.directory / name}"
+    engine.mesh.world.all_or_raise(what, lambda: found.append(reader.document(name)), CheckpointError)
+    return reader, found[0]
 
 
 def read_state(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, TrainerState]:
@@ -414,13 +419,6 @@ def _metric_of(path: Path) -> float | None:
     if state is None and reader.manifest.part[1] > 1:
         return None
     return _NONE if state is None or state.metric is None else state.metric
-
-
-def _directory_of(named: str) -> Path:
-    """Return the directory of a named checkpoint, or of the newest one of a named run."""
-    path = Path(named).expanduser()
-    found = (store.path(step) for store in stores_at(path) for step in store.steps())
-    return next(found, path)
 
 
 def stores_at(path: Path) -> list[CheckpointStore]:

@@ -84,14 +84,6 @@ def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> 
     return PartsReader(directory, reader, [part for part, _ in ordered], [ranks for _, ranks in ordered], world)
 
 
-def read_document(mesh: Mesh, opened: CheckpointReader, path: str) -> dict[str, Any]:
-    """Read a JSON object of the checkpoint. Raises `CheckpointError` on all ranks if one rank cannot read it."""
-    found: list[dict[str, Any]] = []
-    what = f"reading {opened.directory / path}"
-    mesh.world.all_or_raise(what, lambda: found.append(opened.document(path)), CheckpointError)
-    return found[0]
-
-
 def fill_shards(
     mesh: Mesh, reader: CheckpointReader, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]
 ) -> None:
@@ -101,31 +93,26 @@ def fill_shards(
     targets: list[PlacedValues] = []
 
     def compare() -> None:
-        _compare(reader, tensors)
+        problems: list[str] = []
+        for spec in tensors:
+            stored = _stored(reader, spec.kind, spec.name)
+            if stored is None:
+                problems.append(f"{spec.name} has no {spec.kind} in it")
+            elif stored.shape != spec.shape:
+                problems.append(f"{spec.name} is {list(stored.shape)} in it and {list(spec.shape)} here ({spec.kind})")
+        known = {spec.name for spec in tensors} | reader.manifest.aliases.keys()
+        extra = {tensor.name for tensor in reader.manifest.tensors} - known
+        problems += [f"{name} is in it and not in the model" for name in sorted(extra)]
+        if problems:
+            more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
+            shown = "; ".join([*problems[:_NAMED], *more])
+            raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
         targets.extend(places_of(reader, shards))
 
     world = mesh.world
     world.all_or_raise("comparison with the checkpoint", compare, CheckpointError, kept=LayoutError)
     read = partial(reader.read, targets, lambda: mesh.post(Activity.LOAD))
     world.all_or_raise(f"reading {reader.directory}", read, CheckpointError, kept=LayoutError)
-
-
-def _compare(reader: CheckpointReader, tensors: Sequence[TensorSpec]) -> None:
-    """Raise `LayoutError` that names the missing parameters, those of another shape, and those that are too many."""
-    problems: list[str] = []
-    for spec in tensors:
-        stored = _stored(reader, spec.kind, spec.name)
-        if stored is None:
-            problems.append(f"{spec.name} has no {spec.kind} in it")
-        elif stored.shape != spec.shape:
-            problems.append(f"{spec.name} is {list(stored.shape)} in it and {list(spec.shape)} here ({spec.kind})")
-    names = {spec.name for spec in tensors}
-    extra = {tensor.name for tensor in reader.manifest.tensors} - names - set(reader.manifest.aliases)
-    problems += [f"{name} is in it and not in the model" for name in sorted(extra)]
-    if problems:
-        more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
-        shown = "; ".join([*problems[:_NAMED], *more])
-        raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
 
 
 def places_of(reader: CheckpointReader, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:

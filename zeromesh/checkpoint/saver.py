@@ -85,31 +85,6 @@ class SharedStorage:
     leads: bool
 
 
-def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
-    """Find how the ranks of a mesh share a directory, which is created if absent; all ranks call it. Every rank creates a file in
-    the directory, which proves write access, and looks for the files of lower ranks: the lowest rank whose file it sees leads its
-    place. Raises `StorageError` on all ranks, where some rank cannot write there."""
-    world, rank, what = mesh.world, mesh.rank, "look at the directory"
-    token = world.gather_json(secrets.token_hex(8), what)[0]
-    marks = [directory / f".seen-{token}-{each}" for each in range(mesh.world_size)]
-
-    def put() -> None:
-        with refusals(directory, "written"):
-            directory.mkdir(parents=True, exist_ok=True)
-            os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
-
-    try:
-        world.all_or_raise(what, put, StorageError)
-        leader = next(other for other, mark in enumerate(marks) if os.path.exists(mark))
-        leaders = [row[0] for row in world.gather_integers([leader])]
-    finally:
-        with contextlib.suppress(OSError):
-            marks[rank].unlink(missing_ok=True)
-    firsts = sorted(set(leaders))
-    ranks = tuple(each for each, found in enumerate(leaders) if found == leader)
-    return SharedStorage(places=len(firsts), place=firsts.index(leader), ranks=ranks, leads=leader == rank)
-
-
 _Stages = Generator[None, None, Saved]
 
 
@@ -132,8 +107,28 @@ class Saver:
 
     @cached_property
     def sharing(self) -> SharedStorage:
-        """The groups of ranks that see one directory, created here. Raises `StorageError` if some rank cannot write there."""
-        return find_sharing(self.store.root, self._mesh)
+        """The sharing of the store's directory, which is created if absent; all ranks ask for it together. Every rank creates a
+        file in the directory, which proves write access, and looks for the files of lower ranks: the lowest rank whose file it
+        sees leads its place. Raises `StorageError` on all ranks, where some rank cannot write there."""
+        directory, world, rank, what = self.store.root, self._mesh.world, self._mesh.rank, "look at the directory"
+        token = world.gather_json(secrets.token_hex(8), what)[0]
+        marks = [directory / f".seen-{token}-{each}" for each in range(world.size)]
+
+        def put() -> None:
+            with refusals(directory, "written"):
+                directory.mkdir(parents=True, exist_ok=True)
+                os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
+
+        try:
+            world.all_or_raise(what, put, StorageError)
+            leader = next(other for other, mark in enumerate(marks) if os.path.exists(mark))
+            leaders = [row[0] for row in world.gather_integers([leader])]
+        finally:
+            with contextlib.suppress(OSError):
+                marks[rank].unlink(missing_ok=True)
+        firsts = sorted(set(leaders))
+        ranks = tuple(each for each, found in enumerate(leaders) if found == leader)
+        return SharedStorage(places=len(firsts), place=firsts.index(leader), ranks=ranks, leads=leader == rank)
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk. Of several disks, each

@@ -37,7 +37,7 @@ from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"step-\d{8,}\.tmp|\.trash-.+|\.seen-[0-9a-f]+-\d+")
-"""What is being written or removed, and files by which ranks find out which of them see the directory (`find_sharing`)."""
+"""What is being written or removed, and files by which ranks find out which of them see the directory (`Saver.sharing`)."""
 _SPARE_BYTES = 16 << 20
 """Bytes kept free for the manifest, other small files, and directory entries."""
 _SYNCED_BYTES = 256 << 20
@@ -201,10 +201,10 @@ def publish(temporary: Path, final: Path, set_aside: Callable[[], Path | None] =
 
 @contextmanager
 def write_directory(out: Path, nbytes: int, *, update: bool = False) -> Iterator[Path]:
-    """Inside the block, fill a new directory with about `nbytes` bytes; it becomes `out` when the block ends without an error.
-    After an error it is removed. With `update`, the new files replace those of a directory `out`, weights last, and its other files
-    stay. Raises `ConfigError` where there is
-    something at `out` that is not updated; `StorageError` where there is no room, or it cannot be written."""
+    """Inside the block, fill a new directory with about `nbytes` bytes; it becomes `out` when the block ends without an error, and
+    is removed after one. With `update`, the new files replace those of a directory `out`, weights last, and its other files stay.
+    Raises `ConfigError` where there is something at `out` that is not updated; `StorageError` where there is no room, or it cannot
+    be written."""
     out = Path(os.path.realpath(out))
     # Short, since `out` may have the longest allowed name. An update removes what a kill has left of the one before; else the name
     # is random, since another process may write the same directory.
@@ -224,7 +224,12 @@ def write_directory(out: Path, nbytes: int, *, update: bool = False) -> Iterator
             with PositionalFile(file, direct=False) as opened:
                 opened.sync()
         if not (update and out.exists()):
-            publish(temporary, out)  # Only where there is nothing yet, or an empty directory.
+            try:
+                publish(temporary, out)  # Only where there is nothing yet, or an empty directory.
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise ConfigError(f"{occupied}: something else has been written there meanwhile") from error
+                raise
             return
         for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith((".safetensors", INDEX))):
             if (out / path.name).is_dir():
@@ -232,8 +237,6 @@ def write_directory(out: Path, nbytes: int, *, update: bool = False) -> Iterator
             path.replace(out / path.name)
         sync_directory(out)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and error.filename == str(temporary):
-            raise ConfigError(f"{occupied}: something else has been written there meanwhile") from error
         where = str(error.filename or out).replace(str(temporary), str(out))
         raise StorageError(f"{where!r} cannot be written: {error.strerror or error}") from error
     finally:

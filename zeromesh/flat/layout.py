@@ -209,7 +209,13 @@ class Region:
         row = self.local_shape[split] * inner
         found: Tile | None = None
         for number in range(interval.start // row, (interval.end - 1) // row + 1):
-            at, base = number * row, self._logical_row(number)
+            at, base, stride, rest = number * row, 0, self.shape[split] * inner, number
+            for dim in range(
+                split - 1, -1, -1
+            ):  # The first element of the row, which dims before the divided one number.
+                rest, index = divmod(rest, self.local_shape[dim])
+                base += _logical_index(self.dims[dim], index) * stride
+                stride *= self.shape[dim]
             for taken in self.dims[split]:
                 here = Interval(start=at, end=at + taken.length * inner).intersect(interval)
                 logical = base + taken.start * inner + here.start - at
@@ -224,15 +230,6 @@ class Region:
                 found = Tile(local=here.start, logical=logical, length=here.length)
         if found is not None:
             yield found
-
-    def _logical_row(self, number: int) -> int:
-        """Return the logical position of the first element of local row `number`, where rows index the dims before `split`."""
-        at, stride = 0, prod(self.shape[self.split :])
-        for dim in range(self.split - 1, -1, -1):
-            number, index = divmod(number, self.local_shape[dim])
-            at += _logical_index(self.dims[dim], index) * stride
-            stride *= self.shape[dim]
-        return at
 
 
 def _all(size: int) -> tuple[Interval, ...]:

@@ -37,7 +37,11 @@ def test_a_checkpoint_appears_all_at_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     files = plan_files(SOME, 2)
     dealt = split(values_of(SOME, 0), 2, random.Random(3))
+    (store.temporary(4) / "optimizer").mkdir(parents=True)
+    (store.temporary(4) / "old.safetensors").write_bytes(b"left by a save before")
     directory = store.create(4, files)
+    sizes = {p.relative_to(directory).as_posix(): p.stat().st_size for p in directory.rglob("*") if p.is_file()}
+    assert sizes == {file.path: file.nbytes for file in files}
     assert store.steps() == []
     pieces = written(directory, files, dealt)
     assert store.steps() == []
@@ -45,6 +49,7 @@ def test_a_checkpoint_appears_all_at_once(tmp_path: Path) -> None:
         CheckpointReader(directory)
     store.commit(4, manifest_of(4, files, pieces))
     assert store.steps() == [4]
+    assert store.trash.wait(seconds=20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
 
 
@@ -165,16 +170,6 @@ def test_what_cannot_be_removed_is_reported_once_and_tried_again(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_are_made_at_their_full_sizes_over_what_was_left(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    store.temporary(4).mkdir()
-    (store.temporary(4) / "old.safetensors").write_bytes(b"old")
-    files = plan_files(SOME, 1)
-    directory = store.create(4, files)
-    found = {p.relative_to(directory).as_posix(): p.stat().st_size for p in directory.rglob("*") if p.is_file()}
-    assert found == {file.path: file.nbytes for file in files}
-
-
 def test_a_full_disk_or_one_that_refuses_is_found_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,10 +203,11 @@ def test_files_of_a_directory_are_replaced_together_or_not_at_all(tmp_path: Path
     found = {path.name: path.read_text() for path in out.iterdir()}
     assert found == {"notes": "old", "model.safetensors": "new", "config.json": "new"}
     assert list(tmp_path.iterdir()) == [out]
-    with pytest.raises(
-        StorageError, match=r"notes' cannot be written \(there is a file of this name; give a directory\)"
-    ):
-        write_directory(out / "notes", 0, update=True).__enter__()
+    for name, words in (("notes", r" \(there is a file of this name; give a"), ("notes/below", ": Not a directory")):
+        with pytest.raises(StorageError, match=rf"out/{name}' cannot be written{words}"):
+            write_directory(out / name, 0, update=True).__enter__()
+    with pytest.raises(StorageError, match="below' cannot be written: Not a directory"):
+        write_directory(out / "notes/below", 0).__enter__()
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

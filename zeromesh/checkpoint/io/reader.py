@@ -106,7 +106,7 @@ class CheckpointReader:
         """Read a JSON object from a file, verified. Raises `CheckpointError`."""
         return parse_json(self.directory / path, self.content(path))
 
-    def read(self, targets: Iterable[PlacedValues], on_progress: Callable[[], None]) -> None:
+    def read(self, targets: Iterable[PlacedValues], on_progress: Callable[[], None] = lambda: None) -> None:
         """Fill all targets with verified bytes. `on_progress` is called after every piece. Raises as `stream`."""
         users: dict[ChecksumPiece, list[PlacedValues]] = {}
         for target in targets:
