@@ -26,13 +26,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.loader import Loader
+from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
 from zeromesh.offload import settle_heap
 from zeromesh.options import OptimizerSettings, ZeroOptions
-from zeromesh.trainer.checkpoints.frozen import FrozenWeights, source_directory
+from zeromesh.trainer.checkpoints.frozen import FrozenWeights
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.consent import Consent
@@ -402,15 +402,13 @@ def load(
         LayoutError: if the checkpoint is of another model or another kind of optimizer.
     """
     engine, path = engine_of(model), Path(directory).expanduser()
-    loader = Loader(engine.mesh, source_directory(engine.model))
     store = CheckpointStore(path)
     alone = store.step_of(path) is not None
-    found = [path] if alone else [store.path(step) for step in loader.candidates(store)]
+    found = [path] if alone else [store.path(step) for step in candidates(engine.mesh, store)]
     problems: list[str] = []
     for each in found:
         try:
-            reader = loader.open(each)
-            state = read_state(loader, reader)
+            reader, state = read_state(each, engine)
             if optimizer is not None:
                 own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
                 others = {tensor.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
@@ -419,9 +417,9 @@ def load(
                         f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the "
                         "one here; load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
                     )
-                load_engine(loader, reader, engine, state)
+                load_engine(reader, engine, state)
             else:
-                load_weights(each, engine, engine.mesh)
+                load_weights(each, engine)
         except CheckpointError as error:
             problems.append(str(error))
             _LOGGER.warning("checkpoint %s skipped: %s", each, error)

@@ -345,7 +345,7 @@ class Trainer(ModelOnMesh):
         run = self.run
         with run.model.guarded("trainer.load_weights()"):
             path = Path(checkpoint).expanduser()
-            run.progress.step = load_weights(path, run.model.require_engine(), run.mesh)
+            run.progress.step = load_weights(path, run.model.require_engine())
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int | None = None, **arguments: Any

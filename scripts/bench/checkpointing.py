@@ -133,7 +133,7 @@ def _plain(workload: Workload) -> System:
 
 
 def _zeromesh(workload: Workload, tensor: int = 1) -> System:
-    from zeromesh.checkpoint.loader import Loader
+    from zeromesh.checkpoint.loader import fill_shards, open_checkpoint
     from zeromesh.checkpoint.saver import SaveContent, Saver
     from zeromesh.checkpoint.store import CheckpointStore
     from zeromesh.environment import read_environment
@@ -167,10 +167,10 @@ def _zeromesh(workload: Workload, tensor: int = 1) -> System:
             raise RuntimeError(f"not saved: {saved}")
 
     def load(folder: Path) -> None:
-        loader, holdings = Loader(mesh), engine.checkpoint_state
-        reader = loader.open(CheckpointStore(folder).path(1))
+        holdings = engine.checkpoint_state
+        reader = open_checkpoint(mesh, CheckpointStore(folder).path(1))
         with engine.loading():
-            loader.fill(reader, holdings.tensors(reading=True), holdings.wanted())
+            fill_shards(mesh, reader, holdings.tensors(reading=True), holdings.wanted())
 
     return System(save=save, load=load)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.writer import columns_to_rows
-from zeromesh.checkpoint.loader import Loader
+from zeromesh.checkpoint.loader import fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
@@ -142,9 +142,10 @@ def _saved(run: Run, folder: Path, step: int) -> Saved:
 
 
 def _load(run: Run, checkpoint: Path) -> None:
-    loader, holdings = Loader(run.mesh), run.engine.checkpoint_state
+    holdings = run.engine.checkpoint_state
     with run.engine.loading():
-        loader.fill(loader.open(checkpoint), holdings.tensors(reading=True), holdings.wanted())
+        reader = open_checkpoint(run.mesh, checkpoint)
+        fill_shards(run.mesh, reader, holdings.tensors(reading=True), holdings.wanted())
     run.engine.load_progress(**run.engine.progress() | {"updates": _step_of(checkpoint)})
 
 

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +58,14 @@ CHANGES = {
     "a key that the engine reads": [
         ("zeromesh/settings/keys.py", "    overlap: bool = True\n", "    warmth: Count = 3\n")
     ],
+    "a codec of weights, of which a byte is the number of sixteenths": [
+        ("zeromesh/checkpoint/format/safetensors_layout.py", "DTYPES = {\n", '    "F8_E5M2": torch.float8_e5m2,\n'),
+        (
+            "zeromesh/checkpoint/io/file_slices.py",
+            'what takes the elements converts them to its own dtype."""\n',
+            "    if tensor.dtype == torch.float8_e5m2:\n        return data.view(torch.int8).float() / 16\n",
+        ),
+    ],
     "a launcher": [
         (
             "zeromesh/environment.py",
@@ -79,13 +91,13 @@ PLACES = {
     "a schedule": 1,
     "a key": 1,
     "a key that the engine reads": 1,
+    "a codec of weights, of which a byte is the number of sixteenths": 2,
     "a launcher": 1,
     "a tracker": 1,
 }
 """In how many files each of them is."""
 CONFIG = """
-model: {config: {model_type: llama, vocab_size: 259, hidden_size: 16, intermediate_size: 16, num_hidden_layers: 1,
-  num_attention_heads: 1, num_key_value_heads: 1}}
+model: {source: weights}
 data: {train: text.txt, eval_fraction: 0, sequence_length: 16, tokenizer: bytes, cache: tokens}
 batch: {global_size: 2, micro_size: 1}
 optimizer: {name: sign, lr: 0.25}
@@ -93,6 +105,7 @@ schedule: {name: halved, warmup_steps: 0}
 zero: {warmth: 5}
 run: {name: new, max_steps: 1, colour: red}
 tracking: {backends: [dummy]}
+checkpoint: {every_steps: 1}
 """
 PROGRAM = """
 from zeromesh import Trainer
@@ -104,6 +117,18 @@ with Trainer(config="new.yaml") as trainer:
 """
 
 
+def coded(folder: Path) -> dict[str, torch.Tensor]:
+    """Write a tiny model whose weights are of the codec; returns their values."""
+    sizes = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1))
+    model.save_pretrained(folder)
+    sixteenths = {
+        name: torch.randint(-16, 17, value.shape, dtype=torch.int8) for name, value in model.state_dict().items()
+    }
+    save_file({name: value.view(torch.float8_e5m2) for name, value in sixteenths.items()}, folder / "model.safetensors")
+    return {name: value.float() / 16 for name, value in sixteenths.items()}
+
+
 def test_each_of_these_is_one_place(tmp_path: Path) -> None:
     for floor in ("zeromesh", "trainer", "offload", "configs"):
         shutil.copytree(ROOT / floor, tmp_path / floor, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -112,6 +137,7 @@ def test_each_of_these_is_one_place(tmp_path: Path) -> None:
         assert text.count(before) == 1, f"{path} has not one {before!r}"
         (tmp_path / path).write_text(text.replace(before, before + added))
     assert {name: len({path for path, *_ in change}) for name, change in CHANGES.items()} == PLACES
+    weights = coded(tmp_path / "weights")
     (tmp_path / "text.txt").write_text("the same words again and again, " * 10)
     (tmp_path / "new.yaml").write_text(CONFIG)
     meeting = {
@@ -140,3 +166,8 @@ def test_each_of_these_is_one_place(tmp_path: Path) -> None:
     assert line["lr"] == 0.125
     assert "WARNING" not in "".join(said)
     assert json.loads((run / "dummy.jsonl").read_text()) == [1, line["loss"]]
+    (file,) = (run / "checkpoints" / "step-00000001").glob("model-*.safetensors")
+    after = load_file(file)
+    assert after.keys() == weights.keys()
+    for name, value in weights.items():  # One step by the sign of the gradient.
+        assert set((after[name] - value).abs().unique().tolist()) <= {0.0, 0.125}, name

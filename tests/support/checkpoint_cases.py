@@ -5,8 +5,10 @@ import io
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,28 +31,16 @@ from zeromesh.trainer.monitoring.step_metrics import read_metrics
 MODELS = {"llama": llama, "gpt2": lambda: gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0)}
 
 
-class Mirror(Callback):
-    """Saves again what was loaded, before the first step: the bytes have to be those that were read."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        engine = trainer.engine
-        assert engine is not None
-        holdings = engine.checkpoint_state
-        saver = Saver(CheckpointStore(self._folder), trainer.mesh)
-        content = SaveContent(
-            tensors=holdings.tensors(),
-            shards=holdings.written(),
-            order={},
-            documents=lambda directory: None,
-            keep=set,
-        )
-        saver.begin(0, content)
-        saved = saver.finish()
-        assert saved is not None
-        assert not saved.failure, saved
+def saved_again(trainer: Trainer, folder: Path) -> None:
+    """Save what was loaded, before the first step: the bytes have to be those that were read."""
+    engine = trainer.engine
+    assert engine is not None
+    state, saver = engine.checkpoint_state, Saver(CheckpointStore(folder), trainer.mesh)
+    tensors, shards = state.tensors(), state.written()
+    saver.begin(0, SaveContent(tensors=tensors, shards=shards, order={}, documents=lambda directory: None, keep=set))
+    saved = saver.finish()
+    assert saved is not None
+    assert not saved.failure, saved
 
 
 class Slow(Callback):
@@ -67,18 +57,6 @@ class Slow(Callback):
         time.sleep(self._rest)
 
 
-class LostDisk(Callback):
-    """Takes the directory of checkpoints away once training begins."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        if trainer.state.is_world_process_zero:
-            self._folder.rmdir()
-            self._folder.write_text("a file where the directory should be")
-
-
 def noised(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Stack samples, and leave labels out by all the generators that a collator may draw from."""
     batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -91,15 +69,12 @@ def noised(samples: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 def configured(folder: str, steps: int, sections: Mapping[str, Any]) -> dict[str, Any]:
     """A run of `steps` steps with a checkpoint after every fifth."""
-    base = settings(
-        folder,
-        run={"max_steps": steps, "log_every": 1},
-        schedule={"name": "constant", "warmup_steps": 0},
-        checkpoint={"every_steps": 5},
-    )
-    for name, section in sections.items():
-        base[name] = {**base.get(name, {}), **section}
-    return base
+    base: dict[str, Any] = {
+        "run": {"max_steps": steps, "log_every": 1},
+        "schedule": {"name": "constant", "warmup_steps": 0},
+        "checkpoint": {"every_steps": 5},
+    }
+    return settings(folder, **{name: {**base.get(name, {}), **sections.get(name, {})} for name in {**base, **sections}})
 
 
 def trained(
@@ -119,19 +94,27 @@ def trained(
 ) -> dict[str, Any]:
     """Train up to `steps`, going on from what is there; the losses of this process and where it began.
 
-    `disks`: for each rank, the disk that its host has; the folder is then another on each disk.
+    `mirror` is where what was loaded is saved again. `disks`: for each rank, the disk that its host has; the folder is then another
+    on each disk. `lost_disk` takes the directory of checkpoints away once training begins.
     """
     folder = f"{folder}/disk-{disks[mesh.rank]}" if disks else folder
     torch.manual_seed(7)
-    watching = [*callbacks, *([Mirror(Path(mirror))] if mirror else [])]
-    watching += [Slow(Path(marker), rest)] if marker else []
-    watching += [LostDisk(Path(folder) / "run" / "checkpoints")] if lost_disk else []
+
+    class Watching(Callback):
+        def on_train_begin(self, trainer: Trainer) -> None:
+            if mirror:
+                saved_again(trainer, Path(mirror))
+            if lost_disk and mesh.rank == 0:
+                (Path(folder) / "run" / "checkpoints").rmdir()
+                (Path(folder) / "run" / "checkpoints").write_text("a file where the directory should be")
+
+    slow = [Slow(Path(marker), rest)] if marker else []
     with Trainer(
         MODELS[kind](),
         configured(folder, steps, sections),
         sentences(),
         data_collator=noised if noisy else None,
-        callbacks=watching,
+        callbacks=[*callbacks, Watching(), *slow],
     ) as trainer:
         report = trainer.fit()
     metrics = Path(folder) / "run" / "metrics.jsonl"
@@ -251,3 +234,57 @@ def signalled(mesh: Mesh, *, folder: str, number: int) -> dict[str, Any]:
     except (SystemExit, KeyboardInterrupt) as end:
         ended = f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
     return {"ended": ended, "batches": len(seen), "all": len(sentences()) // mesh.world_size}
+
+
+def removed_late(mesh: Mesh, *, folder: str) -> dict[str, Any]:
+    """A checkpoint a step, of which one is kept; no file is removed before the last of 5 steps is over, or long after."""
+    trained, held = threading.Event(), []
+    unlink = os.unlink
+
+    class Watching(Callback):
+        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+            if step == 5:
+                trained.set()
+
+    def slow(path: Any, *arguments: Any, **named: Any) -> None:
+        if threading.current_thread() is not threading.main_thread() and str(path).endswith(".safetensors"):
+            held.append(not trained.wait(8))
+        unlink(path, *arguments, **named)
+
+    config = configured(folder, 5, {"checkpoint": {"every_steps": 1, "keep_last": 1}})
+    with (
+        patch.object(os, "unlink", slow),
+        Trainer(llama(), config, sentences(), callbacks=[Watching()]) as trainer,
+    ):
+        trainer.fit()
+    mesh.world.barrier("the end of the run")
+    return {"held": any(held), "left": sorted(path.name for path in (Path(folder) / "run" / "checkpoints").iterdir())}
+
+
+def slow_calls(
+    mesh: Mesh, *, folder: str, calls: list[str], seconds: float, patience: float, limit: float
+) -> dict[str, Any]:
+    """A run of 3 steps in which each of these calls of the system takes so long once on rank 0, longer than ranks may be without
+    progress: the calls that did, and how the run ended."""
+    struck: list[str] = []
+
+    def slow(name: str, real: Any, *arguments: Any, **named: Any) -> Any:
+        if name not in struck and "zeromesh-remove" not in threading.current_thread().name:
+            struck.append(name)
+            time.sleep(seconds)
+        return real(*arguments, **named)
+
+    class Slowed(Callback):
+        def on_step_begin(self, trainer: Trainer, step: int) -> None:
+            for name in calls if step == 2 and mesh.rank == 0 else ():
+                stack.enter_context(patch.object(os, name, partial(slow, name, getattr(os, name))))
+
+    section = {"every_steps": 1, "keep_last": 2, "timeout_seconds": patience}
+    config = configured(folder, 3, {"checkpoint": section, "parallel": {"timeout_seconds": limit}})
+    try:
+        with contextlib.ExitStack() as stack, Trainer(llama(), config, sentences(), callbacks=[Slowed()]) as trainer:
+            trainer.fit()
+        ended = ""
+    except ZeromeshError as error:
+        ended = f"{type(error).__name__}: {error}"
+    return {"struck": sorted(struck), "ended": ended}

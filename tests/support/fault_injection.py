@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from zeromesh.checkpoint import store as stores
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import ShardWriter
 from zeromesh.checkpoint.store import CheckpointStore, Remover
@@ -84,7 +85,7 @@ def parse(text: str) -> Fault:
 _BEGINS = {
     (CheckpointStore, "create"): "before-tmp",
     (CheckpointStore, "_put_manifest"): "before-manifest",
-    (CheckpointStore, "_discard"): "before-rename",
+    (stores, "publish"): "before-rename",
     (Remover, "remove"): "during-retention",
     (Passes, "before_forward"): "forward",
     (GradientReducer, "_announce"): "reduce",
@@ -130,7 +131,7 @@ def install(text: str, rank: int) -> None:
         _replace(owner, name, partial(beginning, site))
 
 
-def _replace(owner: type, name: str, site: Callable[..., Any]) -> None:
+def _replace(owner: Any, name: str, site: Callable[..., Any]) -> None:
     """Have `site(original, ...)` called in place of a method."""
     original = owner.__dict__[name]
     _UNDO.append(partial(setattr, owner, name, original))

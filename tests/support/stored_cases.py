@@ -1,11 +1,12 @@
 """Checkpoints written in one process, by ranks one after the other, and read again by any number of others."""
 
 import json
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from threading import Barrier
@@ -22,7 +23,7 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, Te
 from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan, columns_to_rows
+from zeromesh.checkpoint.io.writer import Runs, ShardWriter, bytes_for_others, columns_to_rows, plan_pieces, plan_runs
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.flat.layout import Region
@@ -38,8 +39,9 @@ KINDS = ("model", "master", "exp_avg")
 
 @contextmanager
 def small_units() -> Iterator[None]:
-    """Files of a few KB are already worth more than one, and their pieces are of two blocks."""
+    """Files of a few KB are already worth more than one, their pieces are of two blocks, and nothing waits for the disk."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(safetensors_layout, "_LEAST_FILE", 64)
         patch.setattr(file_slices, "GRID", 2 * BLOCK)
         yield
@@ -130,12 +132,14 @@ def _local(value: torch.Tensor, region: Region) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One of `size` ranks that are threads of this process, as `columns_to_rows` sees a process set."""
+    """One of `size` ranks that are threads of this process, as a process set; `started` has the collectives that it has begun."""
 
     index: int
     size: int
     given: dict[int, Any]
     met: Barrier
+    started: list[object] = field(default_factory=list)
+    on_stream: bool = False
 
     def _all(self, value: Any, use: Callable[[list[Any]], None]) -> None:
         self.given[self.index] = value
@@ -150,50 +154,54 @@ class Axis:
 
     def start(self, kind: object, call: CollectiveCall) -> Any:
         def take(everyone: list[Any]) -> None:
-            call.out.copy_(torch.cat([torch.split(values, lengths)[self.index] for values, lengths in everyone]))
+            parts = [torch.split(values, sent)[self.index] if sent else values for values, sent in everyone]
+            there = [part for part, length in zip(parts, call.received, strict=True) if length]
+            call.out.copy_(torch.cat(there or [call.out]))
 
-        self._all((call.given, call.sent), take)
+        self.started.append(kind)
+        self._all((call.given.clone(), list(call.sent)), take)
         return SimpleNamespace(wait=lambda: None)
+
+
+def in_threads(size: int, work: Callable[[Any], Any]) -> tuple[list[Any], list[Axis]]:
+    """The results of `work` on all ranks, and the ranks."""
+    given, met = dict[int, Any](), Barrier(size)
+    axes = [Axis(index, size, given, met) for index in range(size)]
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(work, axes)), axes
 
 
 def exchanged(dealt: Sequence[Sequence[TensorShard]], size: int) -> list[list[TensorShard]]:
     """What ranks hold after the exchange over tensor axes of so many neighbours."""
     found: list[list[TensorShard]] = []
     for first in range(0, len(dealt), size):
-        given, met = dict[int, Any](), Barrier(size)
-        axes: list[Any] = [Axis(index, size, given, met) for index in range(size)]
-        with ThreadPoolExecutor(size) as threads:
-            found += threads.map(columns_to_rows, dealt[first : first + size], axes, [torch.device("cpu")] * size)
+        own, cpu = dealt[first : first + size], torch.device("cpu")
+        found += in_threads(size, lambda axis: columns_to_rows(own[axis.index], axis, cpu))[0]  # noqa: B023
     return found
 
 
-def plans_of(files: Sequence[FileLayout], dealt: Sequence[Sequence[TensorShard]], tensor: int = 1) -> list[WritePlan]:
-    """What each rank writes, of which so many neighbours are on a tensor axis; rank 0 has the headers."""
-    return [WritePlan.of(files, shards, rank) for rank, shards in enumerate(exchanged(dealt, tensor))]
+def runs_of(files: Sequence[FileLayout], dealt: Sequence[Sequence[TensorShard]], tensor: int = 1) -> list[Runs]:
+    """What each rank has, of which so many neighbours are on a tensor axis; rank 0 has the headers."""
+    return [plan_runs(files, shards, rank) for rank, shards in enumerate(exchanged(dealt, tensor))]
 
 
-def writers_of(directory: Path, plans: Sequence[WritePlan]) -> list[ShardWriter]:
-    """One writer for each rank, which has got the others' bytes of its blocks."""
-    sent = [plan.bytes_for_others() for plan in plans]
-    writers = []
-    for rank, plan in enumerate(plans):
-        received = [each for other, rows in enumerate(sent) if other != rank for each in rows]
-        writers.append(ShardWriter(directory, plan.pieces(received, {2: 0, 0: 1, 1: 2}), rank))
-    return writers
-
-
-def written(directory: Path, plans: Sequence[WritePlan]) -> list[ChecksumPiece]:
-    """Let ranks write one after the other."""
-    return pieces_of(writers_of(directory, plans))
-
-
-def pieces_of(writers: Sequence[ShardWriter]) -> list[ChecksumPiece]:
-    """Let ranks write one after the other."""
+def written(
+    directory: Path, files: Sequence[FileLayout], dealt: Sequence[Sequence[TensorShard]], tensor: int = 1
+) -> list[ChecksumPiece]:
+    """Let ranks write one after the other, each of which has got the others' bytes of its blocks."""
+    runs = runs_of(files, dealt, tensor)
+    sent = [bytes_for_others(each) for each in runs]
     found: list[ChecksumPiece] = []
-    for writer in writers:
-        writer.start()
-        found += writer.join(tell)
+    for rank, own in enumerate(runs):
+        received = [each for other, rows in enumerate(sent) if other != rank for each in rows]
+        found += joined(ShardWriter(directory, plan_pieces(files, own, received, {2: 0, 0: 1, 1: 2}), rank))
     return found
+
+
+def joined(writer: ShardWriter) -> list[ChecksumPiece]:
+    """Start a writer, and wait for its end."""
+    writer.start()
+    return writer.join(tell)
 
 
 def manifest_of(step: int, files: Sequence[FileLayout], written: Sequence[ChecksumPiece]) -> Manifest:
@@ -227,7 +235,7 @@ def write(
     directory = store.create(step, files)
     for path, text in {**index_files(files), **(documents or {})}.items():
         (directory / path).write_bytes(text)
-    found = written(directory, plans_of(files, dealt, tensor))
+    found = written(directory, files, dealt, tensor)
     store.commit(step, alter(manifest_of(step, files, found)))
     assert store.trash.wait(seconds=20)  # An older checkpoint of the step is removed in a thread.
     return CheckpointReader(store.path(step))
@@ -235,3 +243,11 @@ def write(
 
 def targets_of(reader: CheckpointReader, holdings: Sequence[TensorShard]) -> list[PlacedValues]:
     return list(places_of(reader, holdings))
+
+
+def read(reader: CheckpointReader, name: str, first: int, memory: torch.Tensor) -> torch.Tensor:
+    """Read elements of a model's tensor from `first` on into `memory`, and return that."""
+    tensor = reader.tensor("model", name)
+    assert tensor is not None
+    reader.read([PlacedValues.stored(tensor, first, TieredTensor.of(memory))], tell)
+    return memory

@@ -12,7 +12,7 @@ from zeromesh import __version__
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.loader import Loader
+from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
@@ -89,8 +89,11 @@ class RunCheckpoints:
         """Load the newest complete checkpoint into the engine; returns None for a new run. Raises `ConfigError` if the settings
         differ from the checkpoint's, or old checkpoints exist with `checkpoint.resume: never`; `LayoutError` if the model or the
         optimizer differs; `CheckpointError` if checkpoints exist and none is usable."""
-        loader = Loader(self._mesh, source_directory(self._engine.model))
-        steps = loader.candidates(self.store)
+        named: Path | None = None  # A checkpoint, or the newest one of a named run.
+        if self._section.resume not in ("auto", "never"):
+            path = Path(self._section.resume).expanduser()
+            named = next((store.path(step) for store in stores_at(path) for step in store.steps()), path)
+        steps = candidates(self._mesh, self.store)
         if self._section.resume == "never" and steps:
             raise ConfigError(
                 f"{self.store.root} holds checkpoints of an earlier run, up to step {steps[0]}, and checkpoint.resume is never; "
@@ -99,29 +102,27 @@ class RunCheckpoints:
         reasons: list[str] = []
         for step in steps:
             try:
-                state = self._load(loader, self.store.path(step), settings, strict=True)
+                state = self._load(self.store.path(step), settings, strict=True)
             except CheckpointError as error:
                 reasons.append(str(error))
                 self._note(f"checkpoint of step {step} skipped: {error}")
                 continue
             self.latest = step
             self._link()
-            if self._section.resume not in ("auto", "never"):
-                named = _directory_of(self._section.resume).resolve()
-                if named.parent == self.store.root.resolve() and named != self.store.path(step).resolve():
-                    self._note(
-                        f"checkpoint.resume names {named.name}, and this run has gone on since: it goes on from step {step}. To go "
-                        "back, give it another run.name"
-                    )
+            own = self.store.path(step).resolve()
+            here = own if named is None else named.resolve()
+            if here != own and here.parent == own.parent:
+                self._note(
+                    f"checkpoint.resume names {here.name}, and this run has gone on since: it goes on from step {step}. To go "
+                    "back, give it another run.name"
+                )
             return state
         if reasons:
             raise CheckpointError(
                 f"no checkpoint in {self.store.root} can be used, and a new run would replace them; move them away, or give "
                 f"this run another run.name. The newest: {reasons[0]}"
             )
-        if self._section.resume not in ("auto", "never"):
-            return self._load(loader, _directory_of(self._section.resume), settings, strict=False)
-        return None
+        return None if named is None else self._load(named, settings, strict=False)
 
     def _link(self) -> None:
         """Link each checkpoint of a run by transformers' name, and remove dangling links; other files stay. Waits for all ranks."""
@@ -140,10 +141,9 @@ class RunCheckpoints:
             self._note(f"WARNING: checkpoints have no transformers' names (checkpoint-STEP): {problem}")
         self._mesh.world.barrier("names of checkpoints")
 
-    def _load(self, loader: Loader, path: Path, settings: Mapping[str, Any], *, strict: bool) -> TrainerState:
+    def _load(self, path: Path, settings: Mapping[str, Any], *, strict: bool) -> TrainerState:
         step = self.store.step_of(path)
-        reader = loader.open(path)
-        state = read_state(loader, reader)
+        reader, state = read_state(path, self._engine)
         if not reader.manifest.step == state.step == (step if step is not None else state.step):
             raise CheckpointError(
                 f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {NAME}; "
@@ -154,7 +154,7 @@ class RunCheckpoints:
             raise ConfigError(_of_another_run(path, differ))
         for line in differ:
             self._note(f"resumed with another setting: {line}")
-        load_engine(loader, reader, self._engine, state)
+        load_engine(reader, self._engine, state)
         self._remember(state)
         return state
 
@@ -349,10 +349,18 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         raise ConfigError(problem)
 
 
-def read_state(loader: Loader, reader: CheckpointReader) -> TrainerState:
-    """Return the state in a checkpoint. All ranks call it; raises `CheckpointError` without one."""
-    content = loader.document(reader, name_in(reader.manifest.files))
-    return TrainerState.from_json(content, str(reader.directory))
+def _opened(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, dict[str, Any]]:
+    reader, found = open_checkpoint(engine.mesh, path, source_directory(engine.model)), list[dict[str, Any]]()
+    name = name_in(reader.manifest.files)
+    what = f"reading {reader.directory / name}"
+    engine.mesh.world.all_or_raise(what, lambda: found.append(reader.document(name)), CheckpointError)
+    return reader, found[0]
+
+
+def read_state(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, TrainerState]:
+    """Open a checkpoint, and read its state. All ranks call it; raises `CheckpointError` without one."""
+    reader, content = _opened(path, engine)
+    return reader, TrainerState.from_json(content, str(reader.directory))
 
 
 def _of_another_run(path: Path, differ: Sequence[str]) -> str:
@@ -363,32 +371,24 @@ def _of_another_run(path: Path, differ: Sequence[str]) -> str:
     )
 
 
-def load_engine(loader: Loader, reader: CheckpointReader, engine: ZeroEngine, state: TrainerState) -> None:
-    """Load a whole checkpoint into an engine. All ranks call it; raises as `Loader.fill` does."""
+def load_engine(reader: CheckpointReader, engine: ZeroEngine, state: TrainerState) -> None:
+    """Load a whole checkpoint into an engine. All ranks call it; raises as `fill_shards` does."""
     engine.load_progress(
         updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
     )
-    _fill(loader, reader, engine, state.averages, state.callbacks, whole=True)
+    _fill(reader, engine, state.averages, state.callbacks, whole=True)
 
 
-def load_weights(path: Path, engine: ZeroEngine, mesh: Mesh) -> int:
+def load_weights(path: Path, engine: ZeroEngine) -> int:
     """Load the weights of a checkpoint into the engine; returns its step. All ranks call it. Raises `CheckpointError` for a
     missing or damaged checkpoint, and `LayoutError` for another model's."""
-    loader = Loader(mesh, source_directory(engine.model))
-    reader = loader.open(path)
-    state = loader.document(reader, name_in(reader.manifest.files))
-    _fill(loader, reader, engine, state.get("averages", 0), state.get("callbacks", {}), whole=False)
+    reader, state = _opened(path, engine)
+    _fill(reader, engine, state.get("averages", 0), state.get("callbacks", {}), whole=False)
     return reader.manifest.step
 
 
 def _fill(
-    loader: Loader,
-    reader: CheckpointReader,
-    engine: ZeroEngine,
-    count: int,
-    callbacks: Mapping[str, Any],
-    *,
-    whole: bool,
+    reader: CheckpointReader, engine: ZeroEngine, count: int, callbacks: Mapping[str, Any], *, whole: bool
 ) -> None:
     """Load tensors. `count` is the number of updates in the weight average, which restarts if the checkpoint has none. Weights
     that a custom loop left out of the checkpoint keep their values."""
@@ -401,7 +401,8 @@ def _fill(
 
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
     with engine.loading(averaged_updates=count if averaged else 0):
-        loader.fill(reader, tensors, [each for each in engine.checkpoint_state.wanted() if loads(each.spec)])
+        shards = [each for each in engine.checkpoint_state.wanted() if loads(each.spec)]
+        fill_shards(engine.mesh, reader, tensors, shards)
 
 
 _NONE = float("inf")
@@ -418,13 +419,6 @@ def _metric_of(path: Path) -> float | None:
     if state is None and reader.manifest.part[1] > 1:
         return None
     return _NONE if state is None or state.metric is None else state.metric
-
-
-def _directory_of(named: str) -> Path:
-    """Return the directory of a named checkpoint, or of the newest one of a named run."""
-    path = Path(named).expanduser()
-    found = (store.path(step) for store in stores_at(path) for step in store.steps())
-    return next(found, path)
 
 
 def stores_at(path: Path) -> list[CheckpointStore]:

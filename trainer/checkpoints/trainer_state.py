@@ -128,7 +128,7 @@ def _restored(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
             return float(value[_FLOAT])
-        return {key: _restored(each) for key, each in value.items()}
+        return {key: _restored(each) if isinstance(each, dict | list) else each for key, each in value.items()}
     return [_restored(each) for each in value] if isinstance(value, list) else value
 
 

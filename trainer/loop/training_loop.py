@@ -527,7 +527,7 @@ class TrainingLoop:
         run, checkpoints = self.run, self._checkpoints
         progress, best, config = run.progress, run.progress.best, run.config.run
         if config.load_best and best.value is not None and best.step != progress.step:
-            load_weights(checkpoints.store.path(best.step), run.model.require_engine(), run.mesh)
+            load_weights(checkpoints.store.path(best.step), run.model.require_engine())
             run.console.note(f"weights of step {best.step}: {config.metric} {best.value:.4g} is the best")
         steady = progress.seconds[1:] or progress.seconds
         per_step = (progress.tokens - progress.resumed.tokens) / max(1, len(progress.seconds))

@@ -1,13 +1,9 @@
 """Writing a partitioned model as a Hugging Face model directory, one parameter in memory at a time."""
 
 import copy
-import errno
-import hashlib
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorSpec, index_files, plan_files, spec_of
+from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorSpec, spec_of
+from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CollectiveError, StorageError
-from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import tensor_bytes
-from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
 from zeromesh.weight_init.weight_sources import canonical_names
@@ -32,8 +26,6 @@ BASE_MODEL = "base_model"
 """The folder in a checkpoint with adapters that holds the base model's configuration."""
 _ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 """Files of an earlier adapter in the directory, which `from_pretrained` would load on top of a saved model."""
-_SYNCED_BYTES = 256 << 20
-"""Bytes between two syncs to the disk, which bounds a single wait."""
 
 
 def save_model(
@@ -53,21 +45,23 @@ def save_model(
         whole = _stored_tensors(model)
         specs, tensors = [spec_of(name, tensor) for name, tensor in whole.items()], iter(whole.items())
 
-    def fill(folder: Path) -> None:
-        if adapter is not None:
-            _write_adapter(model, adapter, folder)
-            _save_part(processing_class, folder)
-            return
-        write_weights(folder, specs, tensors, lambda: mesh.post(Activity.SAVE))
-        # `from_pretrained` loads a model in a single dtype: the widest stored floating-point one.
-        found = [spec.dtype for spec in specs if spec.dtype.is_floating_point]
-        widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
-        save_configuration(model, widest, processing_class, folder)
-
     failure = ""
     if mesh.rank == 0:
         try:
-            _replace_files(path, fill)
+            with write_directory(path, sum(spec.nbytes for spec in specs), update=True) as folder:
+                if adapter is not None:
+                    _write_adapter(model, adapter, folder)
+                    _save_part(processing_class, folder)
+                else:
+                    written = write_weights(folder, specs, tensors, lambda: mesh.post(Activity.SAVE))
+                    # `from_pretrained` loads a model in a single dtype: the widest stored floating-point one.
+                    found = [spec.dtype for spec in specs if spec.dtype.is_floating_point]
+                    widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
+                    save_configuration(model, widest, processing_class, folder)
+            if adapter is None:
+                numbered = [file.name for file in path.glob("model-*-of-*.safetensors")]
+                for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES}.difference(written):
+                    (path / stale).unlink(missing_ok=True)
         except CollectiveError:
             raise
         except Exception as error:  # noqa: BLE001 - of somebody else's `save_pretrained` too; all ranks have to know
@@ -77,69 +71,6 @@ def save_model(
         continue
     failed = int(mesh.world.all_reduce_max(torch.tensor([int(bool(failure))]), "end of saving")[0])
     return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
-
-
-def _replace_files(path: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder, which becomes a new `path` as a whole, or whose files replace those of an existing one, weights last."""
-    if path.exists() and not path.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "there is a file of this name; give a directory")
-    # `path` may already have the longest possible name.
-    digest = hashlib.sha256(os.fsencode(path.name)).hexdigest()[:16]
-    folder = path.with_name(f".zeromesh-{digest}.tmp")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
-        fill(folder)
-        if not path.exists():
-            folder.rename(path)
-            return
-        names = os.listdir(folder)
-        for name in sorted(names, key=lambda name: name.endswith((".safetensors", INDEX))):
-            if (path / name).is_dir():
-                shutil.rmtree(path / name)
-            os.replace(folder / name, path / name)
-        if any(name.endswith(".safetensors") and name != ADAPTER_WEIGHTS for name in names):
-            numbered = [file.name for file in path.glob("model-*-of-*.safetensors")]
-            for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES}.difference(names):
-                (path / stale).unlink(missing_ok=True)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_weights(
-    folder: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], on_progress: Callable[[], None]
-) -> int:
-    """Write the safetensors files of a model, with an index if there are several, synced to disk; returns the number of files.
-    `tensors` yields the tensors of `specs` by name, in any order; one is held at a time. `on_progress` is called while data is
-    written. Raises `StorageError` on failed writes, and for a tensor that differs from its spec."""
-    layouts = plan_files(specs, 1)
-    if len(layouts) == 1:
-        layouts = (replace(layouts[0], path=SINGLE),)
-    places: dict[str, tuple[PositionalFile, TensorSpec]] = {}
-    with ExitStack() as opened:
-        for layout in layouts:
-            file = opened.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
-            file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
-            places |= {each.name: (file, each) for each in layout.tensors}
-        unsynced = 0
-        for name, tensor in tensors:
-            file, spec = places[name]
-            if tuple(tensor.shape) != spec.shape:
-                raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
-            data = tensor_bytes(tensor.to("cpu", spec.dtype))
-            for start in range(0, data.numel(), _SYNCED_BYTES):
-                part = data[start : start + _SYNCED_BYTES]
-                file.write(part, spec.begin + start)
-                unsynced += part.numel()
-                if unsynced >= _SYNCED_BYTES:
-                    file.sync()
-                    unsynced = 0
-                on_progress()
-        for file in {file for file, _ in places.values()}:
-            file.sync()
-    for path, text in index_files(layouts).items() if len(layouts) > 1 else ():
-        write_whole(folder / path, text)
-    return len(layouts)
 
 
 def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> dict[str, Tensor]:

@@ -59,11 +59,12 @@ def parts_of_weights(
     """Yield `(name, tensor)` of `weights`, cut to the part that `part_of` returns, if any; parts may differ between ranks. Raises
     `ConfigError` for a part that a tensor does not have."""
     for name, tensor in weights:
-        part = part_of(name)
-        yield name, tensor if part is None else _cut(name, tensor, part)
+        yield name, _cut(name, tensor, part_of(name))
 
 
-def _cut(name: str, tensor: torch.Tensor, part: Part) -> torch.Tensor:
+def _cut(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
+    if part is None:
+        return tensor
     dim, index, parts = part
     if not (0 <= dim < tensor.dim() and 0 <= index < parts <= max(1, tensor.shape[dim])):
         raise ConfigError(
@@ -166,7 +167,7 @@ def send_weights(
         def send(name: str, tensor: torch.Tensor) -> None:
             for line, parts in receivers:
                 part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
-                given = tensor if part is None else _cut(name, tensor, part)
+                given = _cut(name, tensor, part)
                 flat, dtype = tensor_bytes(given).numpy().data, str(given.dtype).removeprefix("torch.")
                 header = {"name": name, "dtype": dtype, "shape": list(given.shape)}
                 line.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat)}, flat)

@@ -11,6 +11,7 @@ steps, in their main thread.
 """
 
 import contextlib
+import json
 import os
 import secrets
 import time
@@ -28,7 +29,14 @@ import torch
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan, columns_to_rows, in_thread
+from zeromesh.checkpoint.io.writer import (
+    ShardWriter,
+    bytes_for_others,
+    columns_to_rows,
+    in_thread,
+    plan_pieces,
+    plan_runs,
+)
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, open_regular, refusals, write_whole
@@ -77,31 +85,6 @@ class SharedStorage:
     leads: bool
 
 
-def find_sharing(directory: Path, mesh: Mesh) -> SharedStorage:
-    """Find how the ranks of a mesh share a directory, which is created if absent; all ranks call it. Every rank creates a file in
-    the directory, which proves write access, and looks for the files of lower ranks: the lowest rank whose file it sees leads its
-    place. Raises `StorageError` on all ranks, where some rank cannot write there."""
-    world, rank, what = mesh.world, mesh.rank, "look at the directory"
-    token = world.gather_json(secrets.token_hex(8), what)[0]
-    marks = [directory / f".seen-{token}-{each}" for each in range(mesh.world_size)]
-
-    def put() -> None:
-        with refusals(directory, "written"):
-            directory.mkdir(parents=True, exist_ok=True)
-            os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
-
-    try:
-        world.all_or_raise(what, put, StorageError)
-        leader = next(other for other, mark in enumerate(marks) if os.path.exists(mark))
-        leaders = [row[0] for row in world.gather_integers([leader])]
-    finally:
-        with contextlib.suppress(OSError):
-            marks[rank].unlink(missing_ok=True)
-    firsts = sorted(set(leaders))
-    ranks = tuple(each for each, found in enumerate(leaders) if found == leader)
-    return SharedStorage(places=len(firsts), place=firsts.index(leader), ranks=ranks, leads=leader == rank)
-
-
 _Stages = Generator[None, None, Saved]
 
 
@@ -124,13 +107,33 @@ class Saver:
 
     @cached_property
     def sharing(self) -> SharedStorage:
-        """The groups of ranks that see one directory, created here. Raises `StorageError` if some rank cannot write there."""
-        return find_sharing(self.store.root, self._mesh)
+        """The sharing of the store's directory, which is created if absent; all ranks ask for it together. Every rank creates a
+        file in the directory, which proves write access, and looks for the files of lower ranks: the lowest rank whose file it
+        sees leads its place. Raises `StorageError` on all ranks, where some rank cannot write there."""
+        directory, world, rank, what = self.store.root, self._mesh.world, self._mesh.rank, "look at the directory"
+        token = world.gather_json(secrets.token_hex(8), what)[0]
+        marks = [directory / f".seen-{token}-{each}" for each in range(world.size)]
+
+        def put() -> None:
+            with refusals(directory, "written"):
+                directory.mkdir(parents=True, exist_ok=True)
+                os.close(open_regular(marks[rank], os.O_WRONLY | os.O_CREAT))
+
+        try:
+            world.all_or_raise(what, put, StorageError)
+            leader = next(other for other, mark in enumerate(marks) if os.path.exists(mark))
+            leaders = [row[0] for row in world.gather_integers([leader])]
+        finally:
+            with contextlib.suppress(OSError):
+                marks[rank].unlink(missing_ok=True)
+        firsts = sorted(set(leaders))
+        ranks = tuple(each for each, found in enumerate(leaders) if found == leader)
+        return SharedStorage(places=len(firsts), place=firsts.index(leader), ranks=ranks, leads=leader == rank)
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk. Of several disks, each
         gets bytes in proportion to its ranks."""
-        nbytes = sum(spec.nbytes for spec in tensors) * len(self.sharing.ranks) // self._mesh.world_size
+        nbytes = sum([spec.nbytes for spec in tensors]) * len(self.sharing.ranks) // self._mesh.world_size
         require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
         self._mesh.world.all_or_raise("look for room", require, StorageError)
 
@@ -140,54 +143,50 @@ class Saver:
         if self.in_flight is not None:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
         files, mesh, shards = plan_files(content.tensors, self._mesh.world_size), self._mesh, list[TensorShard]()
+        sharing, store, part_nbytes = self.sharing, self.store, None
+
+        def create() -> None:
+            with disk_call("creation", store.temporary(step)):
+                directory = store.create(step, files, part_nbytes)
+                if mesh.rank == 0:
+                    content.documents(directory)
+                    for path, text in index_files(files).items():
+                        write_whole(directory / path, text, sync=False)
+
         try:
-            self._together(lambda: shards.extend(self._rows_of(content.shards)))
-            plan = WritePlan.of(files, shards, mesh.rank)
-            pieces = plan.pieces(self._exchange(plan.bytes_for_others()), content.order)
-            part_nbytes = None
-            if self.sharing.places > 1:
+            self._together(lambda: shards.extend(columns_to_rows(content.shards, mesh.tensor, mesh.device)))
+            own = {id(shard.values) for shard in content.shards}
+            copies = [each.values for each in shards if each.owner is None and id(each.values) not in own]
+            self._copied = sum(copy.nbytes for copy in copies)
+            self._ledger.add(Tier.HOST, Purpose.STAGING, self._copied)
+            runs = plan_runs(files, shards, mesh.rank)
+            pieces = plan_pieces(files, runs, self._exchange(bytes_for_others(runs)), content.order)
+            if sharing.places > 1:
                 written = mesh.world.gather_integers([sum(piece.where.length for piece in pieces)])
-                part_nbytes = sum(written[rank][0] for rank in self.sharing.ranks)
-            self._together(lambda: self._create(step, content, files, part_nbytes) if self.sharing.leads else None)
+                part_nbytes = sum(written[rank][0] for rank in sharing.ranks)
+                # A name of the save, so that parts of two saves do not match.
+                save = mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]
+                content = replace(content, layout={**content.layout, "save": save})
+            self._together(create if sharing.leads else lambda: None)
         except CheckpointError as error:
             self._end()
-            if self.sharing.leads:
-                self.store.abandon(step)
+            if sharing.leads:
+                store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
-        if self.sharing.places > 1:  # So that parts of two saves do not match.
-            save = mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]
-            content = replace(content, layout={**content.layout, "save": save})
-        writer = ShardWriter(self.store.temporary(step), pieces, mesh.rank, mesh.device)
+        writer = ShardWriter(store.temporary(step), pieces, mesh.rank, mesh.device)
         stages = self._stages(step, files, writer, content)
         next(stages)
         self.in_flight, self._writer, self._remaining = step, writer, stages
 
-    def _rows_of(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
-        found = columns_to_rows(shards, self._mesh.tensor, self._mesh.device)
-        own = {id(shard.values) for shard in shards}
-        copied = sum(each.values.nbytes for each in found if each.owner is None and id(each.values) not in own)
-        self._ledger.add(Tier.HOST, Purpose.STAGING, copied)
-        self._copied = copied
-        return found
-
-    def _create(self, step: int, content: SaveContent, files: Sequence[FileLayout], part_nbytes: int | None) -> None:
-        with disk_call("creation", self.store.temporary(step)):
-            directory = self.store.create(step, files, part_nbytes)
-            if self._mesh.rank == 0:
-                content.documents(directory)
-                for path, text in index_files(files).items():
-                    write_whole(directory / path, text, sync=False)
-
     def _exchange(self, own: Sequence[tuple[str, int, bytes]]) -> list[tuple[str, int, bytes]]:
-        """Send this rank's bytes (file, first byte, data) of other ranks' blocks; returns the bytes received for its own
-        blocks."""
-        world, what = self._mesh.world, "exchange of shared blocks"
-        heads = world.gather_json([[path, begin, len(data)] for path, begin, data in own], what)
-        received = []
-        for rank, data in enumerate(world.gather_bytes(b"".join(data for _, _, data in own), what)):
-            if rank != self._mesh.rank:
-                stream = BytesIO(data)
-                received += [(path, begin, stream.read(length)) for path, begin, length in heads[rank]]
+        """Send this rank's bytes (file, first byte, data) of other ranks' blocks; returns those received for its own blocks."""
+        heads = json.dumps([[path, begin, len(data)] for path, begin, data in own]).encode()
+        sent = b"".join([heads, b"\n", *(data for _, _, data in own)])
+        received: list[tuple[str, int, bytes]] = []
+        for rank, found in enumerate(self._mesh.world.gather_bytes(sent, "exchange of shared blocks")):
+            stream = BytesIO(found)
+            rows = json.loads(stream.readline()) if rank != self._mesh.rank else ()
+            received += [(path, begin, stream.read(length)) for path, begin, length in rows]
         return received
 
     def _stages(self, step: int, files: Sequence[FileLayout], writer: ShardWriter, content: SaveContent) -> _Stages:
@@ -198,17 +197,13 @@ class Saver:
         try:
             self._task = writer.start()
             yield
-
-            def written() -> list[dict[str, Any]]:
-                return [asdict(piece) for piece in writer.join(self._post_progress)]
-
-            rows = self._together(written, "checksums of the checkpoint")
+            what = "checksums of the checkpoint"
+            rows = self._together(lambda: list(map(asdict, writer.join(self._post_progress))), what)
             committing = True
             pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
             for row in sorted(chain(*(rows[rank] for rank in sharing.ranks)), key=lambda row: row["begin"]):
                 pieces[row["path"]].append(ChecksumPiece(**row))
-            sizes = {file.path: file.nbytes for file in files}
-            records = {path: FileRecord(nbytes=sizes[path], pieces=tuple(found)) for path, found in pieces.items()}
+            records = {each.path: FileRecord(nbytes=each.nbytes, pieces=tuple(pieces[each.path])) for each in files}
             away = content.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
             others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
@@ -234,9 +229,8 @@ class Saver:
     def _retire(self, saved: Saved, keep: Callable[[], set[int]]) -> _Stages:
         try:
             rows = self._together(lambda: sorted({saved.step, *keep()}) if self._mesh.rank == 0 else [])
-            retire = self._start(
-                "retiring", self.store.root, lambda: self.store.retire(rows[0]), here=self.sharing.leads
-            )
+            store = self.store
+            retire = self._start("retiring", store.root, lambda: store.retire(rows[0]), here=self.sharing.leads)
             yield
             self._together(retire)
             return replace(saved, warning=self._not_removed())
@@ -266,25 +260,20 @@ class Saver:
             return None
         busy = torch.tensor([int(not self._task.done())])
         busy_anywhere = self._mesh.world.all_reduce_max(busy, "progress of the checkpoint")
-        return None if int(busy_anywhere[0]) else self._advance()
+        return None if int(busy_anywhere[0]) else self.finish(whole=False)
 
-    def finish(self) -> Saved | None:
-        """Wait until the save in flight has ended, if any; returns its result."""
-        saved: Saved | None = None
+    def finish(self, *, whole: bool = True) -> Saved | None:
+        """Wait until the save in flight has ended, if any, or without `whole` its present stage; returns its result if it has
+        ended."""
         while self._remaining is not None:
-            saved = self._advance()
-        return saved
-
-    def _advance(self) -> Saved | None:
-        """Go to the next stage together with all ranks; returns the save's result if that was the last one."""
-        if self._remaining is None:
-            return None
-        try:
-            next(self._remaining)
-        except StopIteration as end:
-            self._end()
-            saved: Saved = end.value
-            return saved
+            try:
+                next(self._remaining)
+            except StopIteration as end:
+                self._end()
+                saved: Saved = end.value
+                return saved
+            if not whole:
+                break
         return None
 
     def _end(self) -> None:

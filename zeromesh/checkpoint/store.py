@@ -6,38 +6,42 @@ checkpoints/step-00000100/        a checkpoint
 """
 
 import errno
+import hashlib
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import Manifest
-from zeromesh.checkpoint.format.safetensors_layout import FileLayout
+from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import record_of
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import in_thread
 from zeromesh.errors import ConfigError, StorageError, counted
 from zeromesh.files import read_whole, refusals, write_whole
+from zeromesh.offload import tensor_bytes
 from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
 _STEP = re.compile(r"step-(\d{8,})")
-_TMP = re.compile(r"step-\d{8,}\.tmp")
-_TRASH = re.compile(r"\.trash-.+")
-MARK = re.compile(r"\.seen-[0-9a-f]+-\d+")
-"""Temporary files by which ranks find out which of them see the directory."""
+_LEFT = re.compile(r"step-\d{8,}\.tmp|\.trash-.+|\.seen-[0-9a-f]+-\d+")
+"""What is being written or removed, and files by which ranks find out which of them see the directory (`Saver.sharing`)."""
 _SPARE_BYTES = 16 << 20
 """Bytes kept free for the manifest, other small files, and directory entries."""
+_SYNCED_BYTES = 256 << 20
+"""Bytes between two syncs to the disk, which bounds a single wait."""
 _ROOM_SECONDS = 10.0
 """The seconds for which a save without disk space waits for the removal of old checkpoints."""
 _MOST_TRASH = 4
@@ -75,16 +79,16 @@ class CheckpointStore:
     def leftovers(self) -> list[str]:
         """List directories and files that are being written or removed, or were when a run was killed."""
         names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
-        return sorted(name for name in names if any(kind.fullmatch(name) for kind in (_TMP, _TRASH, MARK)))
+        return sorted(filter(_LEFT.fullmatch, names))
 
     def clean(self) -> list[str]:
         """Remove the leftovers of dead runs; returns their names."""
         left = self.leftovers()
         for name in left:
-            if MARK.fullmatch(name):
-                (self.root / name).unlink(missing_ok=True)
-            else:
+            if (self.root / name).is_dir():
                 shutil.rmtree(self.root / name, ignore_errors=True)
+            else:
+                (self.root / name).unlink(missing_ok=True)
         return left
 
     def create(self, step: int, files: Sequence[FileLayout], part_nbytes: int | None = None) -> Path:
@@ -92,12 +96,11 @@ class CheckpointStore:
         that will be written here if the checkpoint is a part, whose files are sparse. None means all bytes. Raises `StorageError`
         without enough space, or if the directory cannot be written."""
         directory = self.temporary(step)
-        needed = sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes
         with refusals(directory, "written"):
             self._discard(self._set_aside(step, directory))  # Left-over files may have other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
-        self.require_room(needed)
+        self.require_room(sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes)
         for file in files:
             PositionalFile(directory / file.path, write=True, size=file.nbytes, sparse=part_nbytes is not None).close()
         return directory
@@ -121,16 +124,11 @@ class CheckpointStore:
                 name = path.relative_to(directory).as_posix()
                 if name not in files and name != manifests.NAME:
                     data = read_whole(path)
-                    write_whole(
-                        path, data
-                    )  # A new copy, since some libraries make files that only their owner may read.
+                    # A new copy, since some libraries make files that only their owner may read.
+                    write_whole(path, data)
                     files[name] = record_of(name, BytesIO(data), len(data))
             self._put_manifest(directory, replace(manifest, step=step, files=files))
-            for folder in {path.parent for path in directory.glob("*/*")}:
-                sync_directory(folder)
-            replaced = self._set_aside(step, final)
-            directory.rename(final)
-            sync_directory(self.root)
+            replaced = publish(directory, final, partial(self._set_aside, step, final))
             self._discard(replaced)  # Only once the new one has its name for good.
 
     def amend(self, step: int, name: str, data: bytes) -> None:
@@ -190,31 +188,99 @@ def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
         )
 
 
+def publish(temporary: Path, final: Path, set_aside: Callable[[], Path | None] = lambda: None) -> Path | None:
+    """Give a filled directory its name, once all names in it are on the disk. `set_aside` takes away what has the name, and its
+    result is returned. Raises `StorageError` or `OSError`."""
+    for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
+        sync_directory(folder)
+    replaced = set_aside()
+    temporary.rename(final)
+    sync_directory(final.parent)
+    return replaced
+
+
 @contextmanager
-def fresh_directory(out: Path, nbytes: int) -> Iterator[Path]:
-    """Inside the block, fill a new directory with about `nbytes` bytes; it becomes `out` when the block ends without an error.
-    After an error it is removed. Files written through `PositionalFile` have to be synced inside the block. Raises `ConfigError`
-    where there is something at `out` already; `StorageError` where there is no room, or it cannot be written."""
+def write_directory(out: Path, nbytes: int, *, update: bool = False) -> Iterator[Path]:
+    """Inside the block, fill a new directory with about `nbytes` bytes; it becomes `out` when the block ends without an error, and
+    is removed after one. With `update`, the new files replace those of a directory `out`, weights last, and its other files stay.
+    Raises `ConfigError` where there is something at `out` that is not updated; `StorageError` where there is no room, or it cannot
+    be written."""
     out = Path(os.path.realpath(out))
-    # Short, since `out` may have the longest allowed name, and random, since another process may write the same directory.
-    temporary = out.with_name(f".zeromesh-{secrets.token_hex(8)}.tmp")
+    # Short, since `out` may have the longest allowed name. An update removes what a kill has left of the one before; else the name
+    # is random, since another process may write the same directory.
+    token = hashlib.sha256(os.fsencode(out.name)).hexdigest()[:16] if update else secrets.token_hex(8)
+    temporary = out.with_name(f".zeromesh-{token}.tmp")
     occupied = f"{out} exists and is not an empty directory; give another one, or remove it first"
     try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if out.exists() and not out.is_dir() and update:
+            raise StorageError(f"{str(out)!r} cannot be written (there is a file of this name; give a directory)")
+        if not update and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(occupied)
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         _require_free(temporary, nbytes, repr(str(out)), "make room")
         yield temporary
-        for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
-            sync_directory(folder)
-        temporary.rename(out)  # Only where there is nothing yet, or an empty directory.
-        sync_directory(out.parent)
+        for file in (path for path in temporary.rglob("*") if path.is_file() and not path.is_symlink()):
+            with PositionalFile(file, direct=False) as opened:
+                opened.sync()
+        if not (update and out.exists()):
+            try:
+                publish(temporary, out)  # Only where there is nothing yet, or an empty directory.
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise ConfigError(f"{occupied}: something else has been written there meanwhile") from error
+                raise
+            return
+        for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith((".safetensors", INDEX))):
+            if (out / path.name).is_dir():
+                shutil.rmtree(out / path.name)
+            path.replace(out / path.name)
+        sync_directory(out)
     except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and error.filename == str(temporary):
-            raise ConfigError(f"{occupied}: something else has been written there meanwhile") from error
-        raise StorageError(f"{error.filename or str(out)!r} cannot be written: {error.strerror or error}") from error
+        where = str(error.filename or out).replace(str(temporary), str(out))
+        raise StorageError(f"{where!r} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_weights(
+    folder: Path,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    on_progress: Callable[[], None],
+) -> list[str]:
+    """Write the safetensors files of a model, with an index if there are several, synced to disk; returns their names.
+    `tensors` yields the tensors of `specs` by name, in any order; one is held at a time. `on_progress` is called while data is
+    written. Raises `StorageError` on failed writes, and for a tensor that differs from its spec."""
+    layouts = plan_files(specs, 1)
+    if len(layouts) == 1:
+        layouts = (replace(layouts[0], path=SINGLE),)
+    places: dict[str, tuple[PositionalFile, TensorSpec]] = {}
+    with ExitStack() as opened:
+        for layout in layouts:
+            file = opened.enter_context(PositionalFile(folder / layout.path, write=True, size=layout.nbytes))
+            file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
+            places |= {each.name: (file, each) for each in layout.tensors}
+        unsynced = 0
+        for name, tensor in tensors:
+            file, spec = places[name]
+            if tuple(tensor.shape) != spec.shape:
+                raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
+            data = tensor_bytes(tensor.to("cpu", spec.dtype))
+            for start in range(0, data.numel(), _SYNCED_BYTES):
+                part = data[start : start + _SYNCED_BYTES]
+                file.write(part, spec.begin + start)
+                unsynced += part.numel()
+                if unsynced >= _SYNCED_BYTES:
+                    file.sync()
+                    unsynced = 0
+                on_progress()
+        for file in {file for file, _ in places.values()}:
+            file.sync()
+    indices = index_files(layouts) if len(layouts) > 1 else {}
+    for path, text in indices.items():
+        write_whole(folder / path, text)
+    return [*(layout.path for layout in layouts), *indices]
 
 
 class Remover:

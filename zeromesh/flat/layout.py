@@ -63,7 +63,7 @@ class StridedRows:
     width: int
     columns: tuple[Interval, ...]
     taken: int = field(init=False, repr=False, compare=False)
-    """The number of elements of a local row."""
+    """The number of elements of a local row; all of it where that is `width`, so that local and logical positions are the same."""
 
     def __post_init__(self) -> None:
         ordered = all(one.end <= other.start for one, other in pairwise(self.columns))
@@ -82,15 +82,18 @@ class StridedRows:
 
     def before(self, logical: int) -> int:
         """Return the number of local elements before a logical position, also the local position of the first element after it."""
-        row, at = divmod(min(max(logical, 0), self.count * self.width), self.width)
+        logical = min(max(logical, 0), self.count * self.width)
+        if self.taken == self.width:
+            return logical
+        row, at = divmod(logical, self.width)
         return row * self.taken + sum(min(max(at - column.start, 0), column.length) for column in self.columns)
 
     def hull(self, interval: Interval) -> Interval:
         """Return the logical interval from the first to the last of the local elements `interval`, which is not empty."""
-        first, last = (
-            row * self.width + _logical_index(self.columns, at)
-            for row, at in (divmod(local, self.taken) for local in (interval.start, interval.end - 1))
-        )
+        if self.taken == self.width:
+            return interval
+        ends = [divmod(local, self.taken) for local in (interval.start, interval.end - 1)]
+        first, last = [row * self.width + _logical_index(self.columns, at) for row, at in ends]
         return Interval(start=first, end=last + 1)
 
     def windows(self, interval: Interval, numel: int) -> Iterator[Interval]:
@@ -142,6 +145,10 @@ class Region:
 
     shape: tuple[int, ...]
     dims: tuple[tuple[Interval, ...], ...]
+    local_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
+    split: int = field(init=False, repr=False, compare=False)
+    """The last dim that is not whole and in order; -1 without any."""
 
     def __post_init__(self) -> None:
         if len(self.dims) != len(self.shape):
@@ -154,6 +161,10 @@ class Region:
                         f"dim {dim} of {size}: [{interval.start}, {interval.end}) overlaps another interval or ends beyond it"
                     )
                 end = interval.end
+        local_shape = tuple(sum(interval.length for interval in intervals) for intervals in self.dims)
+        split = max((dim for dim, size in enumerate(self.shape) if self.dims[dim] != _all(size)), default=-1)
+        for name, value in (("local_shape", local_shape), ("numel", prod(local_shape)), ("split", split)):
+            object.__setattr__(self, name, value)
 
     @classmethod
     @lru_cache
@@ -161,27 +172,13 @@ class Region:
         return cls(shape=shape, dims=tuple(_all(size) for size in shape))
 
     @property
-    def local_shape(self) -> tuple[int, ...]:
-        return tuple(sum(interval.length for interval in intervals) for intervals in self.dims)
-
-    @property
-    def numel(self) -> int:
-        return prod(self.local_shape)
-
-    @property
     def is_whole(self) -> bool:
         """True if the region is all of the tensor, in order."""
-        return self._last_split() < 0
-
-    @property
-    def is_strided(self) -> bool:
-        """True if the region takes columns of several rows."""
-        split = self._last_split()
-        return split > 0 and prod(self.shape[:split]) > 1
+        return self.split < 0
 
     def rows(self) -> StridedRows | None:
         """Return the region as columns of rows, if it has elements and one dim is divided, into slices in order; else None."""
-        split = self._last_split()
+        split = self.split
         others = [dim for dim in range(len(self.shape)) if dim != split]
         if split < 0 or not self.numel or any(self.dims[dim] != _all(self.shape[dim]) for dim in others):
             return None
@@ -204,7 +201,7 @@ class Region:
             raise LayoutError(f"elements [{interval.start}, {interval.end}) of a local tensor of {self.numel}")
         if not interval.length:
             return
-        split = self._last_split()
+        split = self.split
         if split < 0:
             yield Tile(local=interval.start, logical=interval.start, length=interval.length)
             return
@@ -212,7 +209,13 @@ class Region:
         row = self.local_shape[split] * inner
         found: Tile | None = None
         for number in range(interval.start // row, (interval.end - 1) // row + 1):
-            at, base = number * row, self._logical_row(number, split)
+            at, base, stride, rest = number * row, 0, self.shape[split] * inner, number
+            for dim in range(
+                split - 1, -1, -1
+            ):  # The first element of the row, which dims before the divided one number.
+                rest, index = divmod(rest, self.local_shape[dim])
+                base += _logical_index(self.dims[dim], index) * stride
+                stride *= self.shape[dim]
             for taken in self.dims[split]:
                 here = Interval(start=at, end=at + taken.length * inner).intersect(interval)
                 logical = base + taken.start * inner + here.start - at
@@ -227,19 +230,6 @@ class Region:
                 found = Tile(local=here.start, logical=logical, length=here.length)
         if found is not None:
             yield found
-
-    def _last_split(self) -> int:
-        split = [dim for dim, size in enumerate(self.shape) if self.dims[dim] != _all(size)]
-        return split[-1] if split else -1
-
-    def _logical_row(self, number: int, split: int) -> int:
-        """Return the logical position of the first element of local row `number`, where rows index the dims before `split`."""
-        at, stride = 0, prod(self.shape[split:])
-        for dim in range(split - 1, -1, -1):
-            number, index = divmod(number, self.local_shape[dim])
-            at += _logical_index(self.dims[dim], index) * stride
-            stride *= self.shape[dim]
-        return at
 
 
 def _all(size: int) -> tuple[Interval, ...]:
@@ -308,25 +298,21 @@ class ParameterSpec:
     """The part of the whole parameter under tensor parallelism; None: all of it, equal on all ranks of the tensor axis."""
     copies: StageCopies | None = None
     """The copies of a tied parameter on several pipeline stages; None for a single copy."""
+    numel: int = field(init=False, repr=False, compare=False)
+    name: str = field(init=False, repr=False, compare=False)
+    """The name of the parameter in checkpoints and for users."""
+    region: Region = field(init=False, repr=False, compare=False)
+    """The region of the whole parameter that this rank holds."""
 
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def name(self) -> str:
-        """The name of the parameter in checkpoints and for users."""
-        return self.fqn if self.copies is None else self.copies.name
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", prod(self.shape))
+        object.__setattr__(self, "name", self.fqn if self.copies is None else self.copies.name)
+        object.__setattr__(self, "region", Region.whole(self.shape) if self.part is None else self.part.region)
 
     @property
     def other_names(self) -> tuple[str, ...]:
         """The other names of the parameter, including those on other pipeline stages."""
         return self.aliases if self.copies is None else self.copies.aliases
-
-    @property
-    def region(self) -> Region:
-        """The region of the whole parameter that this rank holds."""
-        return Region.whole(self.shape) if self.part is None else self.part.region
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -386,6 +372,9 @@ class BucketLayout:
     """The number of shards: the size of the shard axis."""
     alignment: int = ALIGNMENT
     padded: int = field(init=False)
+    shard_length: int = field(init=False)
+    first: ParameterSpec = field(init=False, repr=False)
+    """The first parameter; all others have its dtype, `requires_grad` and ranks."""
 
     def __post_init__(self) -> None:
         end = 0
@@ -397,21 +386,15 @@ class BucketLayout:
                     f"which overlaps, is not aligned to {self.alignment} or has another length"
                 )
             end = where.end
-        object.__setattr__(self, "padded", padded_length(end, self.parts, self.alignment))
-
-    @property
-    def first(self) -> ParameterSpec:
-        """The first parameter; all others have its dtype, `requires_grad` and ranks."""
-        return self.slots[0].spec
+        padded = padded_length(end, self.parts, self.alignment)
+        object.__setattr__(self, "padded", padded)
+        object.__setattr__(self, "shard_length", padded // self.parts)
+        object.__setattr__(self, "first", self.slots[0].spec if self.slots else None)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gathered parameters, including padding."""
         return self.padded * self.first.dtype.itemsize
-
-    @property
-    def shard_length(self) -> int:
-        return self.padded // self.parts
 
     def shard(self, index: int) -> Interval:
         """Return the elements of the buffer that shard `index` owns."""

@@ -292,8 +292,8 @@ def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]
 
 def _scattered(piece: ShardPiece) -> StridedRows | None:
     """Return the rows of a piece that consists of many short runs; None for few or long runs."""
-    rows = piece.spec.region.rows() if piece.spec.region.is_strided else None
-    return rows if rows is not None and rows.taken * piece.spec.dtype.itemsize < _LEAST_RUN else None
+    rows = piece.spec.region.rows()
+    return rows if rows is not None and rows.count > 1 and rows.taken * piece.spec.dtype.itemsize < _LEAST_RUN else None
 
 
 def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.checkpoint.test_resume import step, unequal
+from tests.distributed.checkpoint.test_resume import full, step, train, unequal
 from tests.support.workers import CaseError, Pool, PoolOptions, Workers
 from zeromesh.checkpoint.io.reader import CheckpointReader, TensorFiles
 from zeromesh.checkpoint.loader import merge, open_parts
@@ -16,7 +16,8 @@ from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.checkpoints.manager import _metric_of
 from zeromesh.trainer.tools.checkpoint.reading import list_checkpoints
 
-STEPS = 15
+STEPS = 6
+EVERY = {"checkpoint": {"every_steps": 2}}
 TWO = [0, 0, 1, 1]
 
 
@@ -29,7 +30,7 @@ def apart(workers: Workers) -> Iterator[Any]:
         size = len(disks)
         if size not in pools or not pools[size].open:
             pools[size] = workers.fresh(PoolOptions(size=size, hosts=1, timeout_seconds=10.0))
-        given = {"folder": str(folder), "steps": steps, "disks": disks, "sections": {}, **arguments}
+        given = {"folder": str(folder), "steps": steps, "disks": disks, "sections": EVERY, **arguments}
         return pools[size].run(f"checkpoint_cases:{case}", **given)
 
     yield play
@@ -41,15 +42,15 @@ def apart(workers: Workers) -> Iterator[Any]:
 def undisturbed(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of four ranks with one disk that every other one has to become."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    workers.run(4, "checkpoint_cases:trained", folder=str(folder), steps=STEPS, sections={})
+    train(workers, 4, folder, STEPS, sections=EVERY)
     return folder
 
 
 @pytest.fixture(scope="module")
 def parted(apart: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten steps of four ranks on two disks."""
+    """Four steps of four ranks on two disks."""
     folder = tmp_path_factory.mktemp("parted")
-    apart(TWO, folder, 10)
+    apart(TWO, folder, 4)
     return folder
 
 
@@ -67,9 +68,9 @@ def whole(folder: Path, number: int, out: Path) -> Path:
 
 
 def test_parts_put_together_are_the_checkpoint(parted: Path, undisturbed: Path, tmp_path: Path) -> None:
-    assert unequal(whole(parted, 10, tmp_path / "out"), step(undisturbed, 10)) == []
+    assert unequal(whole(parted, 4, tmp_path / "out"), step(undisturbed, 4)) == []
     ours, theirs = (
-        json.loads((path / "trainer_state.json").read_text()) for path in (tmp_path / "out", step(undisturbed, 10))
+        json.loads((path / "trainer_state.json").read_text()) for path in (tmp_path / "out", step(undisturbed, 4))
     )
     for each in (ours, theirs):  # The runs were to have other lengths.
         each["max_steps"] = each["settings"]["run.max_steps"] = 0
@@ -78,32 +79,32 @@ def test_parts_put_together_are_the_checkpoint(parted: Path, undisturbed: Path, 
 
 def test_a_part_takes_no_room_for_what_others_write(parted: Path) -> None:
     used = [
-        sum(path.stat().st_blocks * 512 for path in step(parted / f"disk-{disk}", 10).rglob("*.safetensors"))
+        sum(path.stat().st_blocks * 512 for path in step(parted / f"disk-{disk}", 4).rglob("*.safetensors"))
         for disk in (0, 1)
     ]
-    total = sum(path.stat().st_size for path in step(parted / "disk-0", 10).rglob("*.safetensors"))
+    total = sum(path.stat().st_size for path in step(parted / "disk-0", 4).rglob("*.safetensors"))
     assert total <= sum(used) < 1.3 * total
     assert max(used) < 0.8 * total
 
 
 @pytest.mark.parametrize(
     "disks",
-    [TWO, [1, 0, 1], *(pytest.param(disks, marks=pytest.mark.full) for disks in ([0, 1], [0, 1, 1, 0, 1]))],
+    [TWO, [1, 0, 1], full([0, 1]), full([0, 1, 1, 0, 1])],
     ids=lambda disks: "-".join(map(str, disks)),
 )
 def test_a_run_goes_on_from_parts(
     apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, disks: list[int]
 ) -> None:
     """The last of them are other numbers of ranks, which need bytes of parts that they do not see."""
-    before = whole(copied, 10, tmp_path / "before")
+    before = whole(copied, 4, tmp_path / "before")
     found = apart(disks, copied, mirror=str(tmp_path / "mirror"))
-    assert "resumed from step 10" in found[0]["said"]
+    assert "resumed from step 4" in found[0]["said"]
     assert unequal(before, tmp_path / "mirror" / "step-00000000") == []
     if disks == TWO:
         assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
     for disk in (0, 1):
-        assert sorted(path.name for path in step(copied / f"disk-{disk}", 5).parent.iterdir()) == [
-            "step-00000005", "step-00000010", "step-00000015"
+        assert sorted(path.name for path in step(copied / f"disk-{disk}", 2).parent.iterdir()) == [
+            "step-00000002", "step-00000004", "step-00000006"
         ]  # fmt: skip
 
 
@@ -111,46 +112,44 @@ def test_a_run_goes_on_from_parts(
     ("harm", "words"),
     [
         ("flip", "are not what rank"),
-        pytest.param("absent", "part 2 of 2 is missing", marks=pytest.mark.full),
+        full("absent", "part 2 of 2 is missing"),
         ("foreign", "are not parts of one checkpoint"),
-        pytest.param("whole", "is another checkpoint on rank", marks=pytest.mark.full),
+        full("whole", "is another checkpoint on rank"),
     ],
 )
 def test_a_part_that_is_not_right_is_named_and_the_checkpoint_before_used(
     apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, harm: str, words: str
 ) -> None:
-    victim = step(copied / "disk-1", 10)
+    victim = step(copied / "disk-1", 4)
     if harm == "flip":
         path = next(victim.glob("model-*.safetensors"))
         piece = json.loads((victim / "manifest.json").read_text())["files"][path.name]["pieces"][0]
-        with path.open("r+b") as file:
-            file.seek(piece[0] + 1)
-            byte = file.read(1)[0]
-            file.seek(piece[0] + 1)
-            file.write(bytes([byte ^ 1]))
+        content = bytearray(path.read_bytes())
+        content[piece[0] + 1] ^= 1
+        path.write_bytes(content)
     elif harm == "absent":
         shutil.rmtree(victim)
     elif harm == "foreign":  # of another save of the same step
-        apart(TWO, tmp_path / "again", 10)
+        apart(TWO, tmp_path / "again", 4)
         shutil.rmtree(victim)
-        shutil.copytree(step(tmp_path / "again" / "disk-1", 10), victim)
+        shutil.copytree(step(tmp_path / "again" / "disk-1", 4), victim)
     else:
         shutil.rmtree(victim)
-        shutil.copytree(step(undisturbed, 10), victim)
+        shutil.copytree(step(undisturbed, 4), victim)
     said = " ".join(apart(TWO, copied)[0]["said"].split())
-    assert "checkpoint of step 10 skipped" in said
+    assert "checkpoint of step 4 skipped" in said
     assert any(word in said for word in words.split("|")), said
-    assert "resumed from step 5" in said
+    assert "resumed from step 2" in said
     assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
 
 
-@pytest.mark.parametrize("disks", [[2, 0, 1], pytest.param([0, 1, 2], marks=pytest.mark.full)], ids=["first", "last"])
+@pytest.mark.parametrize("disks", [[2, 0, 1], full([0, 1, 2])], ids=["first", "last"])
 def test_a_host_that_joins_with_an_empty_disk_gets_what_it_needs(
     apart: Any, copied: Path, tmp_path: Path, disks: list[int]
 ) -> None:
-    before = whole(copied, 10, tmp_path / "before")
+    before = whole(copied, 4, tmp_path / "before")
     found = apart(disks, copied, mirror=str(tmp_path / "mirror"))
-    assert "resumed from step 10" in found[0]["said"]
+    assert "resumed from step 4" in found[0]["said"]
     assert unequal(before, tmp_path / "mirror" / "step-00000000") == []
     parts = [step(disk, STEPS) for disk in sorted(copied.glob("disk-*"))]
     assert len(open_parts(parts)) == 3
@@ -160,20 +159,14 @@ def test_without_a_host_no_new_run_begins(apart: Any, copied: Path) -> None:
     shutil.rmtree(copied / "disk-0")
     with pytest.raises(CaseError, match=r"no checkpoint in .* can be used, and a new run would replace them"):
         apart([0, 1], copied)
-    assert step(copied / "disk-1", 10).exists()
-
-
-def test_the_metric_of_a_checkpoint_is_in_its_first_part(parted: Path) -> None:
-    """What cannot be known must not be taken for the worst, and removed."""
-    assert _metric_of(step(parted / "disk-0", 10)) == float("inf")
-    assert _metric_of(step(parted / "disk-1", 10)) is None
+    assert step(copied / "disk-1", 4).exists()
 
 
 def test_a_part_that_cannot_be_committed_leaves_no_sibling(apart: Any, tmp_path: Path) -> None:
-    (found, *_) = apart(TWO, tmp_path, 10, fault="disk-full@before-manifest:2:1")
-    assert "the checkpoint of step 5 was not written: rank 2" in " ".join(found["said"].split())
+    (found, *_) = apart(TWO, tmp_path, 4, fault="disk-full@before-manifest:2:1")
+    assert "the checkpoint of step 2 was not written: rank 2" in " ".join(found["said"].split())
     for disk in (0, 1):
-        assert [path.name for path in step(tmp_path / f"disk-{disk}", 5).parent.iterdir()] == ["step-00000010"]
+        assert [path.name for path in step(tmp_path / f"disk-{disk}", 2).parent.iterdir()] == ["step-00000004"]
 
 
 def test_a_host_that_cannot_write_is_named_before_training(apart: Any, tmp_path: Path) -> None:
@@ -183,15 +176,15 @@ def test_a_host_that_cannot_write_is_named_before_training(apart: Any, tmp_path:
         apart(TWO, tmp_path)
 
 
-def test_a_list_says_what_is_a_part(parted: Path) -> None:
+def test_a_part_says_that_it_is_one(parted: Path) -> None:
+    """Its files have holes, which would be read as zeros; its metric is in the first part, and must not be taken for the worst."""
     text = list_checkpoints(parted / "disk-1" / "run", as_json=False)
     assert text.count("part 2 of 2") == 2
     assert "NOT WHOLE" not in text
-
-
-def test_a_part_is_no_model(parted: Path) -> None:
-    """Its files have holes, which would be read as zeros."""
+    part = step(parted / "disk-1", 4)
     with pytest.raises(ConfigError, match=r"is part 2 of 2 of a checkpoint.*zeromesh checkpoint merge"):
-        TensorFiles(step(parted / "disk-1", 10))
+        TensorFiles(part)
     with pytest.raises(CheckpointError, match="is part 2 of 2"):
-        CheckpointReader(step(parted / "disk-1", 10))
+        CheckpointReader(part)
+    assert _metric_of(step(parted / "disk-0", 4)) == float("inf")
+    assert _metric_of(part) is None

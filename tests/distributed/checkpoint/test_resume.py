@@ -34,33 +34,39 @@ def step(folder: Path, number: int) -> Path:
     return folder / "run" / "checkpoints" / f"step-{number:08d}"
 
 
+def train(workers: Workers, size: int, folder: Path, steps: int, case: str = "trained", **given: Any) -> dict[str, Any]:
+    """Train up to `steps` in a folder, going on from what is there; what rank 0 says."""
+    arguments = {"folder": str(folder), "steps": steps, "sections": {}, **given}
+    return dict(workers.run(size, f"checkpoint_cases:{case}", **arguments)[0])
+
+
+def full(*values: Any) -> Any:
+    return pytest.param(*values, marks=FULL)
+
+
 @pytest.mark.parametrize(
     ("size", "stage", "sections", "kind"),
     [
-        pytest.param(2, 0, {}, "llama", marks=FULL),
-        pytest.param(2, 1, {}, "llama", marks=FULL),
+        full(2, 0, {}, "llama"),
+        full(2, 1, {}, "llama"),
         (3, 2, {}, "gpt2"),
-        pytest.param(2, 3, {}, "gpt2", marks=FULL),
-        pytest.param(1, 3, {}, "llama", marks=FULL),
+        full(2, 3, {}, "gpt2"),
+        full(1, 3, {}, "llama"),
         (2, 3, {"precision": BF16}, "llama"),
-        pytest.param(2, 1, {"precision": {**BF16, "compute": "float16"}}, "llama", marks=FULL),
-        pytest.param(2, 2, {"optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.1}}, "llama", marks=FULL),
-        pytest.param(2, 3, {"optimizer": {"name": "adagrad"}}, "llama", marks=FULL),
-        pytest.param(2, 3, {"checkpoint": {"asynchronous": False}}, "llama", marks=FULL),
-        pytest.param(
-            *(2, 3, {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}, "llama"),
-            marks=FULL,
-        ),
-        pytest.param(2, 3, {"parallel": {"transport": "gloo"}}, "llama", marks=FULL),
+        full(2, 1, {"precision": {**BF16, "compute": "float16"}}, "llama"),
+        full(2, 2, {"optimizer": {"name": "sgd", "momentum": 0.9, "lr": 0.1}}, "llama"),
+        full(2, 3, {"optimizer": {"name": "adagrad"}}, "llama"),
+        full(2, 3, {"checkpoint": {"asynchronous": False}}, "llama"),
+        full(2, 3, {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}, "llama"),
+        full(2, 3, {"parallel": {"transport": "gloo"}}, "llama"),
     ],
 )
 def test_half_and_half_is_the_whole_bit_by_bit(
     workers: Workers, tmp_path: Path, size: int, stage: int, sections: dict[str, Any], kind: str
 ) -> None:
     case = {"sections": {"zero": {"stage": stage}, **sections}, "kind": kind}
-    straight = workers.run(size, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=10, **case)[0]
-    first = workers.run(size, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=5, **case)[0]
-    second = workers.run(size, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=10, **case)[0]
+    straight = train(workers, size, tmp_path / "a", 10, **case)
+    first, second = (train(workers, size, tmp_path / "b", steps, **case) for steps in (5, 10))
     assert first["losses"] + second["losses"] == straight["losses"] == second["all"]
     assert len(second["losses"]) == 5
     assert unequal(step(tmp_path / "a", 10), step(tmp_path / "b", 10)) == []
@@ -68,9 +74,8 @@ def test_half_and_half_is_the_whole_bit_by_bit(
 
 
 def test_hybrid_sharding_resumes_bit_by_bit(workers: Workers, tmp_path: Path) -> None:
-    case = {"sections": {"parallel": {"replicate": 2}}}
     for folder, steps in (("a", 4), ("b", 2), ("b", 4)):
-        workers.run(4, "checkpoint_cases:trained", replicate=2, folder=f"{tmp_path}/{folder}", steps=steps, **case)
+        train(workers, 4, tmp_path / folder, steps, replicate=2, sections={"parallel": {"replicate": 2}})
     assert unequal(step(tmp_path / "a", 4), step(tmp_path / "b", 4)) == []
 
 
@@ -82,19 +87,12 @@ LAYOUTS = ((4, 3), (2, 1), (3, 2), (1, 3), (5, 3), (4, 0), (2, 2), (3, 1))
 def test_any_sequence_of_sizes_and_stages(workers: Workers, tmp_path: Path, dtype: str, bound: float) -> None:
     sections: dict[str, Any] = {"precision": {"compute": dtype, "master": dtype, "reduce": dtype}}
     total = 5 * len(LAYOUTS)
-    straight = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=total, sections=sections)[0]
+    straight = train(workers, 2, tmp_path / "a", total, sections=sections)
     losses: list[float] = []
     for number, (size, stage) in enumerate(LAYOUTS):
-        mirror = tmp_path / f"mirror-{number}"
-        found = workers.run(
-            size,
-            "checkpoint_cases:trained",
-            folder=f"{tmp_path}/b",
-            steps=5 * number + 5,
-            sections={**sections, "zero": {"stage": stage}},
-            mirror=str(mirror),
-        )[0]
-        losses += found["losses"]
+        mirror, steps = tmp_path / f"mirror-{number}", 5 * number + 5
+        changed = {**sections, "zero": {"stage": stage}}
+        losses += train(workers, size, tmp_path / "b", steps, sections=changed, mirror=str(mirror))["losses"]
         if number:
             assert unequal(step(tmp_path / "b", 5 * number), mirror / "step-00000000") == []
     assert len(losses) == total
@@ -102,25 +100,22 @@ def test_any_sequence_of_sizes_and_stages(workers: Workers, tmp_path: Path, dtyp
 
 
 def test_what_collators_draw_depends_on_neither_layout_nor_interruption(workers: Workers, tmp_path: Path) -> None:
-    case: dict[str, Any] = {"sections": {}, "noisy": True}
-    one = workers.run(1, "checkpoint_cases:trained", folder=f"{tmp_path}/a", steps=6, **case)[0]
-    workers.run(3, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=3, **case)
-    other = workers.run(2, "checkpoint_cases:trained", folder=f"{tmp_path}/b", steps=6, **case)[0]
+    one = train(workers, 1, tmp_path / "a", 6, noisy=True)
+    train(workers, 3, tmp_path / "b", 3, noisy=True)
+    other = train(workers, 2, tmp_path / "b", 6, noisy=True)
     assert max(abs(a - b) / b for a, b in zip(one["all"], other["all"], strict=True)) <= 1e-9
-    plain = workers.run(1, "checkpoint_cases:trained", folder=f"{tmp_path}/c", steps=6, sections={})[0]
+    plain = train(workers, 1, tmp_path / "c", 6)
     assert max(abs(a - b) for a, b in zip(one["all"], plain["all"], strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("float32", "bfloat16"), ("bfloat16", "float32"), pytest.param("bfloat16", "float16", marks=FULL)],
+    [("float32", "bfloat16"), ("bfloat16", "float32"), full("bfloat16", "float16")],
 )
 def test_master_weights_cross_a_change_of_precision(workers: Workers, tmp_path: Path, before: str, after: str) -> None:
-    folder = str(tmp_path / "b")
-    first = {"precision": {**BF16, "compute": before}}
-    second = {"precision": {**BF16, "compute": after}}
-    workers.run(2, "checkpoint_cases:trained", folder=folder, steps=2, sections=first)
-    workers.run(3, "checkpoint_cases:trained", folder=folder, steps=3, sections=second, mirror=str(tmp_path / "m"))
+    for size, steps, compute in ((2, 2, before), (3, 3, after)):
+        given = {"mirror": str(tmp_path / "m")} if steps == 3 else {}
+        train(workers, size, tmp_path / "b", steps, sections={"precision": {**BF16, "compute": compute}}, **given)
     was, now = tensors(step(tmp_path / "b", 2)), tensors(tmp_path / "m" / "step-00000000")
     for name in (name.removeprefix("model ") for name in was if name.startswith("model ")):
         old = was.get(f"optimizer/master {name}", was[f"model {name}"])
@@ -129,7 +124,7 @@ def test_master_weights_cross_a_change_of_precision(workers: Workers, tmp_path: 
         assert torch.equal(old, new), name
 
 
-@pytest.mark.parametrize("compute", [pytest.param("float32", marks=FULL), "bfloat16"])
+@pytest.mark.parametrize("compute", [full("float32"), "bfloat16"])
 def test_a_checkpoint_is_a_model_of_transformers(workers: Workers, tmp_path: Path, compute: str) -> None:
     found = workers.run(2, "checkpoint_cases:opened", folder=str(tmp_path), compute=compute)[0]
     assert found == {"logits": True, "dtype": True, "learns on": True}
@@ -139,7 +134,7 @@ def test_a_checkpoint_is_a_model_of_transformers(workers: Workers, tmp_path: Pat
 def test_what_a_damaged_checkpoint_has_half_overwritten_is_not_used(
     workers: Workers, tmp_path: Path, size: int
 ) -> None:
-    workers.run(size, "checkpoint_cases:trained", folder=str(tmp_path), steps=5, sections={})
+    train(workers, size, tmp_path, 5)
     victim = max(step(tmp_path, 5).rglob("*.safetensors"), key=lambda path: path.name)
     content = bytearray(victim.read_bytes())
     content[-1] ^= 1
@@ -152,15 +147,13 @@ def test_what_a_damaged_checkpoint_has_half_overwritten_is_not_used(
 
 
 def test_every_checkpoint_is_kept_where_the_number_is_zero(workers: Workers, tmp_path: Path) -> None:
-    sections = {"checkpoint": {"every_steps": 1, "keep_last": 0}}
-    workers.run(1, "checkpoint_cases:trained", folder=str(tmp_path), steps=5, sections=sections)
+    train(workers, 1, tmp_path, 5, sections={"checkpoint": {"every_steps": 1, "keep_last": 0}})
     assert all(step(tmp_path, number).is_dir() for number in range(1, 6))
 
 
 def test_a_checkpoint_under_another_name_is_not_taken_for_it(workers: Workers, tmp_path: Path) -> None:
-    run = {"folder": str(tmp_path), "sections": {}}
-    workers.run(2, "checkpoint_cases:trained", steps=5, **run)
+    train(workers, 2, tmp_path, 5)
     shutil.copytree(step(tmp_path, 5), step(tmp_path, 7))
-    said = " ".join(workers.run(2, "checkpoint_cases:noted", steps=10, **run)[0]["said"].split())
+    said = " ".join(train(workers, 2, tmp_path, 10, "noted")["said"].split())
     assert "step-00000007 is of step 5 by its manifest" in said
     assert "resumed from step 5" in said

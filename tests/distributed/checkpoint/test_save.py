@@ -3,6 +3,10 @@
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from tests.support.workers import PoolOptions, Workers
 
@@ -31,10 +35,8 @@ def test_what_is_saved_is_what_was_trained(
         assert weights == [*numbered, "model.safetensors.index.json"]
     dtype = "float64" if compute == "float64" else "float32"
     config = found.pop("config")
-    assert config["dtype"] == dtype
-    assert config["architectures"] == [
-        found.pop("class").replace("Model", "ForCausalLM" if kind == "llama" else "LMHeadModel")
-    ]
+    head = "ForCausalLM" if kind == "llama" else "LMHeadModel"
+    assert (config["dtype"], config["architectures"]) == (dtype, [found.pop("class").replace("Model", head)])
     assert found.pop("files") == ["after", "before", "during", "run", "theirs"]
     assert [found.pop("after dtype"), found.pop("theirs dtype")] == [f"torch.{dtype}"] * 2
     assert all(value is True for value in found.values()), found
@@ -55,29 +57,20 @@ def test_a_directory_that_is_there_keeps_what_is_not_the_models(workers: Workers
     assert (out / "notes.txt").read_text() == "mine"
     assert (tmp_path / "file").read_text() == "a file"
     kept = {"config.json", "generation_config.json", "model.safetensors", "notes.txt"}
-    names = {path.name for path in out.iterdir()}
-    assert {name for name in names if "token" not in name} == kept
+    assert {path.name for path in out.iterdir() if "token" not in path.name} == kept
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    assert [line.partition(": ")[0] for line in found[0]["said"]] == ["StorageError"] * 3
-    assert [line.partition(": ")[0] for line in found[1]["said"]] == ["StorageError"] * 3
-    assert (
-        f"'{tmp_path}/file' cannot be written (there is a file of this name; give a directory)" in found[0]["said"][0]
-    )
+    for rank in (0, 1):
+        assert [line.partition(": ")[0] for line in found[rank]["said"]] == ["StorageError"] * 3
+    refusal = f"'{tmp_path}/file' cannot be written (there is a file of this name; give a directory)"
+    assert refusal in found[0]["said"][0]
     assert "by rank 0, whose error says why" in found[1]["said"][0]
     assert [each["again"] for each in found] == [True, True]
     assert found[0]["losses"] == found[1]["losses"]
-    assert found[0]["loaded"] is True
-    assert found[0]["problems"] == []
-    assert found[0]["tokens"] == [1, 2]
+    assert (found[0]["loaded"], found[0]["problems"], found[0]["tokens"]) == (True, [], [1, 2])
 
 
 def tokenizer_in(folder: Path) -> str:
     """A tokenizer of seven words, as `save_pretrained` writes it."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
     words = ["<end>", "one", "two", "three", "four", "five", "six", "seven"]
     made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<end>"))
     made.pre_tokenizer = Whitespace()
@@ -87,23 +80,24 @@ def tokenizer_in(folder: Path) -> str:
 
 def test_old_checkpoints_are_removed_while_training_goes_on(workers: Workers, tmp_path: Path) -> None:
     """The disk has not removed the first file of the first old checkpoint before the last step ends."""
-    for found in workers.run(2, "disk_cases:removed_late", folder=str(tmp_path)):
+    for found in workers.run(2, "checkpoint_cases:removed_late", folder=str(tmp_path)):
         assert found == {"held": False, "left": ["step-00000005"]}
 
 
 def test_a_slow_disk_is_waited_for(workers: Workers, tmp_path: Path) -> None:
-    """Each call takes longer than ranks may be without progress, which is 1 second."""
-    calls = ["fsync", "pwritev", "posix_fallocate", "mkdir", "rename"]
-    arguments = {"folder": str(tmp_path), "calls": calls, "seconds": 1.3, "patience": 30.0}
-    for found in workers.run(2, "disk_cases:slow_calls", **arguments):
-        assert found == dict.fromkeys(calls, "struck")
+    """Each call takes longer than ranks may be without progress."""
+    calls = ["fsync", "mkdir", "posix_fallocate", "pwritev", "rename"]
+    arguments = {"folder": str(tmp_path), "calls": calls, "seconds": 0.8, "patience": 30.0, "limit": 0.6}
+    first, second = workers.run(2, "checkpoint_cases:slow_calls", **arguments)
+    assert first == {"struck": calls, "ended": ""}
+    assert second == {"struck": [], "ended": ""}
 
 
 def test_a_disk_that_hangs_is_named(workers: Workers, tmp_path: Path) -> None:
-    arguments = {"folder": str(tmp_path), "calls": ["fsync"], "seconds": 4.5, "patience": 1.0}
+    arguments = {"folder": str(tmp_path), "calls": ["fsync"], "seconds": 2.5, "patience": 1.0, "limit": 0.6}
     with workers.fresh(PoolOptions(size=2)) as pool:
-        _, second = pool.run("disk_cases:slow_calls", **arguments)
-    assert second["fsync"].startswith("CollectiveError: rank 1: ")
-    assert "rank 0 (pid " in second["fsync"]
-    assert "waited for a disk: fsync of '" in second["fsync"]
-    assert "seconds, longer than checkpoint.timeout_seconds (1)" in second["fsync"]
+        _, second = pool.run("checkpoint_cases:slow_calls", **arguments)
+    assert second["ended"].startswith("CollectiveError: rank 1: ")
+    assert "rank 0 (pid " in second["ended"]
+    assert "waited for a disk: fsync of '" in second["ended"]
+    assert "seconds, longer than checkpoint.timeout_seconds (1)" in second["ended"]

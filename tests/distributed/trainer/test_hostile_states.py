@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.damage_cases import STATE, replace, resign
-from zeromesh.checkpoint.store import fresh_directory
+from zeromesh.checkpoint.store import write_directory
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState
 from zeromesh.trainer.cli.main import main
@@ -115,7 +115,7 @@ def test_of_two_that_write_one_directory_at_once_the_first_wins_and_loses_nothin
 
     def second() -> None:
         try:
-            with fresh_directory(tmp_path / "out", 0) as directory:
+            with write_directory(tmp_path / "out", 0) as directory:
                 (directory / "second").write_text("2")
                 begun.set()
                 written.wait(10)
@@ -125,7 +125,7 @@ def test_of_two_that_write_one_directory_at_once_the_first_wins_and_loses_nothin
     other = threading.Thread(target=second)
     other.start()
     begun.wait(10)
-    with fresh_directory(tmp_path / "out", 0) as directory:
+    with write_directory(tmp_path / "out", 0) as directory:
         (directory / "first").write_text("1")
     written.set()
     other.join()
@@ -137,6 +137,6 @@ def test_of_two_that_write_one_directory_at_once_the_first_wins_and_loses_nothin
 
 def test_a_directory_may_have_the_longest_name(tmp_path: Path, copy: Path) -> None:
     out = tmp_path / ("n" * 255)
-    with fresh_directory(out, 0) as directory:
+    with write_directory(out, 0) as directory:
         (directory / "file").touch()
     assert (out / "file").exists()

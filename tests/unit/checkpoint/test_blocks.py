@@ -54,60 +54,32 @@ def owner_of(shared: Shared, byte: int) -> int:
 
 
 @given(shared=shared_files())
-def test_what_ranks_write_tiles_the_file(shared: Shared) -> None:
-    written = sorted(
-        (block.start, block.end) for extents in shared.extents for block in written_blocks(extents, shared.nbytes)
-    )
-    assert all(first[1] == second[0] for first, second in pairwise(written))
-    if shared.nbytes:
-        assert (written[0][0], written[-1][1]) == (0, shared.nbytes)
-    else:
-        assert not written
-
-
-@given(shared=shared_files())
-def test_a_block_is_written_by_the_owner_of_its_first_byte(shared: Shared) -> None:
+def test_each_block_has_one_writer_that_has_all_of_its_bytes(shared: Shared) -> None:
+    """The owner of a block's first byte writes it, and has each byte once: of its own or of the others' edges."""
     written = [written_blocks(extents, shared.nbytes) for extents in shared.extents]
+    edges = [starts_in_blocks_of_others(extents) for extents in shared.extents]
+    ordered = sorted((block.start, block.end) for found in written for block in found)
+    assert all(first[1] == second[0] for first, second in pairwise(ordered))
+    assert [ordered[0][0], ordered[-1][1]] == [0, shared.nbytes] if shared.nbytes else not ordered
     for start in range(0, shared.nbytes, BLOCK):
         end = min(start + BLOCK, shared.nbytes)
         writers = [rank for rank, found in enumerate(written) if any(b.start < end and b.end > start for b in found)]
         assert writers == [owner_of(shared, start)]
-
-
-@given(shared=shared_files())
-def test_writers_have_every_byte_once_of_their_own_or_of_the_others_edges(shared: Shared) -> None:
     for rank, extents in enumerate(shared.extents):
         held = np.zeros(shared.nbytes, dtype=int)
-        theirs = [
-            edge
-            for other, found in enumerate(shared.extents)
-            if other != rank
-            for edge in starts_in_blocks_of_others(found)
-        ]
-        for part in [*extents, *theirs]:
+        for part in [*extents, *(edge for other, found in enumerate(edges) if other != rank for edge in found)]:
             held[part.start : part.end] += 1
-        for block in written_blocks(extents, shared.nbytes):
+        for block in written[rank]:
             assert (held[block.start : block.end] == 1).all()
-
-
-@given(shared=shared_files())
-def test_edges_are_less_than_a_block_each(shared: Shared) -> None:
-    for extents in shared.extents:
-        found = starts_in_blocks_of_others(extents)
-        assert len(found) <= len(extents)
-        for edge in found:
+            assert block.start % BLOCK == 0
+            assert block.length
+            assert block.end % BLOCK == 0 or block.end == shared.nbytes
+        assert all(first.end < second.start for first, second in pairwise(written[rank]))
+        assert len(edges[rank]) <= len(extents)
+        for edge in edges[rank]:
             assert 0 < edge.length < BLOCK
             assert edge.start // BLOCK == (edge.end - 1) // BLOCK
             assert edge.start % BLOCK
-
-
-@given(shared=shared_files())
-def test_whole_blocks_are_written_but_the_files_last(shared: Shared) -> None:
-    for extents in shared.extents:
-        found = written_blocks(extents, shared.nbytes)
-        assert all(block.start % BLOCK == 0 and block.length for block in found)
-        assert all(block.end % BLOCK == 0 or block.end == shared.nbytes for block in found)
-        assert all(first.end < second.start for first, second in pairwise(found))
 
 
 @given(start=near(GRID, 3), length=near(GRID, 3))
@@ -126,16 +98,17 @@ def test_the_grid_is_made_of_whole_blocks() -> None:
     assert GRID % BLOCK == 0
 
 
-@given(data=st.data())
-def test_merging_joins_neighbours_and_drops_what_is_empty(data: st.DataObject) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=12)))
-    parts = [Interval(start=a, end=b) for a, b in pairwise(cuts)]
-    kept = [part for part in parts if data.draw(st.booleans())]
-    found = merged(data.draw(st.permutations(kept)))
-    assert {at for part in kept for at in range(part.start, part.end)} == {
-        at for part in found for at in range(part.start, part.end)
-    }
-    assert all(part.length for part in found)
+few_intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=6).map(
+    lambda rows: [Interval(start=start, end=start + length) for start, length in rows]
+)
+
+
+@given(some=few_intervals)
+def test_merging_joins_neighbours_and_drops_what_is_empty(some: list[Interval]) -> None:
+    found = merged(some)
+    covered, expected = ({at for each in of for at in range(each.start, each.end)} for of in (found, some))
+    assert covered == expected
+    assert all(each.length for each in found)
     assert all(first.end < second.start for first, second in pairwise(found))
 
 

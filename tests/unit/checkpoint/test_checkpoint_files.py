@@ -16,8 +16,9 @@ from safetensors import safe_open
 from tests.support.stored_cases import (
     SOME,
     bits,
+    joined,
     manifest_of,
-    plans_of,
+    read,
     small_units,
     spec,
     specs,
@@ -26,7 +27,6 @@ from tests.support.stored_cases import (
     tell,
     values_of,
     write,
-    written,
 )
 from zeromesh.checkpoint.format import manifest, safetensors_layout
 from zeromesh.checkpoint.format.manifest import Manifest
@@ -35,7 +35,7 @@ from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.io.writer import ShardWriter, WritePiece, WritePlan
+from zeromesh.checkpoint.io.writer import ShardWriter, WritePiece, bytes_for_others, plan_pieces
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.layout import StridedRows
@@ -51,41 +51,41 @@ F32, BF16 = torch.float32, torch.bfloat16
 # Writing and reading
 
 
-@given(wanted=specs(), ranks=st.integers(1, 4), rng=randoms, seed=st.integers(0, 99))
+@given(wanted=specs(), ranks=st.integers(1, 4), readers=st.integers(1, 4), rng=randoms, seed=st.integers(0, 99))
 @FEW
-def test_safetensors_reads_what_the_ranks_wrote(
-    wanted: list[TensorSpec], ranks: int, rng: random.Random, seed: int
+def test_what_ranks_wrote_is_what_safetensors_the_manifest_and_any_other_ranks_read(
+    wanted: list[TensorSpec], ranks: int, readers: int, rng: random.Random, seed: int
 ) -> None:
-    values = values_of(wanted, seed)
+    values, made = values_of(wanted, seed), list[Manifest]()
+
+    def noted(manifest: Manifest) -> Manifest:
+        made.append(manifest)
+        return manifest
+
     with tempfile.TemporaryDirectory() as root, small_units():
-        reader = write(Path(root), 7, split(values, ranks, rng), tensor=ranks)
-        found: dict[tuple[str, str], torch.Tensor] = {}
+        reader = write(Path(root), 7, split(values, ranks, rng), tensor=ranks, alter=noted)
+        reader.verify()
+        stored: dict[tuple[str, str], torch.Tensor] = {}
         for path in reader.manifest.files:
             if path.endswith(".safetensors"):
                 kind = "model" if path.startswith("model-") else path.removeprefix("optimizer/").partition("-")[0]
                 with safe_open(reader.directory / path, framework="pt") as file:
                     assert file.metadata() == {"format": "pt"}
-                    found |= {(kind, name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert {key: (value.dtype, tuple(value.shape), bits(value)) for key, value in found.items()} == {
-        (spec.kind, spec.name): (spec.dtype, spec.shape, bits(value)) for spec, value in values.items()
-    }
-
-
-@given(wanted=specs(), ranks=st.integers(1, 4), readers=st.integers(1, 4), rng=randoms, seed=st.integers(0, 99))
-@FEW
-def test_any_other_ranks_read_the_same_elements(
-    wanted: list[TensorSpec], ranks: int, readers: int, rng: random.Random, seed: int
-) -> None:
-    values = values_of(wanted, seed)
-    with tempfile.TemporaryDirectory() as root, small_units():
-        reader = write(Path(root), 7, split(values, ranks, rng), tensor=ranks)
-        reader.verify()
+                    stored |= {(kind, name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         for holdings in split(values, readers, rng):
             expected = [bits(holding.values.memory) for holding in holdings]
             for holding in holdings:
                 holding.values.memory.view(torch.uint8).zero_()
             reader.read(targets_of(reader, holdings), tell)
             assert [bits(holding.values.memory) for holding in holdings] == expected
+    assert {key: (value.dtype, tuple(value.shape), bits(value)) for key, value in stored.items()} == {
+        (spec.kind, spec.name): (spec.dtype, spec.shape, bits(value)) for spec, value in values.items()
+    }
+    found, planned = reader.manifest, made[0]
+    assert sorted(map(repr, found.tensors)) == sorted(map(repr, planned.tensors))
+    assert planned.files.items() <= found.files.items()
+    assert (found.step, found.aliases, found.layout, found.part) == (7, planned.aliases, planned.layout, (0, 1))
+    assert found.nbytes == sum(record.nbytes for record in found.files.values())
 
 
 def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
@@ -97,10 +97,7 @@ def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
     assert record.nbytes == BLOCK + 4 * (1_700_000 + 555_555) > 2 * file_slices.GRID
     assert max(piece.end - piece.begin for piece in record.pieces) <= file_slices.GRID
     assert len({piece.rank for piece in record.pieces}) > 1
-    memory = torch.zeros(1_200_000)
-    tensor = reader.tensor("model", "a")
-    assert tensor is not None
-    reader.read([PlacedValues.stored(tensor, 400_000, TieredTensor.of(memory))], tell)
+    memory = read(reader, "a", 400_000, torch.zeros(1_200_000))
     assert torch.equal(memory, values[spec("a", (1700, 1000))].reshape(-1)[400_000:1_600_000])
 
 
@@ -112,10 +109,7 @@ def test_bytes_become_elements_in_one_place(tmp_path: Path, monkeypatch: pytest.
     decode = file_slices.elements_of
     for module in (file_slices, readers):
         monkeypatch.setattr(module, "elements_of", lambda data, tensor: 2 * decode(data, tensor))
-    tensor = reader.tensor("model", "w")
-    assert tensor is not None
-    memory, filled = torch.zeros(45), torch.zeros(45)
-    reader.read([PlacedValues.stored(tensor, 0, TieredTensor.of(memory))], tell)
+    memory, filled = read(reader, "w", 0, torch.zeros(45)), torch.zeros(45)
     files = readers.TensorFiles(reader.directory)
     files.fill("w", StridedRows.whole(45), Interval(start=0, end=45), filled)
     for found in (memory, filled, files.elements("w")):
@@ -130,16 +124,21 @@ def test_memory_of_another_dtype_is_converted_on_both_ways(tmp_path: Path) -> No
     reader = write(tmp_path, 1, [holdings])
     with safe_open(reader.directory / "model-00001-of-00001.safetensors", framework="pt") as file:
         assert torch.equal(file.get_tensor("w"), wide.to(BF16))
-    memory = torch.zeros(45, dtype=torch.float64)
-    tensor = reader.tensor("model", "w")
-    assert tensor is not None
-    reader.read([PlacedValues.stored(tensor, 0, TieredTensor.of(memory))], tell)
+    memory = read(reader, "w", 0, torch.zeros(45, dtype=torch.float64))
     assert torch.equal(memory, wide.to(BF16).double().reshape(-1))
 
 
+@pytest.mark.parametrize(
+    ("wanted", "pieces"),
+    [
+        ([(7000, 5), (1030, 7), (6998, 2), (1100, 900), (7005, 100)], [1, 3]),
+        ([(0, 10 * 1024), (5, 9000), (10 * 1024 - 1, 1), (0, 7), (5, 9000)], [0, 1, 2, 3, 4, 5]),
+    ],
+)
 def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: list[tuple[int, int]], pieces: list[int]
 ) -> None:
+    """Pieces end at every second block. Elements that are wanted twice are given twice."""
     value = torch.arange(10 * 1024.0)
     (holdings,) = split({spec("w", (10 * 1024,)): value}, 1, random.Random(0))
     with small_units():
@@ -147,38 +146,20 @@ def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
     tensor = reader.tensor("model", "w")
     assert tensor is not None
     begun: list[int] = []
-    read = PositionalFile.read
+    real = PositionalFile.read
 
     def noted(file: PositionalFile, data: torch.Tensor, offset: int) -> None:
         begun.append(offset)
-        read(file, data, offset)
+        real(file, data, offset)
 
     monkeypatch.setattr(PositionalFile, "read", noted)
-    wanted = [(7000, 5), (1030, 7), (6998, 2), (1100, 900), (7005, 100)]
-    targets = [PlacedValues.stored(tensor, first, TieredTensor.of(torch.zeros(length))) for first, length in wanted]
+    targets = [
+        PlacedValues.stored(tensor, first, TieredTensor.of(torch.full((length,), -1.0))) for first, length in wanted
+    ]
     reader.read(targets, tell)
     for target, (first, length) in zip(targets, wanted, strict=True):
         assert torch.equal(target.values.memory, value[first : first + length])
-    assert sorted(begun) == [2 * BLOCK, 6 * BLOCK]
-
-
-def test_elements_that_are_wanted_twice_are_given_twice(tmp_path: Path) -> None:
-    value = torch.arange(10 * 1024.0)
-    (holdings,) = split({spec("w", (10 * 1024,)): value}, 1, random.Random(0))
-    with small_units():
-        reader = write(tmp_path, 1, [holdings])
-    tensor = reader.tensor("model", "w")
-    assert tensor is not None
-    wanted = [(0, 10 * 1024), (5, 9000), (10 * 1024 - 1, 1), (0, 7), (5, 9000)]
-    memory = [torch.full((count,), -1.0) for _, count in wanted]
-    reader.read(
-        [
-            PlacedValues.stored(tensor, first, TieredTensor.of(each))
-            for (first, _), each in zip(wanted, memory, strict=True)
-        ],
-        tell,
-    )
-    assert all(torch.equal(each, value[at : at + n]) for (at, n), each in zip(wanted, memory, strict=True))
+    assert sorted(begun) == [2 * BLOCK * piece for piece in pieces]
 
 
 def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
@@ -197,37 +178,42 @@ def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
 
 
 @given(wanted=specs(), writers=st.integers(1, 5))
-def test_headers_are_padded_and_tensors_dense_and_aligned(wanted: list[TensorSpec], writers: int) -> None:
+@settings(max_examples=50)
+def test_tensors_are_dense_and_aligned_and_headers_and_indices_say_where(
+    wanted: list[TensorSpec], writers: int
+) -> None:
     with small_units():
         files = plan_files(wanted, writers)
     assert sorted((each.kind, each.name) for file in files for each in file.tensors) == sorted(
         (s.kind, s.name) for s in wanted
     )
+    places: dict[str, dict[str, str]] = {}
+    totals: dict[str, int] = {}
     for file in files:
-        assert file.tensors
-        assert len({each.kind for each in file.tensors}) == 1
+        (kind,) = {each.kind for each in file.tensors}
         assert len(file.header) % BLOCK == 0
         assert int.from_bytes(file.header[:8], "little") == len(file.header) - 8
+        folder, _, name = file.path.rpartition("/")
+        index = ("model" if kind == "model" else f"{folder}/{kind}") + ".safetensors.index.json"
         at = len(file.header)
-        for placed, begin in ((each, each.begin) for each in file.tensors):
-            assert begin == at
-            assert begin % placed.dtype.itemsize == 0
+        for placed in file.tensors:
+            assert placed.begin == at
+            assert placed.begin % placed.dtype.itemsize == 0
             at += placed.nbytes
+            places.setdefault(index, {})[placed.name] = name
+            totals[index] = totals.get(index, 0) + placed.nbytes
         assert file.nbytes == at
-
-
-@given(wanted=specs())
-@FEW
-def test_a_header_says_what_was_planned(wanted: list[TensorSpec]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for file in plan_files(wanted, 1):
-            path = Path(folder) / file.path.replace("/", "-")
+        with tempfile.TemporaryDirectory() as root:
+            path = Path(root) / name
             path.write_bytes(file.header + bytes(file.nbytes - len(file.header)))
             entries = read_header(path)
-            assert {(e.name, e.dtype, e.shape, e.begin, e.numel) for e in entries.values()} == {
-                (t.name, t.dtype, t.shape, t.begin, t.numel) for t in file.tensors
-            }
-            assert all(entry.path == path.name and name == entry.name for name, entry in entries.items())
+        assert {(e.name, e.dtype, e.shape, e.begin, e.numel) for e in entries.values()} == {
+            (t.name, t.dtype, t.shape, t.begin, t.numel) for t in file.tensors
+        }
+        assert all(entry.path == name and key == entry.name for key, entry in entries.items())
+    found = {path: json.loads(text) for path, text in index_files(files).items()}
+    assert {path: index["weight_map"] for path, index in found.items()} == places
+    assert {path: index["metadata"]["total_size"] for path, index in found.items()} == totals
 
 
 def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,23 +230,6 @@ def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: p
     ]
 
 
-@given(wanted=specs(), writers=st.integers(1, 3))
-def test_an_index_says_which_file_has_which_tensor(wanted: list[TensorSpec], writers: int) -> None:
-    with small_units():
-        files = plan_files(wanted, writers)
-    found = {path: json.loads(text) for path, text in index_files(files).items()}
-    expected: dict[str, dict[str, str]] = {}
-    totals: dict[str, int] = {}
-    for file in files:
-        folder, _, name = file.path.rpartition("/")
-        for placed in file.tensors:
-            index = ("model" if placed.kind == "model" else f"{folder}/{placed.kind}") + ".safetensors.index.json"
-            expected.setdefault(index, {})[placed.name] = name
-            totals[index] = totals.get(index, 0) + placed.nbytes
-    assert {path: index["weight_map"] for path, index in found.items()} == expected
-    assert {path: index["metadata"]["total_size"] for path, index in found.items()} == totals
-
-
 def test_the_index_lies_beside_the_files_that_it_names(tmp_path: Path) -> None:
     reader = write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)))
     indices = [path for path in reader.manifest.files if path.endswith(".index.json")]
@@ -274,45 +243,27 @@ def test_the_index_lies_beside_the_files_that_it_names(tmp_path: Path) -> None:
 # The manifest
 
 
-@given(wanted=specs(), ranks=st.integers(1, 3), rng=randoms)
-@FEW
-def test_a_manifest_is_read_as_it_was_written(wanted: list[TensorSpec], ranks: int, rng: random.Random) -> None:
-    with tempfile.TemporaryDirectory() as root, small_units():
-        directory = Path(root)
-        files = plan_files(wanted, ranks)
-        CheckpointStore(directory).create(0, files)
-        dealt = split(values_of(wanted, 0), ranks, rng)
-        made = manifest_of(5, files, written(directory / "step-00000000.tmp", plans_of(files, dealt)))
-    found = manifest.parse(directory / manifest.NAME, made.to_json())
-    assert sorted(map(repr, found.tensors)) == sorted(map(repr, made.tensors))
-    assert (found.step, found.files, found.aliases, found.layout, found.part, found.nbytes) == (
-        (5, made.files, made.aliases, made.layout, (0, 1), sum(file.nbytes for file in files))
-    )
-
-
-def test_a_part_of_a_checkpoint_may_have_gaps_and_is_not_read_alone(tmp_path: Path) -> None:
-    def halved(whole: Manifest) -> Manifest:
+@pytest.mark.parametrize(
+    ("longer", "first", "part", "words", "steps"),
+    [
+        (0, 1, (1, 2), r"is part 2 of 2.*zeromesh checkpoint merge", [1]),
+        (1, 0, (0, 1), r"the pieces of .* end at byte", []),
+    ],
+    ids=["a part may have gaps, and is not read alone", "what no reader would take is not committed"],
+)
+def test_a_whole_checkpoint_has_all_pieces(
+    tmp_path: Path, longer: int, first: int, part: tuple[int, int], words: str, steps: list[int]
+) -> None:
+    def changed(whole: Manifest) -> Manifest:
         files = {
-            path: manifest.FileRecord(nbytes=record.nbytes, pieces=record.pieces[1:])
+            path: manifest.FileRecord(nbytes=record.nbytes + longer, pieces=record.pieces[first:])
             for path, record in whole.files.items()
         }
-        return Manifest(step=whole.step, files=files, tensors=whole.tensors, part=(1, 2))
+        return Manifest(step=whole.step, files=files, tensors=whole.tensors, part=part)
 
-    with small_units(), pytest.raises(CheckpointError, match=r"is part 2 of 2.*zeromesh checkpoint merge"):
-        write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), alter=halved)
-
-
-def test_what_no_reader_would_take_is_not_committed(tmp_path: Path) -> None:
-    def gap(whole: Manifest) -> Manifest:
-        files = {
-            path: manifest.FileRecord(nbytes=record.nbytes + 1, pieces=record.pieces)
-            for path, record in whole.files.items()
-        }
-        return Manifest(step=whole.step, files=files, tensors=whole.tensors)
-
-    with pytest.raises(CheckpointError, match=r"the pieces of .* end at byte"):
-        write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), alter=gap)
-    assert CheckpointStore(tmp_path).steps() == []
+    with small_units(), pytest.raises(CheckpointError, match=words):
+        write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), alter=changed)
+    assert CheckpointStore(tmp_path).steps() == steps
 
 
 # Writers
@@ -326,17 +277,12 @@ def source(path: str, begin: int, memory: torch.Tensor, owner: int | None = None
 def test_a_writer_without_the_others_edges_says_which_bytes_are_nobodys(tmp_path: Path) -> None:
     files = plan_files([spec("w", (3000,))], 2)
     directory = CheckpointStore(tmp_path).create(1, files)
-    first, second = (
-        WritePlan(files=files, runs={files[0].path: [source(files[0].path, BLOCK + 4 * at, torch.ones(1500))]})
-        for at in (0, 1500)
-    )
-    alone = ShardWriter(directory, first.pieces([], {}), 0)
-    alone.start()
+    first, second = ({files[0].path: [source(files[0].path, BLOCK + 4 * at, torch.ones(1500))]} for at in (0, 1500))
+    alone = ShardWriter(directory, plan_pieces(files, first, [], {}), 0)
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors: 6000 of the bytes \[4096, 12288\)"):
-        alone.join(tell)
-    helped = ShardWriter(directory, first.pieces(second.bytes_for_others(), {}), 0)
-    helped.start()
-    assert [(piece.begin, piece.end) for piece in helped.join(tell)] == [(BLOCK, 3 * BLOCK)]
+        joined(alone)
+    helped = ShardWriter(directory, plan_pieces(files, first, bytes_for_others(second), {}), 0)
+    assert [(piece.begin, piece.end) for piece in joined(helped)] == [(BLOCK, 3 * BLOCK)]
 
 
 def test_a_disk_that_fails_is_the_training_threads_affair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,10 +295,9 @@ def test_a_disk_that_fails_is_the_training_threads_affair(tmp_path: Path, monkey
         raise StorageError(f"{file.path!r} cannot be written: the disk is gone")
 
     monkeypatch.setattr(PositionalFile, "write", failing)
-    one = ShardWriter(directory, WritePlan(files=files, runs={files[0].path: rows}).pieces([], {}), 0)
-    one.start()
+    one = ShardWriter(directory, plan_pieces(files, {files[0].path: rows}, [], {}), 0)
     with pytest.raises(StorageError, match="the disk is gone"):
-        one.join(tell)
+        joined(one)
     update = threading.Thread(target=one.release, args=(99, tell), daemon=True)
     update.start()
     update.join(30)
@@ -374,18 +319,14 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(ShardWriter, "_fill", gated)
     runs = {path: [PlacedValues.of_bytes(path, 0, files[0].header), *half]}
-    one = ShardWriter(store.create(1, files), WritePlan(files=files, runs=runs).pieces([], {0: 1, 1: 0}), 0)
+    one = ShardWriter(store.create(1, files), plan_pieces(files, runs, [], {0: 1, 1: 0}), 0)
     assert not one.start().done()
     for owner in (1, 0):
         one.release(owner, may_write.set)  # Nothing is written before this rank has begun to wait.
         memory[1500 * owner : 1500 * owner + 1500] = -1
     assert one.release(17, tell) == 0.0
     store.commit(1, manifest_of(1, files, one.join(tell)))
-    found = torch.zeros(3000)
-    reader = CheckpointReader(store.path(1))
-    tensor = reader.tensor("model", "w")
-    assert tensor is not None
-    reader.read([PlacedValues.stored(tensor, 0, TieredTensor.of(found))], tell)
+    found = read(CheckpointReader(store.path(1)), "w", 0, torch.zeros(3000))
     assert torch.equal(found, torch.arange(3000.0))
     assert (memory == -1).all()
 
@@ -395,7 +336,7 @@ def test_what_changes_first_is_written_first(tmp_path: Path, monkeypatch: pytest
     files = plan_files([spec("w", (5 * 1024,))], 1)
     rows = [source(files[0].path, BLOCK + BLOCK * n, torch.ones(1024), n) for n in range(5)]
     order = {3: 0, 1: 1, 4: 2, 0: 3, 2: 4}
-    pieces = WritePlan(files=files, runs={files[0].path: rows}).pieces([], order)
+    pieces = plan_pieces(files, {files[0].path: rows}, [], order)
     one = ShardWriter(CheckpointStore(tmp_path).create(1, files), pieces, 0)
     begun: list[int] = []
     fill = one._fill
@@ -405,8 +346,7 @@ def test_what_changes_first_is_written_first(tmp_path: Path, monkeypatch: pytest
         fill(piece, data)
 
     monkeypatch.setattr(one, "_fill", noted)
-    one.start()
-    one.join(tell)
+    joined(one)
     assert begun == [3, 1, 4, 0, 2]
 
 
@@ -420,6 +360,6 @@ def test_edges_are_found_with_one_look_at_each_source(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(PlacedValues, "to_bytes", counted)
     rows = [source("f", 100 + 6000 * n, torch.full((500,), float(n))) for n in range(300)]
-    found = WritePlan(files=(), runs={"f": rows}).bytes_for_others()
+    found = bytes_for_others({"f": rows})
     assert [begin for _, begin, _ in found] == [row.begin for row in rows if row.begin % BLOCK]
     assert len(looked) == len(found)

@@ -11,25 +11,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.stored_cases import (
     SOME,
     bits,
     manifest_of,
-    pieces_of,
-    plans_of,
+    read,
     spec,
     split,
-    targets_of,
-    tell,
     values_of,
     write,
-    writers_of,
+    written,
 )
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.checkpoint.store import CheckpointStore, write_directory
 from zeromesh.errors import CheckpointError, StorageError
 
 LEFT = ("step-00000003.tmp", ".trash-00000002-17", "step-100000000.tmp")
@@ -39,14 +37,19 @@ def test_a_checkpoint_appears_all_at_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     files = plan_files(SOME, 2)
     dealt = split(values_of(SOME, 0), 2, random.Random(3))
+    (store.temporary(4) / "optimizer").mkdir(parents=True)
+    (store.temporary(4) / "old.safetensors").write_bytes(b"left by a save before")
     directory = store.create(4, files)
+    sizes = {p.relative_to(directory).as_posix(): p.stat().st_size for p in directory.rglob("*") if p.is_file()}
+    assert sizes == {file.path: file.nbytes for file in files}
     assert store.steps() == []
-    written = pieces_of(writers_of(directory, plans_of(files, dealt)))
+    pieces = written(directory, files, dealt)
     assert store.steps() == []
     with pytest.raises(CheckpointError, match=r"has no manifest\.json: it is no whole checkpoint"):
         CheckpointReader(directory)
-    store.commit(4, manifest_of(4, files, written))
+    store.commit(4, manifest_of(4, files, pieces))
     assert store.steps() == [4]
+    assert store.trash.wait(seconds=20)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
 
 
@@ -54,12 +57,8 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     for seed in (0, 1):
         values = values_of(SOME, seed)
         reader = write(tmp_path, 4, split(values, 2, random.Random(seed)))
-    (holdings,) = split(values, 1, random.Random(2))
-    expected = [bits(holding.values.memory) for holding in holdings]
-    for holding in holdings:
-        holding.values.memory.zero_()
-    reader.read(targets_of(reader, holdings), tell)
-    assert [bits(holding.values.memory) for holding in holdings] == expected
+    found = read(reader, "embed", 0, torch.zeros(2100))
+    assert bits(found) == bits(values[SOME[0]].reshape(-1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
 
 
@@ -114,18 +113,14 @@ def test_checkpoints_are_listed_newest_first_and_old_ones_retired(tmp_path: Path
     assert store.steps() == []
 
 
-def test_a_directory_that_is_not_there_has_no_checkpoints(tmp_path: Path) -> None:
+def test_what_is_not_there_or_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "nowhere")
     assert (store.steps(), store.clean()) == ([], [])
     assert not store.root.exists()
-
-
-def test_a_save_that_failed_leaves_nothing(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
     store.create(4, plan_files(SOME, 1))
     store.abandon(4)
     assert store.trash.wait(seconds=20)
-    assert list(tmp_path.iterdir()) == []
+    assert list(store.root.iterdir()) == []
 
 
 def test_old_checkpoints_are_removed_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,30 +170,44 @@ def test_what_cannot_be_removed_is_reported_once_and_tried_again(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_are_made_at_their_full_sizes_over_what_was_left(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    store.temporary(4).mkdir()
-    (store.temporary(4) / "old.safetensors").write_bytes(b"old")
-    files = plan_files(SOME, 1)
-    directory = store.create(4, files)
-    found = {p.relative_to(directory).as_posix(): p.stat().st_size for p in directory.rglob("*") if p.is_file()}
-    assert found == {file.path: file.nbytes for file in files}
-
-
-def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_or_one_that_refuses_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = plan_files([spec("w", (1 << 18,))], 1)
+    (tmp_path / "file").write_bytes(b"a file")
+    with pytest.raises(StorageError, match=r"step-00000001\.tmp.*Not a directory"):
+        CheckpointStore(tmp_path / "file").create(1, files)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
     with pytest.raises(
         StorageError, match=r"takes 1,052,672 bytes, 16,777,216 more are kept free, and 1,048,576 are free; make room"
     ):
         CheckpointStore(tmp_path).create(1, files)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_bytes(b"a file")
-    with pytest.raises(StorageError, match=r"step-00000001\.tmp.*Not a directory"):
-        CheckpointStore(tmp_path / "checkpoints").create(1, plan_files(SOME, 1))
+def test_files_of_a_directory_are_replaced_together_or_not_at_all(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "config.json").mkdir(parents=True)
+    for name in ("notes", "model.safetensors"):
+        (out / name).write_text("old")
+    fill = write_directory(out, 0, update=True)
+    folder = fill.__enter__()
+    (folder / "model.safetensors").write_text("new")
+    assert not fill.__exit__(ValueError, ValueError(), None)
+    assert (out / "model.safetensors").read_text() == "old"
+    folder.mkdir()
+    (folder / "left behind by a kill").touch()
+    with write_directory(out, 0, update=True) as folder:
+        for name in ("model.safetensors", "config.json"):
+            (folder / name).write_text("new")
+    found = {path.name: path.read_text() for path in out.iterdir()}
+    assert found == {"notes": "old", "model.safetensors": "new", "config.json": "new"}
+    assert list(tmp_path.iterdir()) == [out]
+    for name, words in (("notes", r" \(there is a file of this name; give a"), ("notes/below", ": Not a directory")):
+        with pytest.raises(StorageError, match=rf"out/{name}' cannot be written{words}"):
+            write_directory(out / name, 0, update=True).__enter__()
+    with pytest.raises(StorageError, match="below' cannot be written: Not a directory"):
+        write_directory(out / "notes/below", 0).__enter__()
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -212,8 +221,7 @@ def test_the_umask_says_who_may_read_every_file_however_it_was_made(tmp_path: Pa
         os.write(descriptor, b"{}")
         os.close(descriptor)
         dealt = split(values_of(SOME, 0), 1, random.Random(0))
-        writers = writers_of(directory, plans_of(files, dealt))
-        store.commit(1, manifest_of(1, files, pieces_of(writers)))
+        store.commit(1, manifest_of(1, files, written(directory, files, dealt)))
     finally:
         os.umask(old)
     found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in store.path(1).rglob("*") if path.is_file()}

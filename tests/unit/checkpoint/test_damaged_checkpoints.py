@@ -14,12 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.damage_cases import FILE, MOMENTS, SPECS, STATE, Payload, files_in, made, refused, replace, resign
-from tests.support.stored_cases import bits, tell, values_of
+from tests.support.stored_cases import bits, read, values_of
 from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
-from zeromesh.offload import TieredTensor
 
 
 def test_what_nobody_touched_is_read(original: Path, copy: Path) -> None:
@@ -66,76 +64,39 @@ def test_every_byte_of_the_manifest_counts(original: Path) -> None:
                 manifest.parse(path, raw[:at] + bytes([raw[at] ^ mask]) + raw[at + 1 :])
 
 
-def cut_by_one(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def cut_in_half(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def emptied(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def grown_by_nothing_visible(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"\n")
-
-
-def grown_by_a_hole(path: Path) -> None:
-    os.truncate(path, path.stat().st_size + (1 << 40))
-
-
 def linked(path: Path) -> None:
     outside = path.parent.parent.parent / f"outside-{path.name}"
     shutil.move(path, outside)
     path.symlink_to(outside)
 
 
-def linked_to_nothing(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("nothing")
+def instead(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Remove the file, and put something else in its place."""
+    return lambda path: (path.unlink(), make(path))
 
 
-def linked_to_itself(path: Path) -> None:
-    path.unlink()
-    path.symlink_to(path.name)
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut by one": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "removed": Path.unlink,
+    "grown by nothing visible": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    "grown by a hole": lambda path: os.truncate(path, path.stat().st_size + (1 << 40)),
+    "linked": linked,
+    "linked to nothing": instead(lambda path: path.symlink_to("nothing")),
+    "linked to itself": instead(lambda path: path.symlink_to(path.name)),
+    "a pipe": instead(os.mkfifo),
+    "a directory": instead(Path.mkdir),
+}
 
 
-def made_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def made_a_directory(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        cut_by_one,
-        cut_in_half,
-        emptied,
-        Path.unlink,
-        grown_by_nothing_visible,
-        grown_by_a_hole,
-        linked,
-        linked_to_nothing,
-        linked_to_itself,
-        made_a_pipe,
-        made_a_directory,
-    ],
-)
-def test_a_file_that_is_not_what_was_written_is_refused_by_name(
-    damage: Callable[[Path], None], original: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_not_what_was_written_is_refused_by_name(damage: str, original: Path, tmp_path: Path) -> None:
     for name in files_in(original):
-        if not (original / name).stat().st_size and damage in (cut_by_one, cut_in_half, emptied):
+        if not (original / name).stat().st_size and damage in ("cut by one", "cut in half", "emptied"):
             continue
         directory = Path(shutil.copytree(original, tmp_path / "copies" / "step"))
-        damage(directory / name)
+        DAMAGES[damage](directory / name)
         refused(directory, str(directory), name)
         shutil.rmtree(tmp_path / "copies")
 
@@ -161,16 +122,8 @@ def test_a_linked_directory_is_refused_by_name(copy: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "name",
     [
-        "model-00002-of-00002.safetensors",
-        "model.safetensors",
-        "pytorch_model.bin",
-        "optimizer/exp_avg.pt",
-        ".metadata",
-        "optimizer/.metadata",
-        "__0_0.distcp",
-        "deep/er/weights.pth",
-        "weights.PT",
-        ".hidden.pkl",
+        *("model-00002-of-00002.safetensors", "model.safetensors", "pytorch_model.bin", "optimizer/exp_avg.pt"),
+        *(".metadata", "optimizer/.metadata", "__0_0.distcp", "deep/er/weights.pth", "weights.PT", ".hidden.pkl"),
     ],
 )
 def test_weights_from_elsewhere_are_refused_by_name(name: str, copy: Path) -> None:
@@ -205,13 +158,12 @@ def test_only_what_a_reader_needs_has_to_be_whole(copy: Path) -> None:
     path.write_bytes(raw)
     start, end = ((at - tensor.begin) // 4 for at in (damaged.begin, damaged.end))
     (expected,) = (value for spec, value in values_of(SPECS, 1).items() if (spec.kind, spec.name) == ("model", "embed"))
-    after = torch.zeros(tensor.numel - end)
+    after = read(reader, "embed", end, torch.zeros(tensor.numel - end))
     assert after.numel()
-    reader.read([PlacedValues.stored(tensor, end, TieredTensor.of(after))], tell)
     assert bits(after) == bits(expected.reshape(-1)[end:])
     memory = torch.full((tensor.numel,), -7.0)
     with pytest.raises(CheckpointError, match=rf"{FILE}: bytes \[{damaged.begin:,}, .*they hold .*embed"):
-        reader.read([PlacedValues.stored(tensor, 0, TieredTensor.of(memory))], tell)
+        read(reader, "embed", 0, memory)
     assert (memory[start:end] == -7).all()  # What was not verified has gone nowhere.
 
 
@@ -238,27 +190,22 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [".metadata", "state.pt", "pytorch_model.bin", "optimizer/optimizer.pkl"])
-def test_a_pickle_beside_is_refused_and_never_opened(name: str, copy: Path, opened: list[str]) -> None:
+@pytest.mark.parametrize("name", [".metadata", "state.pt", "pytorch_model.bin", "optimizer/optimizer.pkl", "notes.txt"])
+def test_a_pickle_beside_is_never_opened(name: str, copy: Path, opened: list[str]) -> None:
+    """It is refused unless its name is harmless."""
     mark = copy.parent / "mark"
     (copy / name).write_bytes(pickle.dumps(Payload(mark)))
     opened.clear()
-    refused(copy, name)
-    assert str(copy / manifest.NAME) in opened
+    if name == "notes.txt":
+        reader = CheckpointReader(copy)
+        reader.verify()
+        reader.document(STATE)
+        expected = {str(copy / each) for each in files_in(copy) if each not in (name, "tokenizer.json")}
+        assert {path for path in opened if path.startswith(str(copy))} == expected
+    else:
+        refused(copy, name)
+        assert str(copy / manifest.NAME) in opened
     assert str(copy / name) not in opened
-    assert not mark.exists()
-
-
-def test_a_pickle_under_a_harmless_name_is_never_opened(copy: Path, opened: list[str]) -> None:
-    mark = copy.parent / "mark"
-    (copy / "notes.txt").write_bytes(pickle.dumps(Payload(mark)))
-    opened.clear()
-    reader = CheckpointReader(copy)
-    reader.verify()
-    reader.document(STATE)
-    assert {path for path in opened if path.startswith(str(copy))} == {
-        str(copy / name) for name in files_in(copy) if name not in ("notes.txt", "tokenizer.json")
-    }
     assert not mark.exists()
 
 

@@ -5,7 +5,7 @@ import json
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests.support.stored_cases import split, targets_of, tell, values_of
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import read_header
 from zeromesh.checkpoint.io import reader as readers
-from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues
+from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.reader import CheckpointReader, Damage, find_damage
 from zeromesh.errors import CheckpointError
 from zeromesh.offload.io.direct_io import BLOCK
@@ -26,77 +26,52 @@ from zeromesh.offload.io.direct_io import BLOCK
 # Manifests whose own hash is right
 
 
-def renamed(name: str) -> Callable[[Json], object]:
-    def change(content: Json) -> None:
-        content["files"][name] = content["files"].pop(STATE)
-
-    return change
-
-
 NAMES = [
-    "../../x",
-    "..",
-    ".",
-    "",
-    "/etc/passwd",
-    "//etc/passwd",
-    "optimizer/../x",
-    "optimizer/..",
-    "optimizer/",
-    "optimizer//x",
-    "./x",
-    "a/b/c",
-    ".hidden",
-    "optimizer/.hidden",
-    "x\0.json",
-    "x" * 300,
-    "x.json\n",
-    "x\ny",
-    "a\\b",
-    "~root",
-    "C:x",
-    "x\ud800",
-    "\u0661",
-    "manifest.json",
+    *("../../x", "..", ".", "", "/etc/passwd", "//etc/passwd", "optimizer/../x", "optimizer/..", "optimizer/"),
+    *("optimizer//x", "./x", "a/b/c", ".hidden", "optimizer/.hidden", "x\0.json", "x" * 300, "x.json\n", "x\ny"),
+    *("a\\b", "~root", "C:x", "x\ud800", "\u0661", "manifest.json"),
 ]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_manifest_names_plain_files_alone(name: str, copy: Path) -> None:
-    resign(copy, renamed(name))
+    resign(copy, lambda content: content["files"].update({name: content["files"].pop(STATE)}))
     refused(copy, str(copy / manifest.NAME), repr(name)[:99], "no plain name")
 
 
+def pieces(change: Callable[[list[Any]], object]) -> Callable[[Json], object]:
+    return lambda content: change(content["files"][FILE]["pieces"])
+
+
+def piece(number: int, place: int, value: Any) -> Callable[[Json], object]:
+    return pieces(lambda rows: rows[number].__setitem__(place, value))
+
+
+def tensors(change: Callable[[Json], object]) -> Callable[[Json], object]:
+    return lambda content: change(content["tensors"]["model"])
+
+
+def head(place: int, value: Any) -> Callable[[Json], object]:
+    return tensors(lambda rows: rows["head"].__setitem__(place, value))
+
+
+def field(**values: Any) -> Callable[[Json], object]:
+    return lambda content: content.update(values)
+
+
 WRONG_NUMBERS: list[Any] = [
-    -1,
-    True,
-    False,
-    0.0,
-    1.5,
-    float("nan"),
-    float("inf"),
-    1 << 62,
-    10**30,
-    10**4000,
-    "0",
-    None,
-    [],
-    {},
+    *(-1, True, False, 0.0, 1.5, float("nan"), float("inf"), 1 << 62, 10**30, 10**4000, "0", None, [], {})
 ]
 
 
 @pytest.mark.parametrize("number", WRONG_NUMBERS, ids=lambda number: repr(number)[:20])
 def test_numbers_of_a_manifest_are_whole_and_of_a_sane_size(number: Any, copy: Path) -> None:
     changes: list[Callable[[Json], object]] = [
+        *(piece(0, 0, number), piece(-1, 1, number), piece(0, 3, number)),
+        *(head(1, number), tensors(lambda rows: rows["head"][3].__setitem__(0, number)), field(step=number)),
         lambda content: content["files"][FILE].update(bytes=number),
-        lambda content: content["files"][FILE]["pieces"][0].__setitem__(0, number),
-        lambda content: content["files"][FILE]["pieces"][-1].__setitem__(1, number),
-        lambda content: content["files"][FILE]["pieces"][0].__setitem__(3, number),
-        lambda content: content["tensors"]["model"]["embed"].__setitem__(1, number),
-        lambda content: content["tensors"]["model"]["embed"][3].__setitem__(0, number),
         lambda content: content["part"].__setitem__(0, number),
         lambda content: content["part"].__setitem__(1, number),
-        lambda content: content.update(step=number),
     ]
     saved = (copy / manifest.NAME).read_bytes()
     for change in changes:
@@ -105,34 +80,23 @@ def test_numbers_of_a_manifest_are_whole_and_of_a_sane_size(number: Any, copy: P
         (copy / manifest.NAME).write_bytes(saved)
 
 
-def pieces(change: Callable[[list[Any]], object]) -> Callable[[Json], object]:
-    return lambda content: change(content["files"][FILE]["pieces"])
-
-
-def tensors(change: Callable[[Json], object]) -> Callable[[Json], object]:
-    return lambda content: change(content["tensors"]["model"])
-
-
-def field(**values: Any) -> Callable[[Json], object]:
-    return lambda content: content.update(values)
-
-
+NO_ROW = "is no [file, begin, dtype, shape]"
 HOSTILE: dict[str, tuple[Callable[[Json], object], str]] = {
     "pieces overlap": (pieces(lambda rows: rows[1].__setitem__(0, rows[1][0] - 1)), "pieces overlap, leave a gap"),
     "pieces twice": (pieces(lambda rows: rows.insert(1, rows[0])), "pieces overlap, leave a gap"),
     "pieces with a gap": (pieces(lambda rows: rows.pop(1)), "pieces overlap, leave a gap"),
     "pieces out of order": (pieces(list.reverse), "pieces overlap, leave a gap"),
-    "a piece beyond the file": (pieces(lambda rows: rows[-1].__setitem__(1, 10**9)), "or end beyond the file"),
+    "a piece beyond the file": (piece(-1, 1, 10**9), "or end beyond the file"),
     "a piece of nothing": (pieces(lambda rows: rows.insert(0, [0, 0, "0" * 32, 0])), "the piece [0, 0) after byte 0"),
     "a piece backwards": (pieces(lambda rows: rows[1].__setitem__(1, rows[1][0] - 1)), "pieces overlap, leave a gap"),
     "no last piece": (pieces(lambda rows: rows.pop()), f"the pieces of {FILE} end at byte"),
     "no pieces": (pieces(list.clear), f"the pieces of {FILE} end at byte 0"),
     "a short piece": (pieces(lambda rows: rows[0].pop()), "a piece that is no"),
     "a piece that is an object": (pieces(lambda rows: rows.__setitem__(0, {})), "a piece that is no"),
-    "a checksum in capitals": (pieces(lambda rows: rows[0].__setitem__(2, "A" * 32)), "a piece that is no"),
-    "a short checksum": (pieces(lambda rows: rows[0].__setitem__(2, "a" * 31)), "a piece that is no"),
-    "a checksum and a line": (pieces(lambda rows: rows[0].__setitem__(2, "a" * 32 + "\n")), "a piece that is no"),
-    "a checksum that is a number": (pieces(lambda rows: rows[0].__setitem__(2, 7)), "a piece that is no"),
+    "a checksum in capitals": (piece(0, 2, "A" * 32), "a piece that is no"),
+    "a short checksum": (piece(0, 2, "a" * 31), "a piece that is no"),
+    "a checksum and a line": (piece(0, 2, "a" * 32 + "\n"), "a piece that is no"),
+    "a checksum that is a number": (piece(0, 2, 7), "a piece that is no"),
     "a file without pieces": (lambda content: content["files"][FILE].pop("pieces"), "a list of pieces"),
     "a file that is a list": (lambda content: content["files"].update({FILE: []}), "a list of pieces"),
     "a larger file": (lambda content: content["files"][FILE].update(bytes=10**9), f"the pieces of {FILE} end"),
@@ -140,34 +104,19 @@ HOSTILE: dict[str, tuple[Callable[[Json], object], str]] = {
     "tensors overlap": (tensors(lambda rows: rows["head"].__setitem__(1, rows["embed"][1] + 4)), "overlaps another"),
     "tensors at one place": (tensors(lambda rows: rows["head"].__setitem__(1, rows["embed"][1])), "overlaps another"),
     "an empty one inside": (tensors(lambda rows: rows["none"].__setitem__(1, rows["embed"][1] + 4)), "overlaps"),
-    "a tensor beyond the file": (tensors(lambda rows: rows["head"].__setitem__(1, 10**6)), "does not fit"),
+    "a tensor beyond the file": (head(1, 10**6), "does not fit"),
     "an empty one beyond": (tensors(lambda rows: rows["none"].__setitem__(1, 10**6)), "does not fit"),
     "half an element": (tensors(lambda rows: rows["head"].__setitem__(1, rows["head"][1] + 1)), "does not fit"),
-    "a vast shape": (tensors(lambda rows: rows["head"].__setitem__(3, [1 << 61] * 64)), "does not fit"),
-    "many dims": (tensors(lambda rows: rows["head"].__setitem__(3, [1] * 65)), "is no [file, begin, dtype, shape]"),
-    "very many dims": (
-        tensors(lambda rows: rows["head"].__setitem__(3, [1 << 61] * 9000)),
-        "is no [file, begin, dtype, shape]",
-    ),
-    "a shape of text": (tensors(lambda rows: rows["head"].__setitem__(3, "ab")), "is no [file, begin, dtype, shape]"),
-    "an unknown dtype": (
-        tensors(lambda rows: rows["head"].__setitem__(2, "F8_E4M3")),
-        "is no [file, begin, dtype, shape]",
-    ),
-    "a dtype in a list": (
-        tensors(lambda rows: rows["head"].__setitem__(2, ["F32"])),
-        "is no [file, begin, dtype, shape]",
-    ),
-    "a tensor nowhere": (
-        tensors(lambda rows: rows["head"].__setitem__(0, "/etc/passwd")),
-        "is no [file, begin, dtype, shape]",
-    ),
-    "a tensor in a list": (
-        tensors(lambda rows: rows["head"].__setitem__(0, [FILE])),
-        "is no [file, begin, dtype, shape]",
-    ),
-    "a short row": (tensors(lambda rows: rows["head"].pop()), "is no [file, begin, dtype, shape]"),
-    "a row of text": (tensors(lambda rows: rows.update(head="abcd")), "is no [file, begin, dtype, shape]"),
+    "a vast shape": (head(3, [1 << 61] * 64), "does not fit"),
+    "many dims": (head(3, [1] * 65), NO_ROW),
+    "very many dims": (head(3, [1 << 61] * 9000), NO_ROW),
+    "a shape of text": (head(3, "ab"), NO_ROW),
+    "an unknown dtype": (head(2, "F8_E4M3"), NO_ROW),
+    "a dtype in a list": (head(2, ["F32"]), NO_ROW),
+    "a tensor nowhere": (head(0, "/etc/passwd"), NO_ROW),
+    "a tensor in a list": (head(0, [FILE]), NO_ROW),
+    "a short row": (tensors(lambda rows: rows["head"].pop()), NO_ROW),
+    "a row of text": (tensors(lambda rows: rows.update(head="abcd")), NO_ROW),
     "a name in red": (tensors(lambda rows: rows.update({"\x1b[31m": rows.pop("head")})), "\\x1b[31m"),
     "a name of two lines": (tensors(lambda rows: rows.update({"a\nb": rows.pop("head")})), "a\\nb"),
     "half a character": (tensors(lambda rows: rows.update({"\ud800": rows.pop("head")})), "\\ud800"),
@@ -217,23 +166,10 @@ def saved_by_torch() -> bytes:
 @pytest.mark.parametrize(
     "raw",
     [
-        b"",
-        b"{",
-        b"null",
-        b"[]",
-        b"7",
-        b'"text"',
-        b"[" * 100_000,
-        b'{"a":' * 100_000,
+        *(b"", b"{", b"null", b"[]", b"7", b'"text"', b"[" * 100_000, b'{"a":' * 100_000, b"1" * 100_000),
         b'{"layout":' + b"[" * 600 + b"]" * 600 + b"}",
-        b"1" * 100_000,
-        b'{"a":1,"a":1}',
-        b"\xff\xfe{\x00}\x00",
-        b"\xef\xbb\xbf{}",
-        b"\0" * 100,
-        pickle.dumps({"format": "zeromesh-checkpoint"}),
-        pickle.dumps({"format": "zeromesh-checkpoint"}, protocol=0),
-        saved_by_torch(),
+        *(b'{"a":1,"a":1}', b"\xff\xfe{\x00}\x00", b"\xef\xbb\xbf{}", b"\0" * 100, saved_by_torch()),
+        *(pickle.dumps({"format": "zeromesh-checkpoint"}, protocol=number) for number in (0, None)),
     ],
     ids=lambda raw: repr(raw[:12]),
 )
@@ -297,30 +233,16 @@ def test_a_small_file_that_is_vast_is_not_read_into_memory(copy: Path) -> None:
     refused(copy, STATE, f"{size:,} bytes", by=lambda path: CheckpointReader(path).content(STATE))
 
 
-def recuts(begin: int) -> Iterator[tuple[int, ...]]:
-    """Pieces that end within an element, and pieces that begin between elements."""
-    yield (begin + 2, begin + 6)
-    yield (begin + 4001,)
-    yield (begin - 1,)
-    yield (begin - 3, begin + 1)
-
-
-def test_pieces_that_cut_elements_are_refused_by_name(copy: Path) -> None:
-    raw = (copy / FILE).read_bytes()
-    values = values_of(SPECS, 1)
-    for cuts in recuts(BLOCK):
-        replace(copy, FILE, raw, cuts)
-        reader = CheckpointReader(copy)
-        reader.verify()
-        (holdings,) = split(
-            {spec: value for spec, value in values.items() if spec.kind == "model"}, 1, random.Random(0)
-        )
-        targets = targets_of(reader, holdings)
-        refused(copy, FILE, "cuts an element of", by=reading(reader, targets))
-
-
-def reading(reader: CheckpointReader, targets: list[PlacedValues]) -> Callable[[Path], object]:
-    return lambda path: reader.read(targets, tell)
+@pytest.mark.parametrize("cuts", [(2, 6), (4001,), (-1,), (-3, 1)])
+def test_pieces_that_cut_elements_are_refused_by_name(cuts: tuple[int, ...], copy: Path) -> None:
+    """Pieces end within an element, or begin between elements."""
+    replace(copy, FILE, (copy / FILE).read_bytes(), tuple(BLOCK + cut for cut in cuts))
+    reader = CheckpointReader(copy)
+    reader.verify()
+    values = {spec: value for spec, value in values_of(SPECS, 1).items() if spec.kind == "model"}
+    (holdings,) = split(values, 1, random.Random(0))
+    targets = targets_of(reader, holdings)
+    refused(copy, FILE, "cuts an element of", by=lambda path: reader.read(targets, tell))
 
 
 # Headers of safetensors files
@@ -389,7 +311,7 @@ def damage_of(directory: Path) -> list[Damage]:
         tensors(lambda rows: rows.update(embed=rows["head"], head=rows["embed"])),
         tensors(lambda rows: rows.update(head=rows.pop("embed"))),
         tensors(lambda rows: rows.pop("head")),
-        tensors(lambda rows: rows["head"].__setitem__(2, "I32")),
+        head(2, "I32"),
         tensors(lambda rows: rows["head"][3].reverse()),
     ],
 )

@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.stored_cases import KINDS, bits, exchanged, plans_of, spec, targets_of, tell, write
+from tests.support.stored_cases import KINDS, bits, exchanged, runs_of, small_units, spec, targets_of, tell, write
 from tests.unit.checkpoint.test_regions import Slices, intervals_of, oracle, regions
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, plan_files
-from zeromesh.checkpoint.io import file_slices, writer
-from zeromesh.checkpoint.io.file_slices import TensorShard, merged
+from zeromesh.checkpoint.io import writer
+from zeromesh.checkpoint.io.file_slices import TensorShard
+from zeromesh.checkpoint.io.writer import bytes_for_others
 from zeromesh.errors import StorageError
 from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
@@ -53,33 +54,12 @@ def test_rows_are_where_numpy_has_the_elements(region: Region, data: st.DataObje
         assert rows.hull(local) == Interval(start=wanted[0], end=wanted[-1] + 1)
 
 
-few_intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=6).map(
-    lambda rows: [Interval(start=start, end=start + length) for start, length in rows]
-)
-
-
-def covered(intervals: list[Interval]) -> set[int]:
-    return {at for each in intervals for at in range(each.start, each.end)}
-
-
-@given(some=few_intervals)
-def test_stretches_are_sets(some: list[Interval]) -> None:
-    found = merged(some)
-    assert covered(found) == covered(some)
-    assert all(each.length for each in found)
-    assert all(one.end < other.start for one, other in pairwise(found))
-
-
 # The exchange
-
-
-def columns_of(shape: tuple[int, int], own: Slices) -> Region:
-    return Region(shape=shape, dims=((Interval(start=0, end=shape[0]),), own))
 
 
 def shard_of(each: TensorSpec, value: torch.Tensor, own: Slices, interval: Interval | None) -> TensorShard:
     """Elements of columns, all where no interval is given; memory is a copy."""
-    region = columns_of((each.shape[0], each.shape[1]), own)
+    region = Region(shape=each.shape, dims=((Interval(start=0, end=each.shape[0]),), own))
     local = torch.cat([value[:, one.start : one.end] for one in own], 1).reshape(-1)
     interval = interval or Interval(start=0, end=local.numel())
     values = TieredTensor.of(local[interval.start : interval.end].clone())
@@ -122,8 +102,7 @@ def test_what_ranks_have_exchanged_and_written_is_read_by_any(
     rng = random.Random(seed)
     values = matrices(rng)
     ranks = dealt(values, tensor, shards, rng)
-    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_slices, "GRID", 4 * BLOCK)
+    with tempfile.TemporaryDirectory() as root, small_units():
         reader = write(Path(root), 7, ranks, tensor=tensor)
         reader.verify()
         for wanted in dealt(values, readers, 2, rng):
@@ -143,13 +122,13 @@ def test_neither_runs_nor_what_ranks_send_each_other_grow_with_the_number_of_row
         spec("v", (600, 1000), BF16): torch.randn(600, 1000).to(BF16),
     }
     ranks = dealt(values, 2, 2, random.Random(3))
-    plans = plans_of(plan_files(values, 4), ranks, 2)
-    for after, plan in zip(exchanged(ranks, 2), plans, strict=True):
+    planned = runs_of(plan_files(values, 4), ranks, 2)
+    for after, runs in zip(exchanged(ranks, 2), planned, strict=True):
         whole = [each for each in after if each.region.is_whole]
         assert len(whole) == 2
         assert all(each.owner is None for each in whole)  # No update waits until they are written.
-        assert sum(map(len, plan.runs.values())) <= 40
-        assert sum(len(data) for _, _, data in plan.bytes_for_others()) <= 20 * BLOCK
+        assert sum(map(len, runs.values())) <= 40
+        assert sum(len(data) for _, _, data in bytes_for_others(runs)) <= 20 * BLOCK
 
 
 @pytest.mark.parametrize("how", ["not in order", "long rows", "another part of the rows"])

@@ -11,7 +11,7 @@ import torch
 from tests.simulated import device as sim
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, plan_files
 from zeromesh.checkpoint.io.file_slices import PlacedValues
-from zeromesh.checkpoint.io.writer import ShardWriter, WritePlan
+from zeromesh.checkpoint.io.writer import ShardWriter, plan_pieces
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import FileSettings, Ledger, PinnedBudget, Purpose, Tier, TierChoice, Tiers, accelerator
@@ -113,9 +113,9 @@ def a_save_waits_for_nothing_but_its_own_copies_into_pinned_memory(mesh: Mesh, f
     memory = shard.parts[0].memory
     assert memory is not None
     memory.fill_(7.0)  # The last update.
-    plan = WritePlan(files=files, runs={files[0].path: [PlacedValues.stored(files[0].tensors[0], 0, shard, 0)]})
+    runs = {files[0].path: [PlacedValues.stored(files[0].tensors[0], 0, shard, 0)]}
     directory = CheckpointStore(Path(folder)).create(1, files)
-    writer = ShardWriter(directory, plan.pieces([], {0: 0}), 0, mesh.device)
+    writer = ShardWriter(directory, plan_pieces(files, runs, [], {0: 0}), 0, mesh.device)
     # The next step begins: its computation waits for something that is long in coming.
     far = torch.empty(LENGTH, device=mesh.device)
     source, side = pinned(torch.ones(LENGTH)), torch.Stream(mesh.device)

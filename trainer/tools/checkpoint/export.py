@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, parse_json, spec_of
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
-from zeromesh.checkpoint.store import fresh_directory
+from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CheckpointError, ConfigError, counted
 from zeromesh.files import read_whole, write_whole
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
 from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
-from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL, write_weights
+from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
@@ -52,7 +52,7 @@ def export_checkpoint(
         raise ConfigError("--ema writes whole models: with adapters, give --merge too")
     moved = Throughput(console, "exporting", sum(source.nbytes for source, _ in chosen.values()))
     nbytes = sum(source.numel * to.itemsize for source, to in chosen.values())
-    with fresh_directory(out, nbytes) as folder, quiet_library():
+    with write_directory(out, nbytes) as folder, quiet_library():
         for path in reader.manifest.files:
             weights = path.endswith((".safetensors", ".safetensors.index.json")) and path != ADAPTER_WEIGHTS
             if not (weights or path in (NAME, EVALUATED) or reader.manifest.is_elsewhere(path)):
@@ -69,7 +69,8 @@ def export_checkpoint(
                 _replace_dtype(content, dtype)
                 write_whole(folder / "config.json", json.dumps(content, indent=2).encode() + b"\n")
             specs = [spec_of(name, each) for name, each in tensors.items()]
-            count = write_weights(folder, specs, values, lambda: None)
+            written = write_weights(folder, specs, values, lambda: None)
+            count = sum(path.endswith(".safetensors") for path in written)
             what = f"{'merged into ' if merge else ''}{counted(count, 'file')}, read {moved}"
     console.note(f"{out}: step {reader.manifest.step}, {dtype}, {what}")
 

@@ -78,10 +78,7 @@ def read_tensors(
     nbytes = 0
     for tensor in (*tensors, None):
         if window and (tensor is None or nbytes + tensor.nbytes > WINDOW_BYTES):
-            reader.read(
-                [PlacedValues.stored(stored, 0, TieredTensor.of(values.view(-1))) for stored, values in window],
-                lambda: None,
-            )
+            reader.read([PlacedValues.stored(spec, 0, TieredTensor.of(values.view(-1))) for spec, values in window])
             moved(nbytes)
             yield from window
             window, nbytes = [], 0

@@ -18,6 +18,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
                         f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"
                     )
     end, last = 0, ""
-    for tensor in sorted(found, key=lambda tensor: (tensor.path, tensor.begin, tensor.end)):
+    for tensor in sorted(found, key=attrgetter("path", "begin", "end")):
         nbytes = files[tensor.path].nbytes
         if tensor.begin % tensor.dtype.itemsize or tensor.end > nbytes:
             raise CheckpointError(

@@ -106,7 +106,7 @@ class CheckpointReader:
         """Read a JSON object from a file, verified. Raises `CheckpointError`."""
         return parse_json(self.directory / path, self.content(path))
 
-    def read(self, targets: Iterable[PlacedValues], on_progress: Callable[[], None]) -> None:
+    def read(self, targets: Iterable[PlacedValues], on_progress: Callable[[], None] = lambda: None) -> None:
         """Fill all targets with verified bytes. `on_progress` is called after every piece. Raises as `stream`."""
         users: dict[ChecksumPiece, list[PlacedValues]] = {}
         for target in targets:
@@ -156,28 +156,35 @@ class CheckpointReader:
                 )
         pool, rest = StagingPool(_STAGING_BUFFERS, GRID), iter(pieces)
         in_flight: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]] = deque()
+        opened: dict[str, Future[PositionalFile]] = {}
         with ThreadPoolExecutor(_IO_THREADS) as threads:
             try:
                 while True:
                     for piece in islice(rest, pool.free):
+                        if piece.path not in opened:
+                            opened[piece.path] = threads.submit(PositionalFile, self.path_of(piece.path))
                         buffer = pool.take()
-                        in_flight.append((piece, buffer, threads.submit(self._fetch, piece, buffer)))
+                        task = threads.submit(self._fetch, piece, buffer, opened[piece.path])
+                        in_flight.append((piece, buffer, task))
                     if not in_flight:
                         return
                     piece, buffer, future = in_flight.popleft()
                     wait([future])
                     yield piece, buffer[: piece.end - piece.begin], future
                     pool.give(buffer)
+                    if piece.path not in [each.path for each, *_ in in_flight]:
+                        _close(opened.pop(piece.path))
             finally:
                 threads.shutdown(cancel_futures=True)
+                for file in opened.values():
+                    _close(file)
 
-    def _fetch(self, piece: ChecksumPiece, buffer: torch.Tensor) -> None:
+    def _fetch(self, piece: ChecksumPiece, buffer: torch.Tensor, file: Future[PositionalFile]) -> None:
         data, path = buffer[: piece.end - piece.begin], self.path_of(piece.path)
         away = self.manifest.is_elsewhere(piece.path)
-        problem = self._problem(piece.path, self.manifest.files[piece.path].nbytes) if away else ""
+        problem = _problem(path, self.manifest.files[piece.path].nbytes, "there") if away else ""
         if not problem:
-            with PositionalFile(path) as file:
-                file.read(data, piece.begin)
+            file.result().read(data, piece.begin)
             found = checksum(data)
             if found == piece.checksum:
                 return
@@ -194,10 +201,10 @@ class CheckpointReader:
         a piece in a part may be absent. Files of the source of frozen weights are checked when read."""
         known = self.manifest.files
         for path, record in known.items():
-            if (record.pieces or self.manifest.part[1] == 1) and not self.manifest.is_elsewhere(path):
-                problem = self._problem(path, record.nbytes)
-                if problem:
-                    yield path, problem
+            if self.manifest.is_elsewhere(path) or not (record.pieces or self.manifest.part[1] == 1):
+                continue
+            if problem := _problem(self.directory / path, record.nbytes, "written", nested="/" in path):
+                yield path, problem
         foreign = []
         for folder, _, names in os.walk(self.directory, followlinks=False):
             for name in names:
@@ -211,19 +218,22 @@ class CheckpointReader:
                 "move what is not of this checkpoint elsewhere",
             )
 
-    def _problem(self, path: str, nbytes: int) -> str:
-        where, away = self.path_of(path), self.manifest.is_elsewhere(path)
-        try:
-            if path.count("/") and not away and not stat.S_ISDIR(where.parent.lstat().st_mode):
-                return f"{where.parent} is no directory"
-            found = where.lstat()
-        except OSError as error:
-            return f"{where} cannot be read: {error.strerror or error}"
-        if not stat.S_ISREG(found.st_mode):
-            return f"{where} is a link or no file"
-        if found.st_size != nbytes:
-            return f"{where} has {found.st_size:,} bytes, {nbytes:,} were {'there' if away else 'written'}"
-        return ""
+
+def _problem(where: Path, nbytes: int, was: str, *, nested: bool = False) -> str:
+    try:
+        if nested and not stat.S_ISDIR(where.parent.lstat().st_mode):
+            return f"{where.parent} is no directory"
+        found = where.lstat()
+    except OSError as error:
+        return f"{where} cannot be read: {error.strerror or error}"
+    if not stat.S_ISREG(found.st_mode):
+        return f"{where} is a link or no file"
+    return f"{where} has {found.st_size:,} bytes, {nbytes:,} were {was}" if found.st_size != nbytes else ""
+
+
+def _close(file: Future[PositionalFile]) -> None:
+    if not file.cancelled() and file.exception() is None:
+        file.result().close()
 
 
 def copy_file(

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -77,9 +77,10 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
     failures: list[StorageError] = []
     for number, shard in enumerate(found if axis.size > 1 else ()):
         rows, spec = shard.region.rows(), shard.spec
-        if rows is not None and shard.region.is_strided and rows.width * spec.dtype.itemsize <= LONGEST_ROW:
-            columns[f"{spec.kind} {spec.name}"] = number, rows
-            own[f"{spec.kind} {spec.name}"] = {  # The rows of which this rank has all its columns.
+        if rows is not None and rows.count > 1 and rows.width * spec.dtype.itemsize <= LONGEST_ROW:
+            key = f"{spec.kind} {spec.name}"
+            columns[key] = number, rows
+            own[key] = {  # The rows of which this rank has all its columns.
                 "taken": rows.taken,
                 "first": -(-shard.interval.start // rows.taken),
                 "last": shard.interval.end // rows.taken,
@@ -151,43 +152,41 @@ class WritePiece:
     owners: frozenset[int]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WritePlan:
-    """One rank's planned writes: contiguous `runs` by file, in order."""
+Runs = Mapping[str, Sequence[PlacedValues]]
+"""The contiguous runs of files that a rank has the elements of, by file, in order."""
 
-    files: Sequence[FileLayout]
-    runs: Mapping[str, Sequence[PlacedValues]]
 
-    @classmethod
-    def of(cls, files: Sequence[FileLayout], shards: Iterable[TensorShard], rank: int) -> Self:
-        """Plan the writes of a rank's shards; rank 0 also writes the headers."""
-        tensors = {(each.kind, each.name): each for file in files for each in file.tensors}
-        headers = [PlacedValues.of_bytes(file.path, 0, file.header) for file in files] if rank == 0 else []
-        runs = (PlacedValues.runs(tensors[shard.spec.kind, shard.spec.name], shard) for shard in shards)
-        return cls(files=files, runs=_by_file(chain(headers, *runs)))
+def plan_runs(files: Sequence[FileLayout], shards: Iterable[TensorShard], rank: int) -> Runs:
+    """List the runs of a rank's shards; rank 0 also writes the headers."""
+    tensors = {(each.kind, each.name): each for file in files for each in file.tensors}
+    headers = [PlacedValues.of_bytes(file.path, 0, file.header) for file in files] if rank == 0 else []
+    runs = (PlacedValues.runs(tensors[shard.spec.kind, shard.spec.name], shard) for shard in shards)
+    return _by_file(chain(headers, *runs))
 
-    def bytes_for_others(self) -> list[tuple[str, int, bytes]]:
-        """List this rank's parts of blocks that other ranks write: the file, the first byte, and the bytes."""
-        found = []
-        for path, runs in self.runs.items():
-            for edge in starts_in_blocks_of_others(_extents(runs)):
-                cuts = (run.cut(edge).to_bytes() for run in overlapping(runs, edge.start, edge.end))
-                found.append((path, edge.start, b"".join(cuts)))
-        return found
 
-    def pieces(self, received: Iterable[tuple[str, int, bytes]], order: Mapping[int, int]) -> list[WritePiece]:
-        """List the pieces that this rank writes, with the bytes received from other ranks, those that are updated first at the
-        front. `order` has the position of each owner in the next update."""
-        content = _by_file(chain(*self.runs.values(), (PlacedValues.of_bytes(*each) for each in received)))
-        sizes = {file.path: file.nbytes for file in self.files}
-        found = []
-        for path, runs in self.runs.items():
-            for where in chain.from_iterable(map(cut_at_grid, written_blocks(_extents(runs), sizes[path]))):
-                sources = tuple(each.cut(where) for each in overlapping(content[path], where.start, where.end))
-                owners = frozenset(each.owner for each in sources if each.owner is not None)
-                found.append(WritePiece(path=path, where=where, sources=sources, owners=owners))
-        last = len(order)
-        return sorted(found, key=lambda piece: min((order.get(owner, last) for owner in piece.owners), default=last))
+def bytes_for_others(runs: Runs) -> list[tuple[str, int, bytes]]:
+    """List this rank's parts of blocks that other ranks write: the file, the first byte, and the bytes."""
+    found = []
+    for path, members in runs.items():
+        for edge in starts_in_blocks_of_others(_extents(members)):
+            cuts = (run.cut(edge).to_bytes() for run in overlapping(members, edge.start, edge.end))
+            found.append((path, edge.start, b"".join(cuts)))
+    return found
+
+
+def plan_pieces(
+    files: Sequence[FileLayout], runs: Runs, received: Iterable[tuple[str, int, bytes]], order: Mapping[int, int]
+) -> list[WritePiece]:
+    """List the pieces that this rank writes, with the bytes received from other ranks, those that are updated first at the front.
+    `order` has the position of each owner in the next update."""
+    content = _by_file(chain(*runs.values(), (PlacedValues.of_bytes(*each) for each in received)))
+    sizes, last, found = {file.path: file.nbytes for file in files}, len(order), list[WritePiece]()
+    for path, members in runs.items():
+        for where in chain.from_iterable(map(cut_at_grid, written_blocks(_extents(members), sizes[path]))):
+            sources = tuple(each.cut(where) for each in overlapping(content[path], where.start, where.end))
+            owners = frozenset(each.owner for each in sources if each.owner is not None)
+            found.append(WritePiece(path=path, where=where, sources=sources, owners=owners))
+    return sorted(found, key=lambda piece: min((order.get(owner, last) for owner in piece.owners), default=last))
 
 
 def _by_file(sources: Iterable[PlacedValues]) -> dict[str, list[PlacedValues]]:
@@ -255,11 +254,9 @@ class ShardWriter:
         began = time.monotonic()
         seen = -1
         while not over():
-            if (
-                len(self._checksums) != seen
-            ):  # Peers wait for a rank whose disk is at work, not for one whose disk hangs.
+            if len(self._checksums) != seen:
                 seen = len(self._checksums)
-                on_progress()
+                on_progress()  # Peers wait for a rank whose disk is at work, not for one whose disk hangs.
             with self._changed:
                 self._changed.wait_for(over, timeout=_PROGRESS_SECONDS)
         return time.monotonic() - began
