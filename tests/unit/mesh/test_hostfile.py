@@ -18,6 +18,7 @@ from zeromesh.mesh.run_store import LocalRowStore
 from zeromesh.trainer.cli.main import _parse, main
 
 NAMES = st.text("ab7.-_", max_size=5).map("h{}".format)
+ENDPOINT = ("--rdzv-endpoint", "a:1")
 SPACE = st.sampled_from([" ", "\t", "   "])
 
 
@@ -43,14 +44,8 @@ def test_a_user_is_for_ssh_and_an_address_for_the_other_hosts() -> None:
             (text, f"{text.strip()!r}; allowed is `NAME slots=N [address=NAME]`, N from 1 to 1024; names have letters")
             for text in (
                 *("a slots=0", "a slots=2000", "a slots=two", "a slots=-1", "a slots=", "a", "slots=2"),
-                *(
-                    "a slots=1 slots=2",
-                    "a slots=1 max_slots=2",
-                    "-oProxyCommand=x slots=1",
-                    "-v slots=1",
-                    "a;b slots=1",
-                ),
-                *("a slots=1 address=$(x)", "a address=b slots=1 address=c"),
+                *("a slots=1 slots=2", "a slots=1 max_slots=2", "-oProxyCommand=x slots=1", "-v slots=1"),
+                *("a;b slots=1", "a slots=1 address=$(x)", "a address=b slots=1 address=c"),
             )
         ),
         ("a slots=1\n\nb slots=0", "line 3: 'b slots=0'; allowed"),
@@ -167,30 +162,16 @@ def test_ssh_asks_for_no_password(folder: Path, capsys: pytest.CaptureFixture[st
         (["--ssh", "'"], "cannot be read"),
         (["--hostfile", "gone"], "--hostfile 'gone' cannot be read: No such file"),
         (["--ssh", "./no-such-program"], "'./no-such-program' cannot be started (No such file or directory)"),
+        (["train", "--node-rank", "2", "--nnodes", "2", *ENDPOINT], "--node-rank 2 is for --nnodes N with N above"),
+        (["train", "--node-rank", "0", "--nnodes", "1:2", *ENDPOINT], "not MIN:MAX"),
+        (["train", "--node-rank", "0", "--nnodes", "2"], "--rdzv-endpoint"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert launch(*words) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--node-rank", "2", "--nnodes", "2", "--rdzv-endpoint", "a:1"],
-            "--node-rank 2 is for --nnodes N with N above",
-        ),
-        (["--node-rank", "0", "--nnodes", "1:2", "--rdzv-endpoint", "a:1"], "not MIN:MAX"),
-        (["--node-rank", "0", "--nnodes", "2"], "--rdzv-endpoint"),
-    ],
-)
-def test_a_number_of_a_host_that_makes_no_sense(
-    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
-    assert main(["train", "run.yaml", *words]) == 2
+    train = words[0] == "train"
+    assert (main(["train", "run.yaml", *words[1:]]) if train else launch(*words)) == 2
     assert message in capsys.readouterr().err
 
 

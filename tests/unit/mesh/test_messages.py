@@ -5,7 +5,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,17 @@ VALUES = st.recursive(
 )
 FIELDS = st.sampled_from(["beat", "end", "text", "noticed", "echo", "signal", "variables", "start", "rest", "x"])
 MESSAGES = st.dictionaries(FIELDS, VALUES, max_size=4)
+
+
+Ends = tuple[LauncherConnection, LauncherConnection]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    """Those of a connection: the one that leads, and the one that follows."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield tuple(LauncherConnection(end, end, "secret", serves=end is ours) for end in (ours, theirs))
 
 
 def refusal(read: Callable[[], object]) -> str:
@@ -89,21 +101,16 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
         ({"rest": 1, "noticed": 2}, "'noticed' is 2; allowed is true or false"),
     ],
 )
-def test_a_host_that_sends_nonsense_is_refused(said: dict[str, Any], named: str) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        member = Member(line=LauncherConnection(ours, ours, "", serves=True), name="b", processes=1, running=True)
-        assert named in refusal(lambda: Leader(ALONE, 1, print, bool)._take(member, said))
+def test_a_host_that_sends_nonsense_is_refused(ends: Ends, said: dict[str, Any], named: str) -> None:
+    member = Member(line=ends[0], name="b", processes=1, running=True)
+    assert named in refusal(lambda: Leader(ALONE, 1, print, bool)._take(member, said))
 
 
-def test_a_beat_that_is_no_number_is_refused() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        leads = LauncherConnection(ours, ours, "", serves=True)
-        follows = LauncherConnection(theirs, theirs, "", serves=False)
-        follows.receive()
-        follows.send({"beat": None, "drawn": follows.drawn})
-        assert refusal(leads.receive).startswith("'beat' is None")
+def test_a_beat_that_is_no_number_is_refused(ends: Ends) -> None:
+    leads, follows = ends
+    follows.receive()
+    follows.send({"beat": None, "drawn": follows.drawn})
+    assert refusal(leads.receive).startswith("'beat' is None")
 
 
 def test_a_host_whose_lines_are_not_its_own_is_named(tmp_path: Path) -> None:
@@ -150,111 +157,92 @@ def test_a_host_takes_variables_and_signals_from_the_command_that_has_started_it
     assert dict(os.environ) == before
 
 
-def joined(port: int, secret: str, hello: dict[str, Any] | bytes) -> list[bytes]:
-    """What a launcher that leads answers to a hello, before it hangs up."""
+def joined(nodes: Nodes, secret: str, hello: dict[str, Any] | bytes) -> None:
+    """Say a hello to a launcher that leads, and wait until it hangs up."""
     until = time.monotonic() + 10
     while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+            connection = socket.create_connection(nodes.where, timeout=5)
             break
         except ConnectionRefusedError:
             assert time.monotonic() < until
             time.sleep(0.01)
     with connection:
-        line = LauncherConnection(connection, connection, secret, serves=False)
-        found: list[bytes] = []
-        said = False
-        while time.monotonic() < until:
-            lines = line.read()
-            if lines is None:
-                return found
-            found += lines
-            if found and not said:
+        line, said = LauncherConnection(connection, connection, secret, serves=False), False
+        while time.monotonic() < until and (lines := line.read()) is not None:
+            if lines and not said:
                 said = True
                 if isinstance(hello, bytes):
                     connection.sendall(hello)
                 else:
-                    drawn = json.loads(found[0].partition(b" ")[2])["drawn"]
                     line._numbers[True] += 1
-                    line.agree(drawn, hello["drawn"])
+                    line.agree(json.loads(lines[0].partition(b" ")[2])["drawn"], hello["drawn"])
                     line.send(hello)
             time.sleep(0.01)
-    return found
 
 
-def free_port() -> int:
+def nodes_here(least: int = 2, most: int = 2, rank: int | None = None) -> Nodes:
+    """Hosts that find each other at a port of this machine."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+        return Nodes(least=least, most=most, endpoint=f"127.0.0.1:{server.getsockname()[1]}", rank=rank)
+
+
+@contextmanager
+def leading(nodes: Nodes, notify: Callable[[str], object] = bool) -> Iterator[tuple[Leader, threading.Thread]]:
+    """A leader, and the thread in which it waits for the hosts of its first start."""
+    stop = threading.Event()
+    leader = Leader(nodes, 1, notify, stop.is_set)
+    waiting = threading.Thread(target=leader.first_start)
+    waiting.start()
+    try:
+        yield leader, waiting
+    finally:
+        stop.set()
+        waiting.join()
+        leader.close()
 
 
 def test_who_does_not_know_the_secret_does_not_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "the secret of this run")
-    port = free_port()
     told: list[str] = []
-    stop = threading.Event()
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}")
-    leader = Leader(nodes, 1, told.append, stop.is_set)
-    waiting = threading.Thread(target=leader.first_start)
-    waiting.start()
+    nodes = nodes_here()
     hello = {"processes": 1, "run_id": "", "name": "stranger", "drawn": "00", "rank": 0}
-    try:
+    with leading(nodes, told.append) as (_, waiting):
         for attempt in (b"\x80\x04pickle\n", b"[" * 50_000 + b"\n", b"{}\n", b"x {}\n", os.urandom(50) + b"\n"):
-            joined(port, "", attempt)
-        joined(port, "a guess", hello)
-        joined(port, "the secret of this run", hello | {"processes": 10**30})
-        joined(port, "the secret of this run", hello | {"name": "\x1b[2J"})
+            joined(nodes, "", attempt)
+        joined(nodes, "a guess", hello)
+        joined(nodes, "the secret of this run", hello | {"processes": 10**30})
+        joined(nodes, "the secret of this run", hello | {"name": "\x1b[2J"})
         assert waiting.is_alive(), "a stranger was taken for the second host"
-    finally:
-        stop.set()
-        waiting.join()
-        leader.close()
     assert len(told) == 1, "what one address sends is said once"
-    assert told[0].startswith(f"127.0.0.1, which came to 127.0.0.1:{port}, is refused: ")
+    assert told[0].startswith(f"127.0.0.1, which came to {nodes.endpoint}, is refused: ")
 
 
-def test_no_line_of_a_connection_can_be_sent_again() -> None:
+def test_no_line_of_a_connection_can_be_sent_again(ends: Ends) -> None:
     """Neither at once, nor after another one: the digest covers the line's number."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        leads = LauncherConnection(ours, ours, "secret", serves=True)
-        follows = LauncherConnection(theirs, theirs, "secret", serves=False)
-        assert follows.receive() == [{"zeromesh": 1, "drawn": leads.drawn}]
-        follows.send({"drawn": follows.drawn})
-        follows.send({"rest": 0})
-        first, second = leads.read() or ()
-        assert [leads.opened(line) for line in (first, second)] == [{"drawn": follows.drawn}, {"rest": 0}]
-        for line in (second, first):
-            with pytest.raises(MessageError, match="has not the digest"):
-                leads.opened(line)
+    leads, follows = ends
+    assert follows.receive() == [{"zeromesh": 1, "drawn": leads.drawn}]
+    follows.send({"drawn": follows.drawn})
+    follows.send({"rest": 0})
+    first, second = leads.read() or ()
+    assert [leads.opened(line) for line in (first, second)] == [{"drawn": follows.drawn}, {"rest": 0}]
+    for line in (second, first):
+        with pytest.raises(MessageError, match="has not the digest"):
+            leads.opened(line)
 
 
 def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{port}", rank=0)
-    stop = threading.Event()
-    leader = Leader(nodes, 1, lambda line: None, stop.is_set)
-    waiting = threading.Thread(target=leader.first_start)
-    waiting.start()
-    monkeypatch.setenv(SECRET, "another")
-    try:
+    nodes = nodes_here(rank=0)
+    with leading(nodes):
+        monkeypatch.setenv(SECRET, "another")
         with pytest.raises(ConfigError, match="ZEROMESH_SECRET on every host"):
-            launch_workers(["-c", "pass"], processes=1, nodes=Nodes(least=2, most=2, endpoint=nodes.endpoint, rank=1))
-    finally:
-        stop.set()
-        waiting.join()
-        leader.close()
+            launch_workers(["-c", "pass"], processes=1, nodes=replace(nodes, rank=1))
 
 
-def test_a_restart_says_who_died_and_which_restart_it_is(tmp_path: Path) -> None:
+def test_a_restart_says_who_died_and_which_restart_it_is() -> None:
     told: list[str] = []
-    body = (
-        "import os, signal, sys, time\n"
-        "if os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "time.sleep(30)\n"
-    )
-    script = tmp_path / "die.py"
-    script.write_text(body)
-    failed = launch_workers([str(script)], processes=2, nodes=Nodes(max_restarts=2), notify=told.append)
+    body = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(30)\n"
+    failed = launch_workers(["-c", body], processes=2, nodes=Nodes(max_restarts=2), notify=told.append)
     assert isinstance(failed, WorkersFailed)
     assert (failed.ranks, failed.exit_code) == ((1,), 137)
     assert len(told) == 2
@@ -266,11 +254,7 @@ def test_a_restart_says_who_died_and_which_restart_it_is(tmp_path: Path) -> None
 
 def test_a_mistake_of_the_users_is_not_tried_again() -> None:
     told: list[str] = []
-    body = (
-        "from zeromesh.launch.rank_processes import become_worker\n"
-        "become_worker(lambda error: 2)\n"
-        "raise ValueError('no')"
-    )
+    body = "from zeromesh.launch import rank_processes\nrank_processes.become_worker(lambda error: 2)\nraise ValueError('no')"
     failed = launch_workers(["-c", body], processes=1, nodes=Nodes(max_restarts=3), notify=told.append)
     assert isinstance(failed, WorkersFailed)
     assert failed.exit_code == 2
@@ -278,16 +262,12 @@ def test_a_mistake_of_the_users_is_not_tried_again() -> None:
 
 
 def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> None:
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}")
-    stop = threading.Event()
-    leader = Leader(nodes, 1, lambda line: None, stop.is_set)
-    waiting = threading.Thread(target=leader.first_start)
-    waiting.start()
-    follower = Follower(nodes, 1, lambda: False)
-    assert isinstance(follower.first_start(), RankRange)
-    waiting.join()
-    assert follower.poll() is None
-    leader.close()
+    nodes = nodes_here()
+    with leading(nodes) as (_, waiting):
+        follower = Follower(nodes, 1, bool)
+        assert isinstance(follower.first_start(), RankRange)
+        waiting.join()
+        assert follower.poll() is None
     assert follower.poll() == follower.rest_seconds
     noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, distance=1)
     found = follower.next_start(noticed)
@@ -297,7 +277,7 @@ def test_a_follower_names_the_leader_that_is_gone_not_ranks_that_noticed() -> No
 
 def test_who_has_not_introduced_itself_is_told_nothing() -> None:
     """What it has drawn is not known yet, so it would take a message for one of somebody else."""
-    nodes = Nodes(least=1, most=3, endpoint=f"127.0.0.1:{free_port()}")
+    nodes = nodes_here(least=1, most=3)
     leader = Leader(nodes, 1, lambda line: None, bool)
     assert isinstance(leader.first_start(), RankRange)
     with socket.create_connection(nodes.where) as stranger:
@@ -312,22 +292,19 @@ def test_who_has_not_introduced_itself_is_told_nothing() -> None:
 
 def test_ranks_are_killed_where_the_leader_is_gone_without_a_word() -> None:
     """It counts this host as lost, and starts the others again, no earlier than that."""
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}")
-    leader = Leader(nodes, 1, lambda line: None, bool)
-    waiting = threading.Thread(target=leader.first_start)
-    waiting.start()
-    follower = Follower(nodes, 1, bool)
-    assert isinstance(follower.first_start(), RankRange)
-    waiting.join()
-    leader._members.pop().line.close()
-    assert follower.poll() == 0
-    leader.close()
+    nodes = nodes_here()
+    with leading(nodes) as (leader, waiting):
+        follower = Follower(nodes, 1, bool)
+        assert isinstance(follower.first_start(), RankRange)
+        waiting.join()
+        leader._members.pop().line.close()
+        assert follower.poll() == 0
 
 
 @pytest.mark.parametrize("rank", [None, 1])
 def test_a_failure_on_another_host_counts_as_one(rank: int | None) -> None:
     """It is not taken for a host that has come, after which all would start again without end."""
-    nodes = Nodes(least=2, most=2, endpoint=f"127.0.0.1:{free_port()}", rank=rank and 0)
+    nodes = nodes_here(rank=rank and 0)
     found: list[object] = []
     told: list[str] = []
 
