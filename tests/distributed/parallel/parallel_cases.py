@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 
@@ -24,14 +26,15 @@ from tests.support.trainer_cases import (
     settings,
 )
 from zeromesh import Callback, Trainer
-from zeromesh.errors import ZeromeshError
+from zeromesh.errors import PhaseError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 
+_RATES = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
 
 
-def _deep(**changes: Any) -> Any:
-    return llama(num_hidden_layers=4, **changes)
+def _deep() -> Any:
+    return llama(num_hidden_layers=4)
 
 
 def _mixtral() -> Any:
@@ -44,10 +47,6 @@ def _bert() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return tf.BertForSequenceClassification(tf.BertConfig(**sizes, **rates, vocab_size=VOCABULARY, num_labels=3))
-
-
-def _dropout() -> Any:
-    return gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
 
 
 def _frozen() -> Any:
@@ -66,10 +65,10 @@ class OwnBase(tf.LlamaForCausalLM):  # type: ignore[misc]  # transformers' types
 KINDS = {
     "own base": lambda: OwnBase(tf.LlamaConfig(**{**LLAMA, "num_hidden_layers": 4})),
     "llama": _deep,
-    "gpt2": lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2": lambda: gpt2(**dict.fromkeys(_RATES, 0.0)),
     "mixtral": _mixtral,
     "bert": _bert,
-    "dropout": _dropout,
+    "dropout": lambda: gpt2(**dict.fromkeys(_RATES, 0.1)),
     "frozen": _frozen,
     "two heads": lambda: llama(num_attention_heads=2, num_key_value_heads=2),
 }
@@ -77,10 +76,7 @@ KINDS = {
 
 def labelled(count: int) -> list[dict[str, torch.Tensor]]:
     """Sentences with a class each."""
-    return [
-        {"input_ids": each["input_ids"], "labels": torch.tensor(index % 3)}
-        for index, each in enumerate(sentences(count))
-    ]
+    return [each | {"labels": torch.tensor(index % 3)} for index, each in enumerate(sentences(count))]
 
 
 class Look(Callback):
@@ -92,10 +88,8 @@ class Look(Callback):
 
     def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
         if step == 2:
-            for name in trained_names(trainer):
-                gradient = trainer.gradient(name)
-                if gradient is not None:
-                    self.gradients[name] = gradient.clone()
+            found = {name: trainer.gradient(name) for name, _ in trainer.state_dict()}
+            self.gradients = {name: each.clone() for name, each in found.items() if each is not None}
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
         if step == 2:
@@ -106,10 +100,6 @@ class Look(Callback):
                 found = {name: trainer.model.get_parameter(name).detach().clone() for name in names}
             dtype = found[names[0]].dtype if names else None
             self.gathered = distance(found, {name: self.state[name].to(dtype) for name in names}) if names else 0.0
-
-
-def trained_names(trainer: Trainer) -> list[str]:
-    return [name for name, _ in trainer.state_dict()]
 
 
 def fit(
@@ -165,25 +155,16 @@ def fit(
 
 
 def left_in(model: torch.nn.Module) -> list[str]:
-    """What of a run is still in a model."""
-    found = [
-        f"hooks in {name}"
+    """The modules of a model in which something of a run still is: a hook, a forward, or the module itself."""
+    return [
+        name
         for name, module in model.named_modules()
-        if any(
+        if "forward" in vars(module)
+        or any(
             each.__module__.startswith("zeromesh")
-            for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            for each in (type(module), *module._forward_hooks.values(), *module._forward_pre_hooks.values())
         )
     ]
-    found += [f"forward of {name}" for name, module in model.named_modules() if "forward" in vars(module)]
-    found += [
-        f"{name} is {type(module).__module__}"
-        for name, module in model.named_modules()
-        if type(module).__module__.startswith("zeromesh")
-    ]
-    return found
-
-
-# When something is not finite
 
 
 class Poison(Callback):
@@ -209,9 +190,6 @@ def poisoned(mesh: Mesh, *, folder: str, rank: int, axes: Mapping[str, Any]) -> 
     lines = lines_of(Path(folder) / "run")
     weights = digest({name: parameter.detach() for name, parameter in model.named_parameters()})
     return {"skipped": report.skipped_steps, "lines": lines, "weights": weights}
-
-
-# Stopping, and other ways of giving a model
 
 
 def signalled(mesh: Mesh, *, folder: str, rank: int, number: int, axes: Mapping[str, Any]) -> str:
@@ -299,9 +277,9 @@ def killed(mesh: Mesh, *, folder: str, rank: int, count: int, axes: Mapping[str,
         trainer.fit()
 
 
-def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> str:
-    """What comes of calling a model, and having it generate, after a step."""
-    said = []
+def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], refused: bool) -> None:
+    """A model may be called after a step, and generate, or it is refused."""
+    steps: list[int] = []
 
     class Call(Callback):
         def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
@@ -311,15 +289,15 @@ def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> str:
             whole.load_state_dict({name: tensor.clone() for name, tensor in trainer.state_dict()})
             ids = sentences()[1]["input_ids"][None].to(mesh.device)
             options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-            try:
-                with torch.no_grad():
-                    apart = (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
-                    tokens = [model.eval().generate(ids, **options).tolist() for model in (trainer.model, whole)]
-                    trainer.model.train()
-                said.append("same" if apart < 1e-12 and tokens[0] == tokens[1] else f"{apart} {tokens}")
-            except ZeromeshError as error:
-                said.append(f"{type(error).__name__}: {error}")
+            steps.append(step)
+            said = "^the model was called by itself, and this rank has but some stages of it"
+            with torch.no_grad(), pytest.raises(PhaseError, match=said) if refused else nullcontext():
+                apart = (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
+                assert apart < 1e-12
+                tokens = [model.eval().generate(ids, **options).tolist() for model in (trainer.model, whole)]
+                assert tokens[0] == tokens[1]
+                trainer.model.train()
 
     with Trainer(seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[Call()]) as trainer:
         trainer.fit()
-    return said[0]
+    assert steps == [2]
