@@ -227,7 +227,8 @@ class Stages:
         slot.capture_at = blocks.stop if stage + 1 < self.count else -1
         slot.received = received[0] if received else None
         try:
-            self._arrange([stage])
+            if len(self.own) > 1:
+                self._arrange([stage])
             if names is not None and function is not None:
                 # The router logits of earlier stages count in the model's balance loss.
                 names[_BALANCE] = lambda logits, *args, **kwargs: function((*received[1], *logits), *args, **kwargs)
@@ -236,7 +237,8 @@ class Stages:
             if names is not None:
                 names[_BALANCE] = function
             slot.received = slot.captured = None
-            self._arrange(self.own)
+            if len(self.own) > 1:
+                self._arrange(self.own)
 
     def _arrange(self, stages: Collection[int]) -> None:
         for place in self._places:
