@@ -1,6 +1,7 @@
 """Cases of tensor and pipeline parallelism in the trainer that workers run: each trains something tiny and says what it saw."""
 
 import os
+from collections.abc import Callable as Function
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -167,25 +168,23 @@ def left_in(model: torch.nn.Module) -> list[str]:
     ]
 
 
-class Poison(Callback):
-    """Puts an infinity into a gradient shard of one rank before one update."""
-
-    def __init__(self, step: int, *, here: bool) -> None:
-        self.step, self.here = step, here
-
-    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
-        engine = trainer.engine
-        if self.here and step == self.step and engine is not None:
-            bucket = engine.units[-1].trainable[0]
-            assert bucket.grad is not None
-            bucket.grad[0] = float("inf")
+def on(event: str, act: Function[..., object]) -> Callback:
+    """A callback that does one thing."""
+    made = Callback()
+    setattr(made, event, act)
+    return made
 
 
 def poisoned(mesh: Mesh, *, folder: str, rank: int, axes: Mapping[str, Any]) -> dict[str, Any]:
     """One rank's gradients are not finite in one step."""
     config = settings(folder, parallel=axes, run={"log_every": 1})
     model = seeded(_deep)
-    with Trainer(model, config, sentences(), callbacks=[Poison(2, here=mesh.rank == rank)]) as trainer:
+
+    def poison(trainer: Any, step: int) -> None:
+        if mesh.rank == rank and step == 2:
+            trainer.engine.units[-1].trainable[0].grad[0] = float("inf")
+
+    with Trainer(model, config, sentences(), callbacks=[on("on_pre_optimizer_step", poison)]) as trainer:
         report = trainer.fit()
     lines = lines_of(Path(folder) / "run")
     weights = digest({name: parameter.detach() for name, parameter in model.named_parameters()})
@@ -195,14 +194,13 @@ def poisoned(mesh: Mesh, *, folder: str, rank: int, axes: Mapping[str, Any]) -> 
 def signalled(mesh: Mesh, *, folder: str, rank: int, number: int, axes: Mapping[str, Any]) -> str:
     """A run of which one rank is told to stop in its second step; how it ended."""
 
-    class Kill(Callback):
-        def on_step_begin(self, trainer: Trainer, step: int) -> None:
-            if step == 2 and mesh.rank == rank:
-                os.kill(os.getpid(), number)
+    def kill(trainer: Trainer, step: int) -> None:
+        if step == 2 and mesh.rank == rank:
+            os.kill(os.getpid(), number)
 
     config = settings(folder, parallel=axes, checkpoint={"every_steps": 50})
     try:
-        with Trainer(seeded(_deep), config, sentences(), callbacks=[Kill()]) as trainer:
+        with Trainer(seeded(_deep), config, sentences(), callbacks=[on("on_step_begin", kill)]) as trainer:
             trainer.fit()
     except (SystemExit, KeyboardInterrupt) as end:
         return f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
@@ -257,13 +255,9 @@ def refused(
     if length:
         data = [{name: value[:length] for name, value in each.items()} for each in data]
     steps: list[int] = []
-
-    class Count(Callback):
-        def on_step_begin(self, trainer: Trainer, step: int) -> None:
-            steps.append(step)
-
+    count = on("on_step_begin", lambda trainer, step: steps.append(step))
     try:
-        with Trainer(model, settings(folder, parallel=axes), data, callbacks=[Count()]) as trainer:
+        with Trainer(model, settings(folder, parallel=axes), data, callbacks=[count]) as trainer:
             trainer.fit()
     except ZeromeshError as error:
         return f"{len(steps)} {type(error).__name__}: {error}"
@@ -281,23 +275,24 @@ def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], refused: bool) -
     """A model may be called after a step, and generate, or it is refused."""
     steps: list[int] = []
 
-    class Call(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if step != 2:
-                return
-            whole = _deep().double().to(mesh.device)
-            whole.load_state_dict({name: tensor.clone() for name, tensor in trainer.state_dict()})
-            ids = sentences()[1]["input_ids"][None].to(mesh.device)
-            options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-            steps.append(step)
-            said = "^the model was called by itself, and this rank has but some stages of it"
-            with torch.no_grad(), pytest.raises(PhaseError, match=said) if refused else nullcontext():
-                apart = (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
-                assert apart < 1e-12
-                tokens = [model.eval().generate(ids, **options).tolist() for model in (trainer.model, whole)]
-                assert tokens[0] == tokens[1]
-                trainer.model.train()
+    def call(trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        if step != 2:
+            return
+        whole = _deep().double().to(mesh.device)
+        whole.load_state_dict({name: tensor.clone() for name, tensor in trainer.state_dict()})
+        ids = sentences()[1]["input_ids"][None].to(mesh.device)
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        steps.append(step)
+        said = "^the model was called by itself, and this rank has but some stages of it"
+        with torch.no_grad(), pytest.raises(PhaseError, match=said) if refused else nullcontext():
+            apart = (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
+            assert apart < 1e-12
+            tokens = [model.eval().generate(ids, **options).tolist() for model in (trainer.model, whole)]
+            assert tokens[0] == tokens[1]
+            trainer.model.train()
 
-    with Trainer(seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[Call()]) as trainer:
+    with Trainer(
+        seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[on("on_step_end", call)]
+    ) as trainer:
         trainer.fit()
     assert steps == [2]

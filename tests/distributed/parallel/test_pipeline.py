@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -79,21 +80,13 @@ def test_ranks_with_other_data_are_refused(workers: Workers) -> None:
     run(workers, 2, "disagrees")
 
 
-class Failed:
-    """A message that the other end's death has ended."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        raise CollectiveError(f"rank 1 is gone; {self._what}")
-
-
 def test_a_message_that_has_failed_is_named_by_the_next_one() -> None:
-    pair = SimpleNamespace(start=lambda kind, call: Failed(call.what), on_stream=False, index=0)
+    """The other end's death has ended it."""
+
+    def failed(kind: object, call: Any) -> Mock:
+        return Mock(wait=Mock(side_effect=CollectiveError(f"rank 1 is gone; {call.what}")))
+
+    pair = SimpleNamespace(start=failed, on_stream=False, index=0)
     line = point_to_point._Line(pair, torch.device("cpu"))  # type: ignore[arg-type]
     specs = [point_to_point.MessageSpec.of(torch.ones(2))]
     line.send("kind", [torch.ones(2)], specs, "the first")

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -175,41 +175,22 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert message in capsys.readouterr().err
 
 
-class Routes:
-    """Where packets go on hosts whose ranks have an address each; a master's own name leads to its loopback."""
-
-    def __init__(self, addresses: list[str], loopback: bool) -> None:
-        self.addresses, self.loopback = addresses, loopback
-        self.stored: dict[str, str] = {}
-        self.rank = 0
-
-    def set(self, key: str, value: str) -> None:
-        self.stored[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.stored[key].encode()
-
-    def towards(self, host: str) -> str | None:
-        mine = self.addresses[self.rank]
-        on_master = mine == self.addresses[0]
-        return "127.0.0.1" if host == "master" and on_master and self.loopback else mine
-
-
 @pytest.mark.parametrize("loopback", [False, True])
 @pytest.mark.parametrize("addresses", [["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.1", "10.0.0.2"]])
 def test_the_interface_is_the_one_that_leads_to_the_others(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], loopback: bool
 ) -> None:
-    routes: Any = Routes(addresses, loopback)
-    monkeypatch.setattr(network_interfaces, "address_towards", routes.towards)
+    """Ranks have an address each; a master's own name may lead to its loopback."""
     monkeypatch.setattr(network_interfaces, "by_address", lambda: {each: f"to {each}" for each in addresses})
-    found: dict[int, Any] = {}
-    for rank in reversed(range(len(addresses))):
-        routes.rank = rank
-        routes.stored.update({f"route/{lower}": "127.0.0.1" for lower in range(rank)})
+    stored: dict[str, str] = {}
+    store = SimpleNamespace(set=stored.__setitem__, get=lambda key: stored[key].encode())
+    for rank, mine in reversed(list(enumerate(addresses))):
+        own = "127.0.0.1" if mine == addresses[0] and loopback else mine
+        routes = {"master": own} | dict.fromkeys(("127.0.0.1", *addresses), mine)
+        monkeypatch.setattr(network_interfaces, "address_towards", routes.__getitem__)
+        stored.update({f"route/{lower}": "127.0.0.1" for lower in range(rank)})
         place = {"RANK": str(rank), "WORLD_SIZE": str(len(addresses)), "MASTER_ADDR": "master", "MASTER_PORT": "1"}
-        found[rank] = network_interfaces.interface_for(routes, read_environment(place))
-    assert [found[rank] for rank in range(len(addresses))] == [f"to {address}" for address in addresses]
+        assert network_interfaces.interface_for(store, read_environment(place)) == f"to {mine}"
 
 
 def test_this_host_has_a_loopback() -> None:
