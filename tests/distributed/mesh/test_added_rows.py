@@ -88,7 +88,7 @@ print(json.dumps(found))
 def _edited(folder: Path) -> None:
     """Copy the three floors, and add the rows and the codec's file."""
     for floor in ("zeromesh", "trainer", "offload"):
-        shutil.copytree(ROOT / floor, folder / floor, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / floor, folder / floor, symlinks=True)
     (folder / "zeromesh/mesh/wire_codec.py").write_text(CODEC)
     for name, changes in ROWS.items():
         text = (folder / name).read_text()
