@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +111,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any(map(_uses_workers, session.items)) and not session.config.option.collectonly:
         folder = Path(tempfile.mkdtemp(prefix="zeromesh-workers-"))
         session.config.stash[_WORKERS] = Workers(folder, session.config.getoption("--device"))
+        if any(item.path.parent.name == "device" for item in session.items):
+            from tests.simulated import device
+
+            if device.compiler():  # Meanwhile tests run that need no such device.
+                threading.Thread(target=device.build, daemon=True).start()
 
 
 def _uses_workers(item: pytest.Item) -> bool:

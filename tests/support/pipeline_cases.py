@@ -2,13 +2,17 @@
 
 import copy
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from bench.without_zero import PlainRunner, cut_model
 
+from tests.support.architectures import TINY_VOCABULARY, tiny
+from tests.support.plain import apart, distance
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import Mesh
@@ -20,48 +24,14 @@ from zeromesh.pipeline.stages.build import Stages
 
 Batch = Mapping[str, torch.Tensor]
 
-VOCABULARY = 160
-_GPT2 = {
-    "n_embd": 32, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None,
-    "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-}  # fmt: skip
-_EXPERTS = {
-    "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5
-}  # fmt: skip
-_SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 32,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "use_cache": False,
-}
-
-
-_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama": (tf.LlamaForCausalLM, _SMALL),
-    "qwen3": (tf.Qwen3ForCausalLM, {**_SMALL, "head_dim": 8}),
-    "gemma": (tf.GemmaForCausalLM, {**_SMALL, "head_dim": 8}),
-    "gemma3": (tf.Gemma3ForCausalLM, {**_SMALL, "head_dim": 8, "sliding_window": 4}),
-    "gpt2": (tf.GPT2LMHeadModel, _GPT2),
-    "mixtral": (tf.MixtralForCausalLM, {**_SMALL, **_EXPERTS}),
-}
-
 
 def build(name: str, layers: int) -> Any:
     """A tiny model in float64, the same on every rank."""
     torch.manual_seed(0)
-    kind, values = _ROWS[name]
-    number = {"n_layer": layers} if name == "gpt2" else {"num_hidden_layers": layers}
-    types = ["sliding_attention", "full_attention"] * (layers // 2)
-    config = kind.config_class(**values, **number, **({"layer_types": types} if name == "gemma3" else {}))
-    if name == "mixtral":
-        config._experts_implementation = "eager"
-    return kind(config).double()
+    changes: dict[str, Any] = {"n_layer" if name == "gpt2" else "num_hidden_layers": layers}
+    if name == "gemma3":
+        changes["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
+    return tiny(name, use_cache=False, **changes).double()
 
 
 def batches(count: int, *, seed: int = 1, device: str | torch.device = "cpu") -> list[dict[str, torch.Tensor]]:
@@ -70,7 +40,7 @@ def batches(count: int, *, seed: int = 1, device: str | torch.device = "cpu") ->
     made = []
     for number in range(count):
         samples, length = 1 + number % 2, 4 + 3 * (number % 3)
-        ids = torch.randint(1, VOCABULARY, (samples, length), generator=generator)
+        ids = torch.randint(1, TINY_VOCABULARY, (samples, length), generator=generator)
         mask = torch.ones_like(ids)
         mask[0, length - 1 - number % 2 :] = 0
         batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -112,31 +82,29 @@ def trains(
     queue = WeightQueue()
     if schedule == "zero_bubble":
         defer_weights(staged, [staged], queue)
-    calls: dict[str, int] = {}
+    calls = Counter[str]()
     for name, parameter in staged.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _p, name=name: calls.update({name: calls.get(name, 0) + 1}))
+        parameter.register_post_accumulate_grad_hook(lambda _p, name=name: calls.update([name]))
     channels = Channels(mesh.world, mesh.device)
     executor = Executor(mesh.world, channels)
     plan = make_schedule(schedule, ranks=mesh.world.size, microbatches=microbatches, chunks=chunks)
     differences: list[float] = []
-    losses = torch.zeros(0)
     for step in range(2):
         staged.zero_grad()
         runner = PlainRunner(stages, data, loss_of, seed=0.5 + step, queue=queue)
         marks = executor.run(plan, runner)
         losses = mesh.world.all_reduce(runner.losses.cpu(), "losses")
         wanted_losses, wanted = alone(whole, data, 0.5 + step)
-        differences.append(_difference(losses, wanted_losses.cpu()))
-        differences += [_difference(found, wanted[name]) for name, found in _gradients(mesh, stages, staged)]
-    names = sorted(name for name, _ in staged.named_parameters())
+        found = _gradients(mesh, stages, staged)
+        differences.append(apart(losses.tolist(), wanted_losses.tolist()))
+        differences.append(distance(found, {name: wanted[name] for name in found}))
     bubble = executor.bubble(plan, marks)
     channels.close()
+    ties = [[list(names), {str(stage): name for stage, name in held.items()}] for names, held in stages.ties.items()]
     return {
         "difference": max(differences),
-        "names": names,
-        "ties": [
-            [list(names), {str(stage): name for stage, name in held.items()}] for names, held in stages.ties.items()
-        ],
+        "names": sorted(name for name, _ in staged.named_parameters()),
+        "ties": ties,
         "calls": sorted(set(calls.values())),
         "called": len(calls),
         "bubble": [bubble.predicted, bubble.measured],
@@ -144,7 +112,7 @@ def trains(
     }
 
 
-def _gradients(mesh: Mesh, stages: Stages, model: Any) -> list[tuple[str, torch.Tensor]]:
+def _gradients(mesh: Mesh, stages: Stages, model: Any) -> dict[str, torch.Tensor]:
     """Of this rank's parameters, under their names in checkpoints, those of tied ones summed over stages."""
     held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for names, by_stage in stages.ties.items():
@@ -156,13 +124,7 @@ def _gradients(mesh: Mesh, stages: Stages, model: Any) -> list[tuple[str, torch.
         mesh.world.all_reduce(total, "gradients of tied parameters")
         if grads:
             held[names[0]] = total.view(shape).to(grads[0].device)
-    return list(held.items())
-
-
-def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Relative; NaN is as far away as can be."""
-    difference = float((found - wanted).abs().max() / (1e-3 + wanted.abs().max()))
-    return difference if difference == difference else float("inf")
+    return held
 
 
 def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
@@ -178,14 +140,14 @@ def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
         executor.run(plan, runner)
         wanted = torch.stack([loss_of(whole, batch) for batch in data])
     channels.close()
-    return _difference(mesh.world.all_reduce(runner.losses.cpu(), "losses"), wanted.cpu())
+    return apart(mesh.world.all_reduce(runner.losses.cpu(), "losses").tolist(), wanted.tolist())
 
 
-def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bool) -> dict[str, Any]:
+def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bool) -> None:
     """Tokens of a pipeline, and those of one process by the library's own loop."""
     whole = build(model, 4).to(mesh.device).eval()
     stages = cut(mesh, copy.deepcopy(whole), chunks)
-    prompts = torch.randint(1, VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(3)).to(mesh.device)
+    prompts = torch.randint(1, TINY_VOCABULARY, (3, 5), generator=torch.Generator().manual_seed(3)).to(mesh.device)
     mask = torch.ones_like(prompts)
     mask[1, :2] = 0
     whole.config.output_router_logits = False
@@ -205,29 +167,22 @@ def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bo
         tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     channels.close()
-    return {
-        "found": tokens.tolist(),
-        "wanted": wanted.tolist(),
-        "shape": list(logits.shape),
-        "dtype": str(logits.dtype),
-    }
+    assert tokens.tolist() == wanted.tolist()
+    assert logits.shape == (3, 1, TINY_VOCABULARY)
+    assert logits.dtype is torch.float64, "as the model computes"
 
 
-def disagrees(mesh: Mesh) -> str:
-    """Ranks that have other microbatches; what the error says."""
+def disagrees(mesh: Mesh) -> None:
+    """Ranks that have other microbatches."""
     stages = cut(mesh, build("llama", 4), 1)
     channels = Channels(mesh.world, mesh.device)
-    executor = Executor(mesh.world, channels)
     runner = PlainRunner(stages, batches(3)[mesh.rank :][:2], loss_of)
-    try:
-        executor.run(make_schedule("1f1b", ranks=mesh.world.size, microbatches=2), runner)
-    except CollectiveError as error:
-        channels.close()
-        return str(error)
-    return ""
+    with pytest.raises(CollectiveError, match="ranks were given different things: shapes of microbatches is"):
+        Executor(mesh.world, channels).run(make_schedule("1f1b", ranks=mesh.world.size, microbatches=2), runner)
+    channels.close()
 
 
-def loses_a_rank(mesh: Mesh) -> str:
+def loses_a_rank(mesh: Mesh) -> None:
     """The last rank ends amid a step."""
     stages = cut(mesh, build("llama", 4), 1)
     executor = Executor(mesh.world, Channels(mesh.world, mesh.device))
@@ -240,10 +195,9 @@ def loses_a_rank(mesh: Mesh) -> str:
     data = batches(4)
     runner = PlainRunner(stages, data, loss)
     executor.run(make_schedule("1f1b", ranks=mesh.world.size, microbatches=4), runner)
-    return ""
 
 
-def channels_carry(mesh: Mesh) -> dict[str, Any]:
+def channels_carry(mesh: Mesh) -> None:
     """Tensors of many kinds both ways around a ring, some of them again in another shape."""
     world = mesh.world
     channels = Channels(world, mesh.device)
@@ -256,7 +210,6 @@ def channels_carry(mesh: Mesh) -> dict[str, Any]:
         [torch.randn(300_000)],
         [],
     ]
-    equal = []
     for _turn in range(2):
         incoming = [channels.receive(before, number, f"message {number}") for number in range(len(sent))]
         for number, tensors in enumerate(sent):
@@ -264,16 +217,12 @@ def channels_carry(mesh: Mesh) -> dict[str, Any]:
         # The last one first: those before it begin, too.
         for tensors, message in zip(reversed(sent), reversed(incoming), strict=True):
             received, specs = message.wait()
-            equal.append(len(received) == len(tensors) == len(specs))
-            equal += [
-                found.dtype == wanted.dtype and torch.equal(found, wanted)
-                for found, wanted in zip(received, tensors, strict=True)
-            ]
+            assert len(received) == len(tensors) == len(specs)
+            for found, wanted in zip(received, tensors, strict=True):
+                assert found.dtype == wanted.dtype
+                assert torch.equal(found, wanted)
         channels.settle()
-    message = ""
-    try:
+    said = r"float32 \[2\], but for inputs of the same shapes they were torch.float32 \[300000\]"
+    with pytest.raises(CollectiveError, match=said):
         channels.send(following, 3, [torch.ones(2)], "message 3")
-    except CollectiveError as error:
-        message = str(error)
     channels.close()
-    return {"equal": equal, "message": message}

@@ -253,20 +253,20 @@ def held_twice(swap: Swap) -> None:
 
 def labels_swapped(swap: Swap) -> None:
     def make(run: Any) -> Any:
-        def planted(self: ZeroRunner, chunk: int, microbatch: int, received: Any) -> Any:
+        def planted(self: ZeroRunner, chunk: int, microbatch: int, *rest: Any) -> Any:
             work = self.work
             if self.stages.is_last(chunk) and torch.is_grad_enabled() and microbatch < 2:
                 other = {**work[microbatch].batch, "labels": work[1 - microbatch].batch["labels"]}
                 self.work = [*work]
                 self.work[microbatch] = replace(work[microbatch], batch=other)
             try:
-                return run(self, chunk, microbatch, received)
+                return run(self, chunk, microbatch, *rest)
             finally:
                 self.work = work
 
         return planted
 
-    swap(ZeroRunner, "_run", make)
+    swap(ZeroRunner, "_forward", make)
 
 
 def last_weights_dropped(swap: Swap) -> None:

@@ -24,6 +24,7 @@ def die_with_parent() -> None:
 def import_once() -> None:
     """What every worker needs, so that forked workers share its pages and start at once."""
     import peft  # noqa: F401
+    import pytest  # noqa: F401
     import torch
     import torch.distributed
     import trainer_cases  # noqa: F401

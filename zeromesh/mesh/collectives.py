@@ -72,11 +72,8 @@ class Launched:
         return self.over or all(work.is_completed() for work in self.works)
 
     def wait(self) -> None:
-        """Wait for the collective; on a device the current stream waits, not the host. Only the first call waits.
-
-        Raises:
-            CollectiveError: when a peer is gone, late, or the collective fails.
-        """
+        """Wait for the collective; on a device the current stream waits, not the host. Only the first call waits. Raises
+        `CollectiveError` when a peer is gone, late, or the collective fails."""
         if not self.over:
             with self.call.timed():
                 for work in self.works:

@@ -34,10 +34,8 @@ from zeromesh.telemetry.watchdog import AsyncWork, Patience, Watchdog
 
 _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 1e-3
-TRACE = "collectives_rank_"
+_TRACE = "collectives_rank_"
 """The prefix of the name of a rank's file of latest collectives."""
-
-
 _RECORDED = 2000
 """The number of collectives that torch's flight recorder keeps, the default of newer versions; older ones kept none."""
 
@@ -49,7 +47,7 @@ def record_collectives(traces: Path | None) -> None:
     set_default("TORCH_FR_BUFFER_SIZE", str(_RECORDED), "TORCH_NCCL_TRACE_BUFFER_SIZE")
     set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if traces is not None:
-        set_default("TORCH_FR_DUMP_TEMP_FILE", str(traces / TRACE), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+        set_default("TORCH_FR_DUMP_TEMP_FILE", str(traces / _TRACE), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,9 +67,7 @@ class DeviceWorks:
 
     def __init__(self, device: torch.device, watch: Watchdog, *, traces: Path | None) -> None:
         """Start supervision. `traces` is the folder for the latest collectives of a rank that finds an error; None: no files."""
-        self.device = device
-        self._watch = watch
-        self._traces = traces
+        self.device, self._watch, self._traces = device, watch, traces
         self._flying: deque[_Flight] = deque()
         self._computing: deque[Callable[[], bool]] = deque()
         """Queries in launch order, each of which returns True once the device has computed all that was launched before it."""
@@ -84,11 +80,8 @@ class DeviceWorks:
         watch.on_beat, watch.on_post = self._look, lambda: self._computing.append(self._event())
 
     def order(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Order what this thread launches from now on after the collective `work`.
-
-        Raises:
-            CollectiveError: when an earlier collective cannot complete.
-        """
+        """Order what this thread launches from now on after the collective `work`. Raises `CollectiveError` when an earlier
+        collective cannot complete."""
         self._watch.refuse()
         self._watch.begun += 1
         work.wait()
@@ -99,11 +92,8 @@ class DeviceWorks:
         return accelerator.record(accelerator.current_stream(self.device)).query
 
     def wait(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Block the host until the device has finished a collective.
-
-        Raises:
-            CollectiveError: when the collective fails or cannot complete.
-        """
+        """Block the host until the device has finished a collective. Raises `CollectiveError` when the collective fails or cannot
+        complete."""
         self._watch.wait(work.is_completed, peers, what, lambda _seconds: time.sleep(_POLL_SECONDS))
         try:
             work.wait()
@@ -111,16 +101,18 @@ class DeviceWorks:
             raise self._watch.broken_transport(error, peers, what) from error
 
     def connect(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        """Connect the communicator of a group at once. Made at its first use instead, ranks could wait for one another in
-        different groups. All its ranks call this, and connect the groups that they share in the same order.
+        """Connect the communicator of a group at once. Made at its first use instead, ranks could wait for one another in different
+        groups. All its ranks call this, and connect the groups that they share in the same order. Raises `CollectiveError` when the
+        ranks do not connect."""
 
-        Raises:
-            CollectiveError: when the ranks do not connect.
-        """
+        def bytes_of_others() -> int:  # In use outside of torch's allocator in this process.
+            memory = accelerator.device_memory(self.device)
+            return memory.total - memory.free - memory.reserved
+
         what = f"connection of the devices of ranks {', '.join(map(str, ranks))}"
         self._groups.append(group)
         count = torch.ones(1, device=self.device)
-        before = self._bytes_of_others()
+        before = bytes_of_others()
         self._standing = _Flight(done=lambda: False, peers=ranks, what=what)
         try:
             with self._watch.patience(START_SECONDS):
@@ -129,12 +121,7 @@ class DeviceWorks:
             self._standing = None
         if int(count) != len(ranks):
             raise CollectiveError(f"{what}: a sum of one for each of {len(ranks)} ranks gave {int(count)}")
-        self.nbytes += max(0, self._bytes_of_others() - before)
-
-    def _bytes_of_others(self) -> int:
-        """Return the device bytes in use outside of torch's allocator in this process."""
-        memory = accelerator.device_memory(self.device)
-        return memory.total - memory.free - memory.reserved
+        self.nbytes += max(0, bytes_of_others() - before)
 
     def forget(self, group: dist.ProcessGroup) -> None:
         """Forget a group that is left."""
@@ -177,8 +164,8 @@ class DeviceWorks:
         flight recorder's latest collectives of this rank are written before, and named in the error."""
         where, dump = "", getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
         if dump is not None and self._traces is not None:
-            path = self._traces / f"{TRACE}{dist.get_rank()}"
-            tool = f"torchfrtrace --prefix {TRACE} {self._traces}"
+            path = self._traces / f"{_TRACE}{dist.get_rank()}"
+            tool = f"torchfrtrace --prefix {_TRACE} {self._traces}"
             where = f". The latest collectives of this rank are in {path}; {tool} compares those of all"
             try:
                 self._traces.mkdir(parents=True, exist_ok=True)
@@ -189,16 +176,16 @@ class DeviceWorks:
         self._watch.broken, self._watch.in_doubt = found, True
         self._watch.fail(found)
         _LOGGER.error("%s", found)
+
+        def abort(group: dist.ProcessGroup) -> None:
+            with suppress(RuntimeError):  # A group that cannot be aborted ends with the process.
+                group.abort()
+
         # All at once, each in a thread: an abort waits until the device has left the group's collectives, which may be
         # queued behind those of another group, or never does if the device is lost.
         for group in self._groups:
-            threading.Thread(target=_abort, args=(group,), name="zeromesh-abort", daemon=True).start()
+            threading.Thread(target=abort, args=(group,), name="zeromesh-abort", daemon=True).start()
         if not self._watch.told.wait(self.GRACE_SECONDS) and not self._watch.closed.is_set():
             sys.excepthook(CollectiveError, found, None)  # `become_worker` records errors there for the launcher.
             sys.stderr.flush()
             os._exit(1)
-
-
-def _abort(group: dist.ProcessGroup) -> None:
-    with suppress(RuntimeError):  # A group that cannot be aborted ends with the process.
-        group.abort()

@@ -49,11 +49,8 @@ class MeshShape:
 
     @classmethod
     def resolve(cls, world_size: int, *, shard: int | Literal["auto"] = "auto", **others: int) -> MeshShape:
-        """Compute the shape of a world of `world_size` ranks; `shard="auto"` takes the ranks that the other axes leave.
-
-        Raises:
-            LayoutError: when the axes do not fit the world. The message names their product, and a remedy.
-        """
+        """Compute the shape of a world of `world_size` ranks; `shard="auto"` takes the ranks that the other axes leave. Raises
+        `LayoutError` when the axes do not fit the world. The message names their product, and a remedy."""
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise LayoutError(f"a world has at least 1 rank, got {world_size!r}")
         fixed = {name: others.get(name, 1) for name in AXES if name != "shard"}
@@ -89,8 +86,7 @@ class MeshShape:
     @property
     def model_size(self) -> int:
         """The number of ranks that compute one batch together, which lie along the axes that divide the model."""
-        sizes = zip(AXES, self.sizes, strict=True)
-        return math.prod(size for name, size in sizes if name not in axes_of("batch"))
+        return math.prod(getattr(self, name) for name in MODEL_AXES)
 
     def divides(self, what: Divided) -> bool:
         """Return True if several ranks divide `what` among them."""
@@ -114,7 +110,7 @@ class MeshShape:
 
     def data_index(self, rank: int) -> int:
         """Return the data-parallel index of `rank`, from 0, which is equal along the axes that divide the model."""
-        return self.group_index(rank, *(name for name in AXES if name not in axes_of("batch")))
+        return self.group_index(rank, *MODEL_AXES)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all groups of ranks that differ along `axes` only; every rank is in exactly one.
@@ -163,6 +159,10 @@ AXES: tuple[Axis, ...] = tuple(_ROWS)
 def axes_of(*divided: Divided, but: Sequence[Divided] = ()) -> tuple[Axis, ...]:
     """Return the axes that divide any of `divided` and none of `but`, from outer to inner."""
     return tuple(name for name, row in _ROWS.items() if {*divided} & {*row} and not {*but} & {*row})
+
+
+MODEL_AXES = tuple(name for name in AXES if name not in axes_of("batch"))
+"""The axes whose ranks compute one batch together."""
 
 
 def _check_size(axis: str, size: object) -> None:

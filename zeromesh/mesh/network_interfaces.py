@@ -17,11 +17,8 @@ _ROUTE_PORT = 9  # discard; nothing is sent
 
 
 def listen(name: str, port: int) -> socket.socket:
-    """Open a socket that listens at the address by which other hosts know this one as `name`, and at no other. Port 0: any.
-
-    Raises:
-        ConfigError: when that address is unknown, or the port is in use.
-    """
+    """Open a socket that listens at the address by which other hosts know this one as `name`, and at no other. Port 0: any. Raises
+    `ConfigError` when that address is unknown, or the port is in use."""
     address = own_address(name)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -31,11 +28,8 @@ def listen(name: str, port: int) -> socket.socket:
 
 
 def own_address(name: str) -> str:
-    """Return the address of this host to which `name` resolves on other hosts; locally it is often the loopback.
-
-    Raises:
-        ConfigError: when `name` resolves to no address of this host but the loopback, and the host has several others.
-    """
+    """Return the address of this host to which `name` resolves on other hosts; locally it is often the loopback. Raises
+    `ConfigError` when `name` resolves to no address of this host but the loopback, and the host has several others."""
     found = addresses_of(name)
     if is_loopback(name):
         return found[0] if found else LOOPBACK

@@ -20,15 +20,12 @@ from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.watchdog import Watchdog
 
 _NUMBERS = itertools.count()
-
 GroupPurpose = Literal["control", "data", "reduce"]
 """The purpose of a process group. Calls on one group match in order, so calls without a common order need separate groups.
 
 `control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
 start as gradients arrive, so their order relative to gathers differs between ranks; a common group would match one with the other.
 """
-
-
 SetGroups = dict[GroupPurpose, dist.ProcessGroup]
 """The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""
 
@@ -51,9 +48,7 @@ class MeshGroups:
     are created, and all are left."""
 
     def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
-        self._environment = environment
-        self._device = device
-        self._rank = environment.rank
+        self._environment, self._device, self._rank = environment, device, environment.rank
         self._groups: dict[tuple[GroupPurpose, tuple[int, ...], str], dist.ProcessGroup | None] = {}
         """Groups by purpose, ranks, and the name of the process set that alone uses them; None if this rank is no member."""
         self._joined = False
@@ -62,20 +57,17 @@ class MeshGroups:
         """The supervised collectives of an accelerator; None on CPUs, and for a single rank."""
 
     def store(self, seconds: float) -> dist.distributed_c10d.Store:
-        """Return a store for one mesh, whose keys do not collide with those of earlier meshes of the process. The first call
-        waits up to `seconds` for the store.
-
-        Raises:
-            ConfigError: when the process's existing default group and the launch differ in their number of ranks.
-        """
-        prefix, environment = f"zeromesh/mesh-{next(_NUMBERS)}", self._environment
+        """Return a store for one mesh, whose keys do not collide with those of earlier meshes of the process. The first call waits
+        up to `seconds` for the store. Raises `ConfigError` when the process's existing default group and the launch differ in their
+        number of ranks."""
         if not dist.is_initialized():
-            return dist.distributed_c10d.PrefixStore(prefix, run_store(environment, seconds))
-        if dist.get_world_size() != environment.world_size:
-            raise ConfigError(
-                f"the process group has {counted(dist.get_world_size(), 'rank')}, the launch environment {environment.world_size}"
-            )
-        return dist.distributed_c10d.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+            store = run_store(self._environment, seconds)
+        elif dist.get_world_size() == self._environment.world_size:
+            store = dist.distributed_c10d._get_default_store()
+        else:
+            ranks = counted(dist.get_world_size(), "rank")
+            raise ConfigError(f"the process group has {ranks}, the launch environment {self._environment.world_size}")
+        return dist.distributed_c10d.PrefixStore(f"zeromesh/mesh-{next(_NUMBERS)}", store)
 
     def join(self, rank: int) -> None:
         """Join the default process group as `rank`, if the process has not done so."""
@@ -89,7 +81,9 @@ class MeshGroups:
                 if interface is not None and setting(INTERFACE) is None:
                     export({INTERFACE: interface})
             dist.init_process_group(
-                f"cpu:gloo,{self._device.type}:{backend_of(self._device)}" if is_accelerator(self._device) else "gloo",
+                f"cpu:gloo,{self._device.type}:{dist.get_default_backend_for_device(self._device)}"
+                if is_accelerator(self._device)
+                else "gloo",
                 store=store,
                 rank=rank,
                 world_size=self._environment.world_size,
@@ -171,11 +165,6 @@ class MeshGroups:
             _leave_default()
 
 
-def backend_of(device: torch.device) -> str:
-    """Return the backend that moves tensors between ranks on devices of this kind: `gloo` for CPUs, `nccl` for CUDA."""
-    return str(dist.get_default_backend_for_device(device))
-
-
 def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timedelta) -> dist.ProcessGroup:
     """Create a process group of these ranks; all ranks of the world make the same calls. With `works` the group is one of their
     device and connected at once, since ranks may use groups in different orders first.
@@ -190,7 +179,8 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
     as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     backend = "gloo"
     if works is not None:
-        backend, patience = backend_of(works.device), timedelta(seconds=2 * START_SECONDS) + works.patience
+        backend = str(dist.get_default_backend_for_device(works.device))
+        patience = timedelta(seconds=2 * START_SECONDS) + works.patience
     made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
     if works is not None and dist.get_rank() in ranks:
         works.connect(made, ranks)

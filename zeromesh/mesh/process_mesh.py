@@ -9,7 +9,7 @@ import socket
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.environment import LaunchEnvironment
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError, counted
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
-from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape, axes_of
+from zeromesh.mesh.mesh_shape import AXES, MODEL_AXES, Axis, MeshShape, axes_of
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
@@ -112,7 +112,7 @@ class ProcessMesh:
                 f"({str(error).splitlines()[0]}); a rank has ended meanwhile, cannot be reached, or has not started within "
                 f"{_STARTS_AS_LONG * timeout_seconds:g} seconds, {_STARTS_AS_LONG} times timeout_seconds"
             ) from error
-        together = shape.group_of(self.rank, *(axis for axis in AXES if axis not in axes_of("batch")))
+        together = shape.group_of(self.rank, *MODEL_AXES)
         self.model_size, self.model_index = len(together), together.index(self.rank)
         """The number of ranks that compute one batch together, and this rank's position among them."""
         self.data_index, self.coordinate = self.data.index, shape.coordinate(self.rank)
@@ -169,12 +169,10 @@ class ProcessMesh:
         if self.rank == 0:
             segment = SharedSegment.create("board", nbytes)
             store.set("board-at", f"{os.getpid()} {segment.descriptor}")
-        pid, descriptor = (int(part) for part in store.get("board-at").split())
-        try:
-            if segment is None:
+        else:
+            pid, descriptor = map(int, store.get("board-at").split())
+            with suppress(StorageError):
                 segment = SharedSegment.attach(pid, descriptor, nbytes, "board")
-        except StorageError:
-            segment = None
         mapped = torch.tensor([0 if segment is None else 1])
         dist.all_reduce(mapped, op=dist.ReduceOp.MIN)
         if segment is None or not mapped.item():
@@ -214,7 +212,6 @@ class ProcessMesh:
         return self._sets[key]
 
     def _as_set(self, name: str, ranks: tuple[int, ...], groups: SetGroups | None) -> ProcessSet:
-        """Create the set as this rank sees it; the rank need not be a member."""
         joined = self.rank in ranks and len(ranks) > 1
         return ProcessSet(
             name=name,
@@ -314,12 +311,9 @@ Mesh = ProcessMesh
 def exchange_locations(
     store: Store, process: int, processes: int, device: torch.device, asked: Mapping[str, object]
 ) -> list[ProcessLocation]:
-    """Return the locations of all processes, in the order of the launch; a collective call that waits for the last process.
-
-    Raises:
-        ConfigError: when processes request different meshes, with each process's `asked`, or share one accelerator, which
-            NCCL would refuse later with a less clear error.
-    """
+    """Return the locations of all processes, in the order of the launch; a collective call that waits for the last process. Raises
+    `ConfigError` when processes request different meshes, with each process's `asked`, or share one accelerator, which NCCL would
+    refuse later with a less clear error."""
     place = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
     wanted = {name: str(value) for name, value in asked.items()}
     found = _everyones(store, "place", process, processes, [place, wanted, accelerator.identity(device)])

@@ -70,10 +70,7 @@ class ProcessSet:
 
     def start(self, kind: Collective, call: CollectiveCall) -> Launched:
         """Start a collective through its row in `COLLECTIVES`; `call` is filled in, and belongs to the collective from then on.
-
-        Raises:
-            CollectiveError: when this rank may not act in the set.
-        """
+        Raises `CollectiveError` when this rank may not act in the set."""
         groups, size, given = self.require_member(), len(self.ranks), call.given
         on_stream = self.works is not None and call.purpose != "control"
         received = call.received = call.received or (call.out.numel() // size,) * size
@@ -202,11 +199,8 @@ class ProcessSet:
         return tensor
 
     def require_member(self) -> SetGroups | None:
-        """Return the process groups; None for a set of one rank.
-
-        Raises:
-            CollectiveError: when this rank may not act in the set: it is not in it, or the set was removed.
-        """
+        """Return the process groups; None for a set of one rank. Raises `CollectiveError` when this rank may not act in the set: it
+        is not in it, or the set was removed."""
         if self.index < 0:
             raise CollectiveError(
                 f"this rank is not in process set {self.name} (ranks {_listed(self.ranks)}); only those may act in it"

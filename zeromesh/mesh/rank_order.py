@@ -96,9 +96,11 @@ def mesh_picture(
     hosts: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         hosts.setdefault(place.host, []).append(rank)
-    names = _names(places, list(hosts))
+    named = {place.host: place.name or place.host for place in reversed(places)}
+    alike: dict[str, list[str]] = {}
+    for host in hosts:
+        alike.setdefault(named[host], []).append(host)
     axes: list[Axis] = [axis for axis in AXES if getattr(shape, axis) > 1]
-
     digits = len(str(shape.world_size - 1))
 
     def of_rank(rank: int) -> list[str]:
@@ -112,8 +114,10 @@ def mesh_picture(
         return ["  ".join(words).rstrip()]
 
     def of_host(host: str) -> list[str]:
+        same = alike[named[host]]  # Hosts with equal names are numbered.
+        name = f"{named[host]} ({same.index(host) + 1})" if same[1:] else named[host]
         ranks = _lines(hosts[host], _RANKS_SHOWN, [] if here is None else [here], "rank", of_rank)
-        return [names[host], *(f"  {line}" for line in ranks)]
+        return [name, *(f"  {line}" for line in ranks)]
 
     count = f"{counted(shape.world_size, 'rank')} on {counted(len(hosts), 'host')}"
     lines = _lines(list(hosts), _HOSTS_SHOWN, [] if here is None else [places[here].host], "host", of_host)
@@ -122,23 +126,11 @@ def mesh_picture(
     return "\n".join([f"{shape}: {count}"[:WIDTH], *(f"  {line}"[:WIDTH] for line in [*lines, *wrapped])])
 
 
-def _names(places: Sequence[ProcessLocation], hosts: Sequence[str]) -> dict[str, str]:
-    """Return a display name for each host; hosts with equal names are numbered."""
-    named = {place.host: place.name or place.host for place in reversed(places)}
-    counts, found, so_far = Counter(named.values()), dict[str, str](), Counter[str]()
-    for host in hosts:
-        name = named[host]
-        so_far[name] += 1
-        found[host] = f"{name} ({so_far[name]})" if counts[name] > 1 else name
-    return found
-
-
 def _lines(
     items: Sequence[Item], most: int, needed: Sequence[Item], noun: str, show: Callable[[Item], list[str]]
 ) -> list[str]:
     """Return the lines of the items. Of more than `most`, only some at both ends and the `needed` are shown, others counted."""
-    found: list[str] = []
-    gap = 0
+    found, gap = list[str](), 0
     for number, item in enumerate(items):
         if len(items) <= most or number < most - 2 or number >= len(items) - 2 or item in needed:
             found += [f"... {gap} more {plural(gap, noun)}"] * (gap > 0) + show(item)

@@ -45,8 +45,7 @@ class LocalRowStore:
     """
 
     def __init__(self, descriptor: int, mesh: int, world_size: int) -> None:
-        self._descriptor = descriptor
-        self._first = mesh * world_size
+        self._descriptor, self._first = descriptor, mesh * world_size
 
     def set(self, key: str, value: str) -> None:
         """Write the row of the rank that `key` ends in."""
@@ -87,7 +86,7 @@ def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) ->
     if environment in _STORES:
         return _STORES[environment]
     store: Store
-    if _one_host(environment):
+    if environment.local_world_size == environment.world_size:
         store = FileStore(f"/proc/self/fd/{_descriptors(environment, seconds)[0]}", -1)
     else:
         host, port, listener = environment.master_address, environment.master_port, None
@@ -103,13 +102,9 @@ def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) ->
 
 def rows(environment: LaunchEnvironment) -> LocalRowStore | None:
     """Return the store for the ranks' rows of the next mesh; None on several hosts, where the store itself has the rows."""
-    if not _one_host(environment):
+    if environment.local_world_size != environment.world_size:
         return None
     return LocalRowStore(_descriptors(environment)[1], next(_MESHES), environment.world_size)
-
-
-def _one_host(environment: LaunchEnvironment) -> bool:
-    return environment.local_world_size == environment.world_size
 
 
 def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> tuple[int, int]:
@@ -168,6 +163,5 @@ def _receive(name: bytes, rank: int, seconds: float) -> tuple[int, int]:
 
 
 def _user_at(connection: socket.socket) -> int:
-    """Return the user id of the process at the other end, as the kernel reports it."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size)
     return int(_USER.unpack(data)[1])

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -51,11 +50,8 @@ class WeightQueue:
         self._current.setdefault(weight, []).append((edge, first, second))
 
     def run(self, key: Hashable) -> None:
-        """Compute the queued gradients in the order of backward, freeing factors on the way.
-
-        Raises:
-            PhaseError: when nothing was queued under `key`.
-        """
+        """Compute the queued gradients in the order of backward, freeing factors on the way. Raises `PhaseError` when nothing was
+        queued under `key`."""
         if key not in self._queued:
             raise PhaseError(f"gradients of weights of {key} were to be computed, but its backward has not run")
         products = self._queued.pop(key)
@@ -104,24 +100,20 @@ def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQu
     `torch.nn.Linear` and GPT-2's transposed one keep their backward."""
     holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     undo = ExitStack()
-    for module in {id(module): module for block in blocks for module in block.modules()}.values():
+    for module in nn.ModuleList(blocks).modules():
         kind, own = type(module), vars(module).get("forward")
         transposed = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
         ours = own is None or str(getattr(own, "__module__", "")).startswith("zeromesh.")
         if ours and (kind is nn.Linear or transposed) and holders[id(module._parameters["weight"])] == 1:
-            forward = MethodType(_forward_of(queue, transposed=transposed), module)
-            undo.callback(override(module, "forward", forward))
+            undo.callback(override(module, "forward", partial(_forward, module, queue, transposed)))
     return undo.close
 
 
-def _forward_of(queue: WeightQueue, *, transposed: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:
-    def forward(module: Any, x: torch.Tensor) -> torch.Tensor:
-        weight: nn.Parameter = module.weight
-        if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
-            return linear(x, weight.t() if transposed else weight, module.bias)
-        # The edge stays valid when the weight's values are released.
-        add = partial(queue.add, weight, get_gradient_edge(weight))
-        out: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), module.bias, transposed, add)  # type: ignore[no-untyped-call]
-        return out
-
-    return forward
+def _forward(module: Any, queue: WeightQueue, transposed: bool, x: torch.Tensor) -> torch.Tensor:
+    weight: nn.Parameter = module.weight
+    if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
+        return linear(x, weight.t() if transposed else weight, module.bias)
+    # The edge stays valid when the weight's values are released.
+    add = partial(queue.add, weight, get_gradient_edge(weight))
+    out: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), module.bias, transposed, add)  # type: ignore[no-untyped-call]
+    return out

@@ -50,12 +50,8 @@ class StageRunner(Protocol):
 
 def signature_of(batch: Mapping[str, Any]) -> Hashable:
     """Return a microbatch's signature: its tensors by name, shape and dtype, and the gradient mode."""
-    shapes = [
-        (name, tuple(value.shape), str(value.dtype))
-        for name, value in sorted(batch.items())
-        if isinstance(value, torch.Tensor)
-    ]
-    return torch.is_grad_enabled(), tuple(shapes)
+    tensors = [(name, value) for name, value in sorted(batch.items()) if isinstance(value, torch.Tensor)]
+    return torch.is_grad_enabled(), tuple((name, tuple(value.shape), str(value.dtype)) for name, value in tensors)
 
 
 def take_gradient(received: torch.Tensor) -> torch.Tensor:
@@ -72,17 +68,6 @@ def _now(device: torch.device) -> _Moment:
     if not is_accelerator(device):
         return time.perf_counter()
     return accelerator.record(accelerator.current_stream(device), timed=True)
-
-
-def _seconds(marks: Sequence[_Moment]) -> list[float]:
-    """Return the seconds from the first mark to each other one."""
-    first, last = marks[0], marks[-1]
-    if not isinstance(last, float) and not last.query():
-        last.synchronize()
-    return [
-        mark - first if isinstance(mark, float) else first.elapsed_time(mark) / 1000  # type: ignore[operator, union-attr]
-        for mark in marks[1:]
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,9 +126,14 @@ class Executor:
     def bubble(self, schedule: PipelineSchedule, marks: Sequence[_Moment]) -> Bubble:
         """Collect the waiting times of all ranks in a run that returned `marks`. All ranks call this together; it waits until a
         device has computed everything."""
-        own = [round(1e9 * seconds) for seconds in _seconds(marks)]
-        rows = self.group.gather_json(own, "times of the actions of all stages")
-        return bubble(schedule, [[value * 1e-9 for value in row] for row in rows])
+        first, *others = marks
+        if not isinstance(others[-1], float) and not others[-1].query():
+            others[-1].synchronize()
+        own = [
+            mark - first if isinstance(mark, float) else first.elapsed_time(mark) / 1000  # type: ignore[operator, union-attr]
+            for mark in others
+        ]
+        return bubble(schedule, self.group.gather_json(own, "times of the actions of all stages"))
 
 
 def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubble:
@@ -184,7 +174,18 @@ class _Run:
         """Wait for the action's inputs, compute it, and send its outputs; returns its start and end."""
         device, watch = self.channels.device, self.channels.group.watch
         wanted = received_by(self.schedule, self.rank, action)
-        received: Sequence[torch.Tensor] = () if wanted is None else self._take(wanted)
+        received: list[torch.Tensor] = []
+        if wanted is not None:
+            if wanted.source == self.rank == wanted.target:
+                received = self._here.pop(wanted)
+            else:
+                while wanted not in self._waiting:
+                    self._receive_next()
+                received, specs = self._waiting.pop(wanted).wait()
+                for tensor, spec in zip(received, specs, strict=True):
+                    tensor.requires_grad_(spec.differentiable and not wanted.gradient)
+            if not wanted.gradient:
+                self._specs(wanted, received)
         if not self.channels.group.on_stream:  # There a receive would hold up the send of this action.
             self._receive(self.ends[action])
         watch.begin_microbatch(action.microbatch)
@@ -195,36 +196,20 @@ class _Run:
         del received
         message = sent_by(self.schedule, self.rank, action)
         if message is not None:
-            self._send(message, outputs)
+            known = self._specs(message, outputs)
+            if message.target == message.source:
+                self._here[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]
+            else:
+                while self.due[0][1] != message:
+                    self._receive_next()
+                self.due.popleft()
+                self.channels.send(message.target, self._kind(message), outputs, str(message), known)
         self._receive(self.ends[action])
         self.channels.advance()
         return [start, end]
 
     def _kind(self, message: Message) -> Hashable:
         return message.gradient, message.stage, self.signatures[message.microbatch]
-
-    def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        specs = self._specs(message, tensors)
-        if message.target == message.source:
-            self._here[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-            return
-        while self.due[0][1] != message:
-            self._receive_next()
-        self.due.popleft()
-        self.channels.send(message.target, self._kind(message), tensors, str(message), specs)
-
-    def _take(self, message: Message) -> list[torch.Tensor]:
-        if message.source == message.target:
-            tensors = self._here.pop(message)
-        else:
-            while message not in self._waiting:
-                self._receive_next()
-            tensors, specs = self._waiting.pop(message).wait()
-            for tensor, spec in zip(tensors, specs, strict=True):
-                tensor.requires_grad_(spec.differentiable and not message.gradient)
-        if not message.gradient:
-            self._specs(message, tensors)
-        return tensors
 
     def _specs(self, message: Message, activations: Sequence[torch.Tensor] = ()) -> list[MessageSpec] | None:
         """Return the specs of a message of gradients, which both ends know from the activations; None for `activations`, for whose

@@ -70,7 +70,16 @@ class StagedForward:
             for chunk in range(len(self._stages.own)):
                 for number in range(self._microbatches):
                     self._caches[chunk, number] = copy.deepcopy(cache) if chunk or number else cache
-        self._batches, self._logits = _cut(inputs, rows, self._microbatches), {}
+        cut = {  # Arguments without a row per prompt are the same in every part.
+            name: value.tensor_split(self._microbatches)
+            for name, value in inputs.items()
+            if name in _BY_ROW and isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
+        }
+        passed = {name: value for name, value in inputs.items() if value is not None or name != CACHE}
+        self._batches = [
+            passed | {name: parts[number] for name, parts in cut.items()} for number in range(self._microbatches)
+        ]
+        self._logits = {}
         with torch.no_grad():
             self._executor.run(self._schedule, self)
         group = self._executor.group
@@ -135,17 +144,13 @@ class TurnRunner:
     call: Callable[..., Any]
     lanes: Sequence[StagedLane]
     group: ProcessSet
-    _shapes: list[tuple[int, int]] = field(init=False)
     _inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
     _chosen: deque[tuple[StagedLane, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
     """On the last stage, the chosen tokens that are being sent to the other stages."""
     _taken: int = 0
 
-    def __post_init__(self) -> None:
-        self._shapes = [lane.shape() for lane in self.lanes]
-
     def signature(self, microbatch: int) -> Hashable:
-        return "turn", self._shapes[microbatch % len(self.lanes)]
+        return "turn", self.lanes[microbatch % len(self.lanes)].shape()
 
     def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         chunk, microbatch = action.chunk, action.microbatch
@@ -169,7 +174,7 @@ class TurnRunner:
             self._take()
 
     def _take(self) -> None:
-        """Take the oldest pending choice; choices are made in the order of microbatches."""
+        # Choices are made in the order of microbatches.
         if self._chosen:
             lane, chosen, wait = self._chosen.popleft()
         else:
@@ -182,20 +187,3 @@ class TurnRunner:
 
     def _start(self, chosen: torch.Tensor) -> Callable[[], None]:
         return self.group.broadcast_async(chosen, self.group.size - 1, "tokens that the last stage has chosen")
-
-
-def _cut(inputs: Mapping[str, Any], rows: int, parts: int) -> list[dict[str, Any]]:
-    """Split the arguments of a forward by rows; arguments without a row per prompt are copied to every part."""
-    cut = {
-        name: value.tensor_split(parts)
-        for name, value in inputs.items()
-        if name in _BY_ROW and isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
-    }
-    return [
-        {
-            name: cut[name][part] if name in cut else value
-            for name, value in inputs.items()
-            if value is not None or name != CACHE
-        }
-        for part in range(parts)
-    ]

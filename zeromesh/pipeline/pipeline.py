@@ -70,10 +70,10 @@ class ZeroRunner:
 
     def run(self, action: Action, received: Tensors) -> Tensors:
         """Run an action, as `StageRunner.run` says."""
-        key = action.chunk, action.microbatch
+        key, last = (action.chunk, action.microbatch), self.stages is None or self.stages.is_last(action.chunk)
         if action.kind is Kind.FORWARD:
-            outputs = self._forward(*key, received)
-            if self.stages is not None and not self.stages.is_last(action.chunk):
+            outputs = self._forward(*key, received, last)
+            if not last:
                 return outputs
             self.losses[action.microbatch] = outputs[0].detach()
             return ()
@@ -87,43 +87,38 @@ class ZeroRunner:
         if action.kind is Kind.BACKWARD_WEIGHT:
             self.passes.backward_weight(forward, partial(self.queue.run, key))
             return ()
-        gradients = self._start(*key, forward, received)
+        if last:  # Backward starts with the seed of the loss, if that requires a gradient.
+            seed = self.work[action.microbatch].seed * self.scale
+            received = [torch.full_like(self.losses[action.microbatch], seed)] if forward.roots else ()
         if action.kind is Kind.BACKWARD_INPUT:
             with self.queue.deferring(key):
-                self.passes.backward_input(forward, gradients)
+                self.passes.backward_input(forward, received)
         else:
-            self.passes.backward(forward, gradients)
+            self.passes.backward(forward, received)
             if self.after is not None:
                 self.after(action.microbatch)
         taken = [take_gradient(tensor) for tensor in inputs]
         inputs.clear()
         return taken
 
-    def _forward(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
-        streams, run = self.work[microbatch].streams, partial(self._run, chunk, microbatch, received)
+    def _forward(self, chunk: int, microbatch: int, received: Tensors, last: bool) -> Tensors:
+        work, stages = self.work[microbatch], self.stages
+
+        def run() -> Tensors:
+            with work.around():
+                if stages is not None and not last:
+                    self.passes.begin_without_root()
+                    return stages.forward(chunk, work.batch, received)
+                with stages.chunk(chunk, received) if stages is not None else nullcontext():
+                    return (self.loss(work.batch, work.seed * self.scale),)
+
         if not torch.is_grad_enabled():
-            with self.passes.drawing(streams):
+            with self.passes.drawing(work.streams):
                 return run()
         key = chunk, microbatch
-        outputs, forward = self.passes.forward(chunk, run, streams, goes_on=key in self.goes_on)
+        outputs, forward = self.passes.forward(chunk, run, work.streams, goes_on=key in self.goes_on)
         self._forwards[key] = forward, [tensor for tensor in received if tensor.requires_grad]
         return outputs
-
-    def _run(self, chunk: int, microbatch: int, received: Tensors) -> Tensors:
-        work, stages = self.work[microbatch], self.stages
-        with work.around():
-            if stages is not None and not stages.is_last(chunk):
-                self.passes.begin_without_root()
-                return stages.forward(chunk, work.batch, received)
-            with stages.chunk(chunk, received) if stages is not None else nullcontext():
-                return (self.loss(work.batch, work.seed * self.scale),)
-
-    def _start(self, chunk: int, microbatch: int, forward: PassProgress, gradients: Tensors) -> Tensors:
-        """Return the gradients that backward starts with: those from the next stage, or the seed of a loss that requires one."""
-        if self.stages is not None and not self.stages.is_last(chunk):
-            return gradients
-        seed = self.work[microbatch].seed * self.scale
-        return [torch.full_like(self.losses[microbatch], seed)] if forward.roots else ()
 
 
 class StepDriver:

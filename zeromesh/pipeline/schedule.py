@@ -73,10 +73,6 @@ class PipelineSchedule:
         """The number of stages of the model."""
         return self.ranks * self.chunks
 
-    def stage(self, rank: int, chunk: int) -> int:
-        """Return the stage that is a rank's chunk."""
-        return chunk * self.ranks + rank
-
     def __str__(self) -> str:
         return f"pipeline schedule {self.name} of {counted(self.ranks, 'rank')} x {counted(self.chunks, 'chunk')}"
 
@@ -100,25 +96,25 @@ class Message:
 def sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
     """Return the message that an action sends; None at the ends of the pipeline and for weight gradients. Sender and receiver may
     be one rank."""
-    stage = schedule.stage(rank, action.chunk)
-    return _message(schedule, stage, stage + action.kind.direction, action.microbatch)
+    return _message(schedule, rank, action, action.kind.direction)
 
 
 def received_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
     """Return the message that an action waits for, or None."""
-    stage = schedule.stage(rank, action.chunk)
-    return _message(schedule, stage - action.kind.direction, stage, action.microbatch)
+    return _message(schedule, rank, action, -action.kind.direction)
 
 
-def _message(schedule: PipelineSchedule, source: int, target: int, microbatch: int) -> Message | None:
-    """Return the message between two neighbouring stages, or None beyond the ends; gradients go to the earlier stage."""
-    if source == target or min(source, target) < 0 or max(source, target) >= schedule.stages:
+def _message(schedule: PipelineSchedule, rank: int, action: Action, step: int) -> Message | None:
+    """Return the message between an action's stage and that `step` places further; gradients go to the earlier one."""
+    stage, forth = action.chunk * schedule.ranks + rank, step == action.kind.direction
+    if not step or not 0 <= stage + step < schedule.stages:
         return None
+    source, target = (stage, stage + step) if forth else (stage + step, stage)
     return Message(
         source=source % schedule.ranks,
         target=target % schedule.ranks,
         stage=target,
-        microbatch=microbatch,
+        microbatch=action.microbatch,
         gradient=target < source,
     )
 
@@ -188,6 +184,8 @@ def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: in
 
 Times = Callable[[int, Action], float]
 """Returns the time of an action on a rank, in seconds or any other unit."""
+Spans = tuple[list[float], list[float]]
+"""The starts and the ends of a rank's actions."""
 
 UNIT_TIMES: Mapping[Kind, float] = {
     Kind.FORWARD: 1.0,
@@ -288,10 +286,8 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
     ends: list[list[float]] = [[] for _ in range(schedule.ranks)]
     arrivals: dict[int, float] = {}
     times = times or (lambda _rank, action: UNIT_TIMES[action.kind])
-    runs = [
-        _run_rank(schedule, rank, times, transfer, arrivals, *both)
-        for rank, both in enumerate(zip(starts, ends, strict=True))
-    ]
+    spans = zip(starts, ends, strict=True)
+    runs = [_run_rank(schedule, rank, times, transfer, arrivals, each) for rank, each in enumerate(spans)]
     before = -1
     while before < (before := sum(map(len, ends))):
         for run in runs:
@@ -310,13 +306,7 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
 
 
 def _run_rank(
-    schedule: PipelineSchedule,
-    rank: int,
-    times: Times,
-    transfer: float,
-    arrivals: dict[int, float],
-    starts: list[float],
-    ends: list[float],
+    schedule: PipelineSchedule, rank: int, times: Times, transfer: float, arrivals: dict[int, float], spans: Spans
 ) -> Iterator[None]:
     """Run a rank's actions; yields while it waits for a message, and stops at an action that can never run.
 
@@ -324,7 +314,7 @@ def _run_rank(
     """
     ranks, number, last = schedule.ranks, schedule.microbatches, (schedule.stages - 1) * schedule.microbatches
     forward, backward_input, backward_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
-    delay, clock, done = transfer if ranks > 1 else 0.0, 0.0, set[int]()
+    (starts, ends), delay, clock, done = spans, transfer if ranks > 1 else 0.0, 0.0, set[int]()
     wanted: int | None
     sent: int | None
     for action in schedule.actions[rank]:

@@ -57,27 +57,26 @@ class ColumnParallelLinear(_Linear):
     ) -> None:
         super().__init__(linear)
         self.exchange, self.sizes = source.exchange, sizes
-        self._source = source
-        self._number = source.join(self)
-        self._randomness = randomness
-        self._rows = rows
+        self._source, self._number = source, len(source.members)
+        source.members.append(self)
+        self._randomness, self._rows = randomness, rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] if they are gathered."""
         if self._rows is None:
             out = self._source.project(x, self._number, self.weight, self.bias)
         else:
-            whole, _ = self._source.take(x)
-            weight = self._some(self.weight.t() if self.transposed else self.weight)
-            out = linear(whole, weight, None if self.bias is None else self._some(self.bias))
+            taken, _ = self._source.take(x)
+            whole = [self.weight.t() if self.transposed else self.weight, self.bias]
+            own = [
+                torch.cat([each[rows.start : rows.end] for rows in self._rows]) for each in whole if each is not None
+            ]
+            out = linear(taken, own[0], own[1] if own[1:] else None)
         if self.sizes is not None:
             return autograd_collectives.all_gather(out, -1, self.exchange, self.sizes)
         if self._randomness is not None and self.training:
             self._randomness.enter()
         return out
-
-    def _some(self, whole: torch.Tensor) -> torch.Tensor:
-        return torch.cat([whole[rows.start : rows.end] for rows in self._rows or ()])
 
 
 class RowParallelLinear(_Linear):
@@ -101,11 +100,8 @@ class RowParallelLinear(_Linear):
         splits: Sequence[int] | None = None,
     ) -> None:
         super().__init__(linear)
-        self._exchange = exchange
-        self._shares = shares
-        self._randomness = randomness
-        self._source = source
-        self._splits = splits
+        self._exchange, self._shares, self._randomness = exchange, shares, randomness
+        self._source, self._splits = source, splits
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project `x` [..., this rank's inputs] to [..., out], or to this rank's share of the sequence."""

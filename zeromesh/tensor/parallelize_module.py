@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -65,14 +66,7 @@ class Parallelized:
         LayoutError: when the plan is for another number of ranks; with `sequence`, for a model whose blocks may need all of it.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        exchange: Exchange,
-        plan: TensorPlan,
-        *,
-        sequence: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, exchange: Exchange, plan: TensorPlan, *, sequence: bool = False) -> None:
         if plan.size != exchange.size:
             raise LayoutError(f"a plan for {plan.size} tensor ranks on an axis of {exchange.size}")
         if sequence:
@@ -84,11 +78,9 @@ class Parallelized:
         self.randomness = ShardedRandomness(exchange.index, active=_draws(model))
         self.shares = SequenceShares(exchange) if sequence else None
         """The state of sequence parallelism; None if blocks pass on the whole sequence."""
-        self._model = model
-        self._exchange = exchange
+        self._model, self._exchange, self._readers = model, exchange, plan.readers()
         self._sources: dict[str, SharedInput] = {}
         self._undo: list[Callable[[], None]] = []
-        self._readers = plan.readers()
         names = dict(model.named_parameters())
         for name, part in self.parts.items():
             if part.region.local_shape != tuple(names[name].shape):
@@ -109,7 +101,6 @@ class Parallelized:
             self._undo.pop()()
 
     def _module(self, layer: LayerPlan) -> nn.Module | None:
-        """Create the module that replaces the one of `layer`; None if it stays."""
         module: Any = self._model.get_submodule(layer.module)
         exchange, index, style = self._exchange, self._exchange.index, layer.style
         if style is Style.EXPERTS:
@@ -125,7 +116,7 @@ class Parallelized:
             self._set(module, "num_embeddings", tokens.length)
             self._set(module, "forward", partial(lookup_own, module.forward, tokens, exchange))
         elif style is Style.HEAD:
-            return ColumnParallelLinear(module, SharedInput(exchange), sizes=layer.sizes())
+            return ColumnParallelLinear(module, SharedInput(exchange), sizes=layer.sizes)
         if style in (*WHOLE, Style.EXPERTS, Style.EMBEDDING, Style.EMBEDDING_FEATURES):
             return None
         # In a block of experts the sequence is whole, since the router's losses are not sums over tokens.
@@ -134,14 +125,14 @@ class Parallelized:
         randomness = self.randomness if self.shares is None else None
         if style in (Style.ROW, Style.ROW_SPLIT):
             source = self._sources.get(layer.parent)
-            splits = layer.sizes() if style is Style.ROW_SPLIT else None
+            splits = layer.sizes if style is Style.ROW_SPLIT else None
             return RowParallelLinear(
                 module, exchange, shares=shares, randomness=randomness, source=source, splits=splits
             )
         new = SharedInput(exchange, shares, before=layer.parent in self._readers)
         source = self._sources.setdefault(layer.parent, new)
         if style is Style.COLUMN_GATHERED:
-            return ColumnParallelLinear(module, source, sizes=layer.sizes())
+            return ColumnParallelLinear(module, source, sizes=layer.sizes)
         rows = layer.shares[index] if style is Style.SLICED else None
         return ColumnParallelLinear(module, source, rows=rows, randomness=randomness)
 
@@ -161,13 +152,12 @@ class Parallelized:
         index = self._exchange.index
         for name, path, values in self.plan.patches:
             module: Any = self._model.get_submodule(name)
-            holder, _, attribute = path.rpartition(".")
-            if holder:
-                config = copy.copy(getattr(module, holder))
-                setattr(config, attribute, values[index])
-                self._set(module, holder, config)
-            else:
-                self._set(module, attribute, values[index])
+            attribute, _, inner = path.partition(".")
+            value = values[index]
+            if inner:
+                value = copy.copy(getattr(module, attribute))
+                setattr(value, inner, values[index])
+            self._set(module, attribute, value)
         for attention, division in self.plan.attentions.items():
             module = self._model.get_submodule(attention)
             own, taken = division.shares[index].queries, inspect.signature(module.forward).parameters
@@ -235,22 +225,15 @@ def _with_biases(
 
 
 def _draws(model: nn.Module) -> bool:
-    """Return True if any dropout rate of the model is above 0."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        for name, value in vars(module).items():
-            if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and value > 0:
-                return True
-    return False
+    rates = [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
+    own = chain.from_iterable(vars(module).items() for module in model.modules())
+    rates += [value for name, value in own if ("dropout" in name or "pdrop" in name) and isinstance(value, float)]
+    return any(rate > 0 for rate in rates)
 
 
 def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
-    """Check that every module that could mix tokens receives the whole sequence.
-
-    Raises:
-        LayoutError: when blocks are unknown, have no divided attention, or hold a matrix that is not in the plan.
-    """
+    """Check that every module that could mix tokens receives the whole sequence. Raises `LayoutError` when blocks are unknown, have
+    no divided attention, or hold a matrix that is not in the plan."""
     off = "set parallel.sequence: false"
     if not plan.stacks:
         kinds = dict.fromkeys(type(block).__name__ for block in block_modules(model))
@@ -322,7 +305,6 @@ def _on_whole(
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Return the hidden states among arguments. Raises `LayoutError` if there are none."""
     value = args[0] if args else kwargs.get(_HIDDEN)
     if not isinstance(value, torch.Tensor) or value.dim() != 3:
         raise LayoutError(

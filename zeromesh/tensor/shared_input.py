@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError, PhaseError
@@ -36,11 +35,8 @@ class SequenceShares:
         return self._shared or torch.is_grad_enabled()
 
     def enter(self, length: int) -> bool:
-        """Decide whether a sequence of `length` that enters the blocks is divided, and return the decision.
-
-        Raises:
-            LayoutError: when it cannot be divided while gradients are recorded.
-        """
+        """Decide whether a sequence of `length` that enters the blocks is divided, and return the decision. Raises `LayoutError`
+        when it cannot be divided while gradients are recorded."""
         self._shared = length % self.exchange.size == 0
         if not self._shared and torch.is_grad_enabled():
             raise LayoutError(
@@ -67,14 +63,6 @@ class _Reading:
     total: torch.Tensor | None = None
     """The gradient of the input, summed over the layers that backward has passed."""
 
-    def add(self, grad: torch.Tensor, weight: torch.Tensor) -> None:
-        if self.total is None:
-            self.total = linear_grad_x(grad, weight)
-        elif grad.dtype.itemsize < 4:
-            self.total += linear_grad_x(grad, weight)
-        else:
-            self.total.view(-1, self.total.shape[-1]).addmm_(grad.reshape(-1, grad.shape[-1]), weight)
-
 
 @dataclass(eq=False, slots=True)
 class SharedInput:
@@ -86,7 +74,7 @@ class SharedInput:
     before: bool = False
     """True if the shares are gathered before the input is read (`joined`), since the code around the layers reads its shape."""
     members: list[Any] = field(default_factory=list)
-    """The layers that read the input."""
+    """The layers that read the input, each with its `weight`, which is `[in, out]` if the layer is `transposed`."""
     _seen: tuple[torch.Tensor, int, bool] | None = None
     """The input that was read last, its version, and whether gradients were recorded."""
     _handed_out: tuple[torch.Tensor, _Reading] | None = None
@@ -94,11 +82,6 @@ class SharedInput:
     _left: int = 0
     _joined: tuple[torch.Tensor, torch.Tensor] | None = None
     _narrow: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def join(self, member: nn.Module) -> int:
-        """Add a layer that will read the input, whose `weight` is `[in, out]` if `transposed`; returns its number."""
-        self.members.append(member)
-        return len(self.members) - 1
 
     def joined(self, whole: torch.Tensor, share: torch.Tensor) -> None:
         """Record `whole` as the concatenation of the ranks' `share`s, for layers that read it until `forget`."""
@@ -116,7 +99,15 @@ class SharedInput:
             x = self._narrow[1]
         now = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
         if self._handed_out is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
-            self._seen, self._handed_out, self._left = now, self._read(x), len(self.members)
+            mode, share = "sum", x
+            if self._joined is not None and self._joined[0] is x:
+                mode, share = "gathered", self._joined[1]
+            elif self.shares is not None and self.shares.active and not self.before:
+                mode = "gather"
+            weights: list[torch.Tensor] = [member.weight for member in self.members]
+            reading = _Reading(source=self, mode=mode, needed=x.requires_grad)
+            output = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
+            self._seen, self._handed_out, self._left = now, (output, reading), len(self.members)
         handed_out = self._handed_out
         self._left -= 1
         if not self._left:  # Freed once unused: this may be the last reference to the input.
@@ -126,17 +117,6 @@ class SharedInput:
     def forget(self) -> None:
         """Drop the last input, even if some layers have not read it."""
         self._seen = self._handed_out = self._joined = self._narrow = None
-
-    def _read(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
-        mode, share = "sum", x
-        if self._joined is not None and self._joined[0] is x:
-            mode, share = "gathered", self._joined[1]
-        elif self.shares is not None and self.shares.active and not self.before:
-            mode = "gather"
-        weights: list[torch.Tensor] = [member.weight for member in self.members]
-        reading = _Reading(source=self, mode=mode, needed=x.requires_grad)
-        output = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
-        return cast(torch.Tensor, output), reading
 
     @uncompiled
     def project(self, x: torch.Tensor, number: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -225,8 +205,12 @@ class _Project(torch.autograd.Function):
         if ctx.number in reading.gradients:
             raise PhaseError("backward ran through a column layer twice before it reached the layer's input")
         (weight,), member = ctx.saved_tensors, reading.source.members[ctx.number]
-        if reading.needed:
-            reading.add(grad, weight.t() if member.transposed else weight)
+        weight = weight.t() if member.transposed else weight
+        if reading.needed and reading.total is not None and grad.dtype.itemsize >= 4:
+            reading.total.view(-1, reading.total.shape[-1]).addmm_(grad.reshape(-1, grad.shape[-1]), weight)
+        elif reading.needed:
+            own = linear_grad_x(grad, weight)
+            reading.total = own if reading.total is None else reading.total.add_(own)
         if member.weight.requires_grad:
             reading.gradients[ctx.number] = grad
         return None, None, linear_grad_bias(grad) if ctx.needs_input_grad[2] else None, None, None

@@ -77,12 +77,8 @@ class Skeleton:
         clone.__dict__.update(module.__dict__)
         self._clones[id(module)] = clone
         self._pretrained.update([id(clone)] if is_pretrained_model(module) else ())
-        tables: dict[str, Callable[[Any], Any]] = {
-            "_parameters": self._on_meta,
-            "_buffers": self._on_meta,
-            "_modules": self._clone,
-        }
-        for table, copied in tables.items():
+        for table in ("_parameters", "_buffers", "_modules"):
+            copied: Callable[[Any], Any] = self._clone if table == "_modules" else self._on_meta
             values = getattr(module, table).items()
             clone.__dict__[table] = {name: None if value is None else copied(value) for name, value in values}
         return clone

@@ -2,50 +2,169 @@
 
 import sys
 import threading
+import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.simulated.device import compiler
 from tests.support.workers import PoolOptions, Workers
+from zeromesh.comm.activation_collectives import open_exchange
+from zeromesh.comm.shm_transport import open_transport
+from zeromesh.comm.transport import BufferRequest, RingRequest
 from zeromesh.environment import kept_environment, setting
 from zeromesh.errors import CollectiveError
+from zeromesh.flat.redistribute import one_after_another, redistribute, replicated
 from zeromesh.mesh import device_works
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import TieredTensor, Transfer
 from zeromesh.pipeline.schedule import make_schedule, message_order, received_by, sent_by
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler for the simulated device")
+_LENGTH = 96
+
+
+def run(workers: Workers, case: str, **arguments: Any) -> list[Any]:
+    return workers.run(2, f"test_collectives:{case}", device="sim", **arguments)
+
+
+def _parts(shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
+    """What each rank has."""
+    seeds = [torch.Generator().manual_seed(rank) for rank in range(2)]
+    return [torch.randn(shape, generator=seed, dtype=torch.float64).to(device) for seed in seeds]
 
 
 def test_a_rank_that_comes_late_is_waited_for(workers: Workers) -> None:
     """A wait in slices would abort the communicator."""
-    for found in workers.run(2, "device_cases:waits_for_a_late_rank", device="sim", seconds=0.4):
-        assert len(found) == 4
-        assert all(found.values()), found
+    run(workers, "waits_for_a_late_rank", seconds=0.4)
+
+
+def waits_for_a_late_rank(mesh: Mesh, seconds: float) -> None:
+    """Rank 1 comes `seconds` late to each kind of collective that others wait for, more than a slice of a wait on a CPU."""
+    world, parts = mesh.shard, _parts((8,), mesh.device)
+    own, halves = parts[mesh.rank], one_after_another([4] * 4)
+    crosswise = tuple(tuple(span for half in halves[index::2] for span in half) for index in range(2))
+    total = own.clone()
+
+    def summed() -> torch.Tensor:
+        world.all_reduce_async(total, "a sum")()
+        return total
+
+    def placed(wanted: Any, what: str) -> torch.Tensor:
+        return redistribute(own, one_after_another([8] * 2), wanted, world, what)
+
+    for collective, wanted in (
+        (lambda: placed(replicated(16, 2), "a gather"), torch.cat(parts)),
+        (lambda: world.broadcast(own.clone(), 1, "a broadcast"), parts[1]),
+        (lambda: placed(crosswise, "an exchange"), torch.cat([part.chunk(2)[mesh.rank] for part in parts])),
+        (summed, parts[0] + parts[1]),
+    ):
+        time.sleep(seconds * mesh.rank)
+        assert torch.equal(collective(), wanted)
 
 
 def test_exchanges_give_what_one_process_computes_and_leave_what_they_are_given(workers: Workers) -> None:
-    for found in workers.run(2, "device_cases:exchanges", device="sim"):
-        assert len(found) == 18
-        assert [name for name, good in found.items() if not good] == []
+    run(workers, "exchanges")
+
+
+def exchanges(mesh: Mesh) -> None:
+    """Every exchange of activations against what one process computes; none changes, or returns, what it was given."""
+    exchange = open_exchange(mesh.shard, mesh.device)
+    size, index = exchange.size, exchange.index
+    for shape in ((2, 4, 6), (0, 4, 6)):
+        parts = _parts(shape, mesh.device)
+        total = parts[0] + parts[1]
+        mine = parts[index].clone()
+        version, given = mine._version, mine.clone()
+        made = {"sum": (exchange.all_reduce_async(mine), total)}
+        for dim in range(3):
+            made[f"gather {dim}"] = exchange.all_gather_async(mine, dim), torch.cat(parts, dim)
+        for dim in (1, 2):
+            made[f"scatter {dim}"] = exchange.reduce_scatter_async(mine, dim), total.chunk(size, dim)[index]
+        uneven = [1, 3]
+        ragged = [part.narrow(1, 0, length) for part, length in zip(parts, uneven, strict=True)]
+        made["gather uneven"] = exchange.all_gather_async(ragged[index], 1, sizes=uneven), torch.cat(ragged, 1)
+        made["scatter uneven"] = exchange.reduce_scatter_async(mine, 1, sizes=uneven), total.split(uneven, 1)[index]
+        for name, (pending, wanted) in made.items():
+            result = pending.wait()
+            assert torch.equal(result, wanted), (name, shape)
+            assert not result.numel() or result.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr(), name
+        assert mine._version == version
+        assert torch.equal(mine, given)
 
 
 def test_groups_are_connected_before_they_are_used(workers: Workers) -> None:
     """Also those of sets that are made later: a launch waits for nobody."""
-    first, _ = workers.run(2, "device_cases:launches_without_others", device="sim", seconds=0.5)
-    assert len(first) == 3
-    assert max(first) < 0.25
+    run(workers, "launches_without_others", seconds=0.5)
+
+
+def launches_without_others(mesh: Mesh, seconds: float) -> None:
+    """Rank 0 launches the first collective of each group at once, though rank 1 comes `seconds` later."""
+    later = mesh.process_sets.declare({"first": [0, 1], "second": [1, 0]})
+    for group in (mesh.shard, *later.values()):
+        tensor = torch.ones(3, device=mesh.device)
+        mesh.world.barrier("a moment")
+        time.sleep(seconds * mesh.rank)
+        began = time.monotonic()
+        finish = group.all_reduce_async(tensor, "a sum")
+        assert mesh.rank or time.monotonic() - began < seconds / 2
+        finish()
+        assert tensor.tolist() == [2.0] * 3
+    for each in later.values():
+        mesh.process_sets.remove(each)
+
+
+class _Slow(TieredTensor):
+    """A shard that a thread reads within `seconds`."""
+
+    def __init__(self, shard: torch.Tensor, seconds: float) -> None:
+        self._shard, self._seconds = shard, seconds
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        piece: Future[None] = Future()
+        out.copy_(self._shard)
+        threading.Timer(self._seconds, piece.set_result, [None]).start()
+        return Transfer([piece])
 
 
 def test_gathers_are_launched_in_one_order_whenever_their_shards_are_read(workers: Workers) -> None:
     """`run` compares what ranks have launched."""
-    for equal in workers.run(2, "device_cases:gathers_from_files", device="sim", seconds=0.2):
-        assert all(equal)
+    run(workers, "gathers_from_files", seconds=0.2)
+
+
+def gathers_from_files(mesh: Mesh, seconds: float) -> None:
+    """Gathers whose shards are read at once on rank 0, and within `seconds` on rank 1, with a reduction amid them."""
+    group = mesh.shard
+    requests = [BufferRequest(name=name, padded=_LENGTH, dtype=torch.float64, persistent=False) for name in "abc"]
+    transport = open_transport("nccl", group, mesh.device, requests, RingRequest(slots=2, nbytes=_LENGTH * 8))
+    parts = _parts((_LENGTH // 2,), mesh.device)
+    out = torch.zeros(_LENGTH // 2, dtype=torch.float64, device=mesh.device)
+    shard = _Slow(parts[mesh.rank], mesh.rank * seconds)
+    first, *others = transport.buffers
+    first.gather(shard)
+    time.sleep(seconds / 2)
+    transport.poll()
+    slot = transport.reducer.acquire(0)
+    assert slot is not None
+    reduction = transport.reducer.launch(0, slot[: _LENGTH * 8].view(torch.float64).fill_(1.0), out, add=False)
+    for buffer in others:
+        buffer.gather(shard)
+        transport.poll()
+    for buffer in transport.buffers:
+        buffer.wait()
+        assert torch.equal(buffer.full, torch.cat(parts))
+        buffer.release()
+    reduction.finish()
+    assert out.tolist() == [2.0] * len(out)
+    transport.close()
 
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)]
@@ -86,12 +205,30 @@ def test_a_message_is_made_before_later_ones_and_launched_before_it_is_needed(
 
 def test_a_hang_ends_with_an_error_that_names_the_rank(workers: Workers) -> None:
     with workers.fresh(PoolOptions(size=2, timeout_seconds=1.0, device="sim")) as pool:
-        first = pool.outcomes("device_cases:hangs", stuck=[1])[0]
+        first = pool.outcomes("test_collectives:hangs", stuck=[1])[0]
     error = first.result["error"]
     assert error.startswith("CollectiveError: rank 0: all-gather of unit layers.3 did not end within 1 seconds")
     assert "rank 1 (pid" in error
     assert "in a step" in error
     assert 1 < first.result["seconds"] < 4
+
+
+def hangs(mesh: Mesh) -> dict[str, Any]:
+    """Rank 1 does not come to a gather; rank 0 reads what is computed after it."""
+    began, found = time.monotonic(), ""
+    own = torch.ones(4, device=mesh.device)
+    try:
+        with mesh.call("a step"):
+            if mesh.rank == 1:
+                time.sleep(5)
+                return {}
+            full = redistribute(
+                own, one_after_another([4, 4]), replicated(8, 2), mesh.shard, "all-gather of unit layers.3"
+            )
+            float(full.sum())
+    except RuntimeError as error:
+        found = f"{type(error).__name__}: {error}"
+    return {"error": found, "seconds": time.monotonic() - began}
 
 
 @pytest.fixture
@@ -172,19 +309,13 @@ def test_what_a_device_computes_is_progress_that_peers_see(watch: Watchdog) -> N
 
 
 def test_on_a_device_gathers_and_reductions_have_one_order() -> None:
-    for one_order in (False, True):
-        rows = {rank: new_row() for rank in range(2)}
-        watches = [
-            Watchdog(StatusBoard(rows, rank), rank, 0.3, compare_events=True, one_order=one_order) for rank in range(2)
-        ]
-        for watch in watches:
-            watch.unit_names = {rank: ["root", "a", "b"] for rank in range(2)}
-        watches[0].event(Activity.GATHER, 1, [0, 1])
-        watches[0].event(Activity.REDUCE, 2, [0, 1])
-        watches[1].event(Activity.REDUCE, 2, [0, 1]) if not one_order else None
-        if one_order:
-            with pytest.raises(CollectiveError, match="rank 1 is reducing gradients of b where rank 0 was gathering a"):
-                watches[1].event(Activity.REDUCE, 2, [0, 1])
-        watches[1].event(Activity.GATHER, 1, [0, 1]) if not one_order else None
-        for watch in watches:
-            watch.close()
+    rows = {rank: new_row() for rank in range(2)}
+    watches = [Watchdog(StatusBoard(rows, rank), rank, 0.3, compare_events=True, one_order=True) for rank in range(2)]
+    for watch in watches:
+        watch.unit_names = {rank: ["root", "a", "b"] for rank in range(2)}
+    watches[0].event(Activity.GATHER, 1, [0, 1])
+    watches[0].event(Activity.REDUCE, 2, [0, 1])
+    with pytest.raises(CollectiveError, match="rank 1 is reducing gradients of b where rank 0 was gathering a"):
+        watches[1].event(Activity.REDUCE, 2, [0, 1])
+    for watch in watches:
+        watch.close()

@@ -1,8 +1,9 @@
-"""Boards, watches, shared segments and transports."""
+"""What ranks of a host share: boards, watches, segments, and words on which they sleep."""
 
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import signal
 import subprocess
@@ -11,13 +12,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from tests.simulated import device
-from tests.support.workers import Workers
+from tests.support.waiting import wait_for
+from zeromesh.comm.shared_ring import Futex
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory import allocation
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
@@ -36,6 +37,7 @@ from zeromesh.telemetry.status_board import (
 from zeromesh.telemetry.watchdog import Watchdog
 
 Boards = tuple[StatusBoard, StatusBoard]
+Watches = tuple[Watchdog, Watchdog]
 
 
 @pytest.fixture
@@ -54,20 +56,24 @@ def watch_of(board: StatusBoard, rank: int, timeout: float = 0.3, *, compare: bo
     return watch
 
 
+@pytest.fixture
+def watches(boards: Boards) -> Watches:
+    return watch_of(boards[0], 0), watch_of(boards[1], 1)
+
+
 def gather(watch: Watchdog, units: Sequence[int]) -> None:
     for unit in units:
         watch.event(Activity.GATHER, unit, [0, 1])
 
 
-def post(board: StatusBoard, step: int, activity: int, unit: int) -> None:
-    """Let the row of a rank say that it is in this step, does this, and does it to this unit."""
-    board.own[STATE] = state_word(step, activity, unit)
-    board.own[PROGRESS] += 1
-
-
 def state_word(step: int, activity: int, unit: int) -> int:
     """What a row says of a rank that is in this step, does this, and does it to this unit."""
     return (step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
+
+
+def post(board: StatusBoard, step: int, activity: int, unit: int) -> None:
+    board.own[STATE] = state_word(step, activity, unit)
+    board.own[PROGRESS] += 1
 
 
 class TestBoards:
@@ -124,43 +130,37 @@ class TestBoards:
         assert not second.row(0).failure
         first.fail("ValueError: " + "long " * 1000)
         first.fail("its consequence")
-        assert second.row(0).failure
         assert second.row(0).failure.startswith("ValueError: long long")
 
     def test_a_process_is_alive_until_it_is_reaped_or_a_zombie(self) -> None:
         assert process_runs(os.getpid())
         assert process_runs(0)
         child = subprocess.Popen([sys.executable, "-c", ""])
-        deadline = time.monotonic() + 20
-        while process_runs(child.pid) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not process_runs(child.pid)
+        wait_for(lambda: not process_runs(child.pid), 20)
         child.wait()
         assert not process_runs(child.pid)
 
 
-class DictStore:
+class DictStore(dict[str, bytes]):
     """A rendezvous store of this process; `gone` makes it unreachable."""
 
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self.gone = False
+    gone = False
 
     def set(self, key: str, value: str) -> None:
         self.get(key)
-        self.values[key] = value.encode()
+        self[key] = value.encode()
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str) -> bytes:  # type: ignore[override]
         if self.gone:
             raise RuntimeError("Connection reset by peer")
-        return self.values.get(key, b"")
+        return super().get(key, b"")
 
-    def clone(self) -> DictStore:
-        return self
+
+StoreBoards = tuple[StoreBoard, StoreBoard, DictStore]
 
 
 @pytest.fixture
-def store_boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StoreBoard, StoreBoard, DictStore]]:
+def store_boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreBoards]:
     monkeypatch.setattr(StoreBoard, "PERIOD_SECONDS", 0.05)
     store = DictStore()
     first, second = (StoreBoard(store, store, rank, stale_seconds=0.3) for rank in range(2))
@@ -170,32 +170,26 @@ def store_boards(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[StoreBoard, 
 
 
 class TestStoreBoards:
-    def test_rows_are_published_in_the_background(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
+    def test_rows_are_published_in_the_background(self, store_boards: StoreBoards) -> None:
         first, second, _ = store_boards
         first.event(1, 55, state_word(3, int(Activity.FORWARD), 1))
-        deadline = time.monotonic() + 5
-        while second.row(0).step != 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for(lambda: second.row(0).step == 3)
         assert (second.row(0).step, second.row(0).unit, second.event_of(0, 1, 0)) == (3, 1, 55)
         assert second.reached(0, 1, 0)
 
-    def test_a_failure_is_published_at_once(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
+    def test_a_failure_is_published_at_once(self, store_boards: StoreBoards) -> None:
         first, second, _ = store_boards
         first.fail("ValueError: a|b|c")
-        assert second.row(0).failure
         assert second.row(0).failure == "ValueError: a|b|c"
 
-    def test_a_rank_without_heartbeat_is_gone(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
+    def test_a_rank_without_heartbeat_is_gone(self, store_boards: StoreBoards) -> None:
         first, second, _ = store_boards
         assert second.alive(0)
         first.close()
-        deadline = time.monotonic() + 5
-        while second.alive(0) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not second.alive(0)
+        wait_for(lambda: not second.alive(0))
         assert second.silent_seconds(0) >= 0.3
 
-    def test_rank_0_is_gone_with_its_store(self, store_boards: tuple[StoreBoard, StoreBoard, DictStore]) -> None:
+    def test_rank_0_is_gone_with_its_store(self, store_boards: StoreBoards) -> None:
         first, second, store = store_boards
         post(first, 9, int(Activity.FORWARD), 2)
         first.publish()
@@ -221,8 +215,8 @@ class TestWatch:
         assert "the gather did not end within 0.3 seconds (parallel.timeout_seconds)" in str(error.value)
         assert 0.3 <= time.monotonic() - began < 2
 
-    def test_steps_are_said_as_the_console_counts_them(self, boards: Boards) -> None:
-        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+    def test_steps_are_said_as_the_console_counts_them(self, watches: Watches) -> None:
+        first, second = watches
         second.post(Activity.FORWARD, 1)
         assert first.describe(1).endswith("in forward of unit a before the first step")
         second.post(Activity.FORWARD, 1, step=0)
@@ -253,8 +247,8 @@ class TestWatch:
         with pytest.raises(CollectiveError, match="rank 1 failed with ValueError: bad sample"):
             watch_of(first, 0).wait(lambda: False, [0, 1], "a sum")
 
-    def test_ranks_that_go_through_other_events_are_named(self, boards: Boards) -> None:
-        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+    def test_ranks_that_go_through_other_events_are_named(self, watches: Watches) -> None:
+        first, second = watches
         for watch in (first, second):
             watch.event(Activity.GATHER, 1, [0, 1])
         first.event(Activity.GATHER, 2, [0, 1])
@@ -263,8 +257,8 @@ class TestWatch:
         with pytest.raises(CollectiveError, match="rank 0 is gathering unit b where rank 1 was gathering unit a"):
             first.wait(lambda: False, [0, 1], "a gather")
 
-    def test_gathers_and_reductions_are_two_sequences(self, boards: Boards) -> None:
-        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+    def test_gathers_and_reductions_are_two_sequences(self, watches: Watches) -> None:
+        first, second = watches
         first.event(Activity.GATHER, 1, [0, 1])
         first.event(Activity.REDUCE, 2, [0, 1])
         second.event(Activity.REDUCE, 2, [0, 1])
@@ -278,8 +272,8 @@ class TestWatch:
         with pytest.raises(CollectiveError, match="rank 0 is gathering unit b where rank 1 was gathering unit a"):
             first.wait(lambda: False, [0, 1], "a gather")
 
-    def test_ranks_that_have_parted_too_far_back_to_be_remembered_still_disagree(self, boards: Boards) -> None:
-        first, second = watch_of(boards[0], 0), watch_of(boards[1], 1)
+    def test_ranks_that_have_parted_too_far_back_to_be_remembered_still_disagree(self, watches: Watches) -> None:
+        first, second = watches
         after = [0] * (HISTORY + 20)
         gather(first, [1, *after])
         gather(second, [2])
@@ -288,42 +282,23 @@ class TestWatch:
         ):
             gather(second, after)
 
-    def test_a_rank_that_is_far_behind_but_does_the_same_is_no_error(self, boards: Boards) -> None:
-        for watch in (watch_of(boards[0], 0), watch_of(boards[1], 1)):
+    def test_a_rank_that_is_far_behind_but_does_the_same_is_no_error(self, watches: Watches) -> None:
+        for watch in watches:
             gather(watch, [number % 3 for number in range(2 * HISTORY + 20)])
 
     def test_a_broken_connection_is_explained_by_the_board(self, boards: Boards) -> None:
         first, second = boards
-
-        class Broken:
-            def is_completed(self) -> bool:
-                return True
-
-            def wait(self, timeout: timedelta = timedelta()) -> bool:
-                raise RuntimeError("Connection closed by peer")
-
+        broken = Mock(wait=Mock(side_effect=RuntimeError("Connection closed by peer")))
         with pytest.raises(CollectiveError, match="a sum failed: Connection closed by peer"):
-            watch_of(first, 0).wait_work(Broken(), [0, 1], "a sum")
+            watch_of(first, 0).wait_work(broken, [0, 1], "a sum")
         second.fail("KeyError: 'labels'")
         with pytest.raises(CollectiveError, match="rank 1 failed with KeyError: 'labels'"):
-            watch_of(first, 0).wait_work(Broken(), [0, 1], "a sum")
+            watch_of(first, 0).wait_work(broken, [0, 1], "a sum")
 
     def test_a_collective_that_ends_just_after_a_wait_has_given_up_is_done(self, boards: Boards) -> None:
-        class Late:
-            waits = 0
-
-            def is_completed(self) -> bool:
-                return True
-
-            def wait(self, timeout: timedelta = timedelta()) -> bool:
-                self.waits += 1
-                if self.waits == 1:
-                    raise RuntimeError("Operation timed out!")
-                return True
-
-        late = Late()
+        late = Mock(wait=Mock(side_effect=[RuntimeError("Operation timed out!"), True]))
         watch_of(boards[0], 0).wait_work(late, [0, 1], "a sum")
-        assert late.waits == 2
+        assert late.wait.call_count == 2
 
 
 class TestSegments:
@@ -373,82 +348,38 @@ class TestSegments:
         assert tensor.sum() == 24
 
 
-SIZES = [2, 3]
+@pytest.fixture
+def words() -> memoryview:
+    return memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
 
 
-class TestTransports:
-    @pytest.mark.parametrize("persistent", [True, False])
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("name", ["shared", "gloo"])
-    @pytest.mark.parametrize("size", SIZES)
-    def test_gathers(self, workers: Workers, size: int, name: str, dtype: str, persistent: bool) -> None:
-        for equal in workers.run(size, "mesh_cases:gathers", name=name, dtype=dtype, persistent=persistent):
-            assert len(equal) == 16
-            assert all(equal)
+def test_a_sleeper_is_woken_by_the_write(words: memoryview) -> None:
+    words[3] = 2**32 + 7  # The upper half is not looked at.
+    here, there = Futex(words, 3), Futex(words, 3)
 
-    @pytest.mark.parametrize("slots", [1, 2])
-    @pytest.mark.parametrize("whole", [True, False])
-    @pytest.mark.parametrize(("dtype", "sums"), [("float64", "float64"), ("bfloat16", "float32")])
-    @pytest.mark.parametrize("name", ["shared", "gloo"])
-    def test_sums_run_in_the_order_of_ranks(
-        self, workers: Workers, name: str, dtype: str, sums: str, whole: bool, slots: int
-    ) -> None:
-        """Every transport gives the same bits: one addition after the other, in the dtype of the sum."""
-        arguments = {"name": name, "dtype": dtype, "sums": sums, "whole": whole, "slots": slots}
-        for equal in workers.run(3, "mesh_cases:reductions", **arguments):
-            assert equal
-            assert all(equal)
+    def write() -> None:
+        time.sleep(0.05)
+        words[3] = 2**32 + 8
+        there.wake()
 
-    @pytest.mark.skipif(device.compiler() is None, reason="the simulated device needs a C++ compiler")
-    @pytest.mark.parametrize("whole", [True, False])
-    def test_so_they_do_on_a_device_that_sends_bfloat16(self, workers: Workers, whole: bool) -> None:
-        arguments = {"name": "nccl", "dtype": "bfloat16", "sums": "float32", "whole": whole, "slots": 2}
-        for equal in workers.run(3, "mesh_cases:reductions", device="sim", **arguments):
-            assert equal
-            assert all(equal)
-
-    @pytest.mark.parametrize("name", ["shared", "gloo"])
-    def test_a_slot_is_free_when_all_have_read_it(self, workers: Workers, name: str) -> None:
-        for found in workers.run(2, "mesh_cases:slots_are_taken", name=name):
-            assert found == {"taken": True, "free": True}
-
-    @pytest.mark.parametrize("name", ["shared", "gloo"])
-    def test_what_is_released_gives_its_memory_back(self, workers: Workers, name: str) -> None:
-        """On shared memory whole pages, and only when all ranks are done with them."""
-        for found in workers.run(2, "mesh_cases:released_memory", name=name):
-            assert found["before"] == found["released"] == 0
-            assert found["gathered"] == 2 * 2 * PAGE
-
-    def test_which_transport_can_be_had(self, workers: Workers) -> None:
-        for found in workers.run(2, "mesh_cases:refusals"):
-            assert (found["auto"], found["shared"], found["gloo"]) == ("shared", "shared", "gloo")
-            assert (found["auto on cuda"], found["nccl on cuda"]) == ("nccl", "nccl")
-            for name in ("nccl", "shared on cuda", "gloo on cuda"):
-                assert "parallel.transport is" in found[name]
-                assert "use auto" in found[name]
-
-    def test_agreements_of_four_ranks_in_two_replicas(self, workers: Workers) -> None:
-        for rank, found in enumerate(workers.run(4, "mesh_cases:agreements", replicate=2)):
-            assert found["sum"] == 10
-            assert found["max"] == 4
-            assert found["integers"] == [[0, 0], [1, -1], [2, -2], [3, -3]]
-            assert found["full"] == [float(n // 3) for n in range(12)]
-            assert found["large"] == [6.0] * 5
-            assert found["coordinates"] == [rank % 2, rank // 2, rank]
-
-    def test_two_transports_do_not_disturb_each_other(self, workers: Workers) -> None:
-        assert all(all(equal) for equal in workers.run(2, "mesh_cases:interleaved_runs"))
-
-    @pytest.mark.parametrize("end", ["closed", "refused", "forgotten"])
-    def test_a_mesh_that_is_over_keeps_no_threads(self, workers: Workers, end: str) -> None:
-        for counts in workers.run(2, "mesh_cases:threads_of_meshes", end=end):
-            assert counts == counts[:1] * 4
+    thread = threading.Thread(target=write)
+    began = time.perf_counter()
+    thread.start()
+    while words[3] == 2**32 + 7:
+        here.wait(2**32 + 7, 0.9)
+    seconds = time.perf_counter() - began
+    thread.join()
+    assert 0.04 < seconds < 0.85, "it slept to the end of its time"
 
 
-@pytest.mark.skipif(device.compiler() is None, reason="the simulated device needs a C++ compiler")
-def test_two_ranks_on_one_device_are_refused(workers: Workers) -> None:
-    """NCCL would refuse them too, when all have been connected, and as a library that names no rank."""
-    for apart, shared in workers.run(2, "mesh_cases:two_on_one_device", device="sim"):
-        assert apart == ""
-        assert "ranks 0, 1 on" in shared
-        assert "would compute on the same SIM device" in shared
+def test_nobody_sleeps_for_what_has_been_written(words: memoryview) -> None:
+    words[0] = 5
+    began = time.perf_counter()
+    Futex(words, 0).wait(4, 0.9)
+    assert time.perf_counter() - began < 0.8
+
+
+def test_sleep_ends_without_a_write(words: memoryview) -> None:
+    began = time.perf_counter()
+    Futex(words, 0).wait(0, 0.02)
+    assert time.perf_counter() - began > 0.01

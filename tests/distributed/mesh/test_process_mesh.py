@@ -1,54 +1,113 @@
 """A mesh of several axes, joined: its sets by name, torch's object for it, ranks that follow the hosts, the account of traffic."""
 
+import gc
+import os
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.distributed.mesh.test_transports import open_buffers
 from tests.support.workers import PoolOptions, Workers
+from zeromesh.comm.activation_collectives import open_exchange
+from zeromesh.comm.transport import choose_transport
 from zeromesh.environment import read_environment
+from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.run_store import run_store
+from zeromesh.offload import TieredTensor
 from zeromesh.telemetry.step_recorder import Collective, StepRecorder, added
 from zeromesh.trainer.monitoring.step_stats import traffic_table
 
 
 def test_sets_of_all_axes(workers: Workers) -> None:
-    for rank, found in enumerate(workers.run(4, "process_mesh_cases:axes", pipeline=2, tensor=2)):
-        tensor, pipeline = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-        alone = {name: [rank] for name in ("data", "replicate", "shard")}
-        assert found["ranks"] == {"world": [0, 1, 2, 3], "tensor": tensor, "pipeline": pipeline, **alone}
-        assert found["linked"] == ["world", "pipeline", "tensor"]
-        assert found["sums"] == {name: sum(ranks) for name, ranks in found["ranks"].items()}
-        assert all(found["same"])
-        assert found["at"] == {"pipeline": rank // 2, "replicate": 0, "shard": 0, "tensor": rank % 2}
-        further = rank + 2 if rank < 2 else None
-        assert found["next"] == [further, (rank + 2) % 4, rank - 1 if rank % 2 else None]
-        assert found["both"] == [True, [0, 1, 2, 3], "pipeline x tensor", [[0], [1], [2], [3]]]
-        assert "allowed are world, data, axes (pipeline, replicate, shard, tensor)" in found["error"]
-        (here,) = [line for line in found["lines"] if "<- here" in line]
-        assert here.split()[1] == str(rank)
+    workers.run(4, "test_process_mesh:axes", pipeline=2, tensor=2)
+
+
+def axes(mesh: Mesh) -> None:
+    """The sets of a mesh of pipeline 2 x tensor 2, by every name that they have."""
+    stage, column = divmod(mesh.rank, 2)
+    alone = dict.fromkeys(("data", "replicate", "shard"), (mesh.rank,))
+    ranks = {"world": (0, 1, 2, 3), "pipeline": (column, column + 2), "tensor": (2 * stage, 2 * stage + 1), **alone}
+    for name, wanted in ranks.items():
+        group = mesh.group(name)
+        assert group.ranks == wanted, name
+        assert (group.groups is not None) == (name not in alone), name
+        assert group.all_reduce(torch.tensor([mesh.rank]), "sum").item() == sum(wanted), name
+    assert mesh["tensor"] is mesh.tensor
+    assert mesh["replicate", "shard"] is mesh.data
+    assert mesh["pipeline"] is mesh.pipeline
+    assert mesh.coordinate == {"pipeline": stage, "replicate": 0, "shard": 0, "tensor": column}
+    assert mesh.neighbour("pipeline", 1) == (None if stage else mesh.rank + 2)
+    assert mesh.neighbour("pipeline", 1, wrap=True) == (mesh.rank + 2) % 4
+    assert mesh.neighbour("tensor", -1) == (mesh.rank - 1 if column else None)
+    both = mesh["tensor", "pipeline"]
+    assert both is mesh["pipeline", "tensor"]
+    assert (both.ranks, both.name) == ((0, 1, 2, 3), "pipeline x tensor")
+    assert both.gather_integers([mesh.rank]) == [[0], [1], [2], [3]]
+    with pytest.raises(LayoutError, match=r"allowed are world, data, axes \(pipeline, replicate, shard, tensor\)"):
+        mesh.group("tensor", "elsewhere")
+    (here,) = [line for line in str(mesh).splitlines() if "<- here" in line]
+    assert here.split()[1] == str(mesh.rank)
 
 
 def test_torch_s_own_object(workers: Workers) -> None:
-    for rank, found in enumerate(workers.run(4, "process_mesh_cases:torch_mesh", pipeline=2, tensor=2)):
-        assert found["names"] == ["pipeline", "replicate", "shard", "tensor"]
-        assert (found["shape"], found["coordinate"]) == ([2, 1, 1, 2], [rank // 2, 0, 0, rank % 2])
-        assert found["sub"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert found["sum"] == sum(found["sub"])
-        assert found["threads"] == found["threads"][:1] * 3
+    workers.run(4, "test_process_mesh:torch_mesh", pipeline=2, tensor=2)
+
+
+def torch_mesh(mesh: Mesh) -> None:
+    """A mesh of its own gives torch's object for it, and takes that object's groups with it when it is closed."""
+    threads, pair = [], [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1]
+    for _ in range(3):
+        other = Mesh(mesh.shape, mesh.environment, device=mesh.device, timeout_seconds=10)
+        made = other.device_mesh
+        total = torch.tensor([mesh.rank])
+        dist.all_reduce(total, group=made.get_group("tensor"))
+        assert made.mesh_dim_names == ("pipeline", "replicate", "shard", "tensor")
+        assert made.mesh.shape == (2, 1, 1, 2)
+        assert [*(made.get_coordinate() or ())] == [mesh.rank // 2, 0, 0, mesh.rank % 2]
+        assert (made["tensor"].mesh.tolist(), total.item()) == (pair, sum(pair))
+        del made
+        other.close()
+        del other
+        gc.collect()
+        mesh.world.barrier("between two meshes")
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads == threads[:1] * 3
 
 
 def test_ranks_follow_the_hosts(workers: Workers) -> None:
     """Tensor groups are within a host, and share its memory, though the launcher dealt processes out in turn."""
     with workers.fresh(PoolOptions(size=4, tensor=2, hosts=-2)) as pool:
-        for process, found in enumerate(pool.run("process_mesh_cases:another_order")):
-            rank = [0, 2, 1, 3][process]
-            assert found["rank"] == [rank] * 5
-            assert found["processes"] == [0, 2, 1, 3]
-            assert found["kinds"] == ["shared", "gloo", "gloo"]
-            assert found["sum"] == (1.0 if rank < 2 else 5.0)
-            assert found["ranks"] == [0, 1, 2, 3]
-            assert "order of ranks: [0, 2, 1, 3] was asked for" in found["refused"]
-            assert "numbers the processes [0, 1, 2, 3], which stays" in found["refused"]
+        pool.run("test_process_mesh:another_order")
+
+
+def another_order(mesh: Mesh) -> None:
+    """Processes were dealt out to two hosts in turn; ranks run through one host after the other."""
+    exchange, process = open_exchange(mesh.tensor, mesh.device), mesh.processes[mesh.rank]
+    how: dict[str, Any] = {"device": mesh.device, "timeout_seconds": 10}
+    again = Mesh(mesh.shape, replace(mesh.environment, rank=process), **how)
+    # A launcher that knows of one host only, as of processes that cannot share memory.
+    launched = replace(again.environment, rank=process, local_world_size=mesh.world_size)
+    run_store(launched)
+    apart = Mesh(mesh.shape, launched, **how)
+    with pytest.raises(
+        ConfigError, match=r"order of ranks: \[0, 2, 1, 3\] was asked for.* \[0, 1, 2, 3\], which stays"
+    ):
+        Mesh(mesh.shape, mesh.environment, **how, order=[0, 2, 1, 3])
+    assert mesh.processes == (0, 2, 1, 3)
+    assert process == int(os.environ["RANK"])
+    assert {mesh.environment.rank, again.rank, apart.rank, dist.get_rank()} == {mesh.rank}
+    kinds = [choose_transport("auto", group, mesh.device) for group in (mesh.tensor, mesh.shard, mesh.world)]
+    assert kinds == ["shared", "gloo", "gloo"]
+    assert exchange.all_reduce_async(torch.tensor([float(mesh.rank)])).wait().item() == (1.0 if mesh.rank < 2 else 5.0)
+    assert mesh.world.gather_integers([mesh.rank]) == [[0], [1], [2], [3]]
+    for other in (again, apart):
+        other.world.barrier("all are there")
+        other.close()
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
@@ -62,16 +121,48 @@ def test_a_rank_alone_is_its_own_sum(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("kind", ["shared", "gloo"])
 def test_what_ranks_tell_each_other_is_counted(workers: Workers, kind: str) -> None:
-    for found in workers.run(2, "process_mesh_cases:told", kind=kind):
-        world, shard, length = found["taken"]["world"], found["taken"]["shard"], found["length"]
-        assert (world["all-reduce"]["calls"], world["all-reduce"]["bytes"]) == (1, 12_000)
-        assert (world["all-gather"]["calls"], world["all-gather"]["bytes"]) == (1, 12_000)
-        assert (world["reduce-scatter"]["calls"], world["reduce-scatter"]["bytes"]) == (1, 6_000)
-        assert (shard["all-gather"]["calls"], shard["all-gather"]["bytes"]) == (3, 3 * length * 4)
-        assert (shard["reduce-scatter"]["calls"], shard["reduce-scatter"]["bytes"]) == (3, 3 * length * 4)
-        assert (shard["all-reduce"]["calls"], shard["all-reduce"]["bytes"]) == (1, 200)
-        assert all(row["seconds"] >= 0 for row in [*world.values(), *shard.values()])
-        assert found["rest"] == {}
+    workers.run(2, "test_process_mesh:told", kind=kind)
+
+
+def told(mesh: Mesh, kind: Any) -> None:
+    """What is counted of each collective on two ranks, and that it is counted once."""
+    mesh.recorder.take_traffic()
+    exchange = open_exchange(mesh.world, mesh.device, kind)
+    tensor = torch.ones(3, 1000)
+    exchange.all_reduce_async(tensor).wait()
+    exchange.all_gather_async(tensor, 0).wait()
+    exchange.reduce_scatter_async(tensor, 1).wait()
+    transport = open_buffers(mesh, kind, torch.float32, persistent=False)
+    buffer = transport.buffers[0]
+    length = buffer.full.numel() // 2
+    out = torch.zeros(length)
+    for sequence in range(3):
+        buffer.gather(TieredTensor.of(torch.ones(length)))
+        buffer.wait()
+        buffer.wait()
+        buffer.release()
+        slot = transport.reducer.acquire(sequence, block=True)
+        assert slot is not None
+        filled = slot[: 8 * length].view(torch.float32).fill_(1)
+        reduction = transport.reducer.launch(sequence, filled, out, add=False)
+        reduction.finish()
+        reduction.finish()
+        reduction.settle()
+    mesh.shard.all_reduce_async(torch.ones(50), "sum")()
+    taken = mesh.recorder.take_traffic()
+    assert mesh.recorder.take_traffic() == {}
+    for axis, name, calls, nbytes in (
+        ("world", "all-reduce", 1, 12_000),
+        ("world", "all-gather", 1, 12_000),
+        ("world", "reduce-scatter", 1, 6_000),
+        ("shard", "all-gather", 3, 3 * length * 4),
+        ("shard", "reduce-scatter", 3, 3 * length * 4),
+        ("shard", "all-reduce", 1, 200),
+    ):
+        assert (taken[axis][name]["calls"], taken[axis][name]["bytes"]) == (calls, nbytes), (axis, name)
+    assert all(row["seconds"] >= 0 for rows in taken.values() for row in rows.values())
+    mesh.world.barrier("all have looked")
+    transport.close()
 
 
 def test_an_account_knows_what_each_rank_sends() -> None:

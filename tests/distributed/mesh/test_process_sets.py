@@ -1,86 +1,189 @@
 """Process sets: who is in them, what is refused and how it is named, no deadlock where they overlap, nothing left behind."""
 
+import gc
+import os
+import random
+import threading
+from typing import Any
+
 import pytest
+import torch
 
 from tests.support.workers import Workers
+from zeromesh.comm.activation_collectives import open_exchange
+from zeromesh.errors import CollectiveError, LayoutError, StorageError
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import ProcessSet
+
+
+def run(workers: Workers, case: str, **arguments: Any) -> list[Any]:
+    return workers.run(3, f"test_process_sets:{case}", **arguments)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_sets(workers: Workers) -> None:
     """Workers live on from one file of tests to the next."""
-    workers.run(3, "process_set_cases:cleared")
+    run(workers, "cleared")
+
+
+def cleared(mesh: Mesh) -> None:
+    """Remove what other cases have left in these workers."""
+    for name in list(mesh.process_sets):
+        mesh.process_sets.remove(name)
 
 
 def test_sets_are_declared_split_and_removed(workers: Workers) -> None:
-    for rank, found in enumerate(workers.run(3, "process_set_cases:life")):
-        edge = rank != 1
-        assert found["member"] == [edge, True, rank == 1]
-        assert found["same"]
-        assert found["turned"] == [2, 0, 1]
-        assert found["names"] == ["edges", "one", "turned", "even 7"]
-        assert "there is one of that name already (ranks [0, 2])" in found["twice"]
-        assert "the name is one of the mesh's own" in found["reserved"]
-        assert "'wrong' of ranks [0, 3, -1]: allowed are ranks 0 to 2" in found["wrong"]
-        assert "cannot be removed: there is none" in found["gone"]
-        assert found["left"] == []
-        assert found["unnamed"] == "ranks 1, 2"
-        if edge:
-            assert (found["edges"], found["exchange"]) == (4, [4.0])
-            assert found["split"] == [[2, 0], [[2], [0]]]
-            assert "process set edges (ranks 0, 2) was removed" in found["removed"]
-        else:
-            assert found["split"] is None
-            for key in ("outside", "no exchange"):
-                assert "CollectiveError: this rank is not in process set edges (ranks 0, 2)" in found[key]
+    run(workers, "life")
+
+
+def life(mesh: Mesh) -> None:
+    """Sets declared, used, asked for by name, split by colour, and removed."""
+    sets, edge = mesh.process_sets, mesh.rank != 1
+    declared = sets.declare({"edges": [0, 2], "turned": [2, 0, 1], "one": [1]})
+    edges, turned = declared["edges"], declared["turned"]
+    assert [declared[name].member for name in ("edges", "turned", "one")] == [edge, True, not edge]
+    assert mesh.group("edges") is edges
+    assert mesh["turned"] is turned
+    assert turned.gather_integers([mesh.rank]) == [[2], [0], [1]]
+    if edge:
+        assert edges.all_reduce(torch.tensor([mesh.rank + 1]), "sum").item() == 4
+        exchange = open_exchange(edges, mesh.device)
+        assert exchange.all_reduce_async(torch.tensor([mesh.rank + 1.0])).wait().tolist() == [4.0]
+    else:
+        for call in (lambda: edges.barrier("a moment"), lambda: open_exchange(edges, mesh.device)):
+            with pytest.raises(CollectiveError, match=r"this rank is not in process set edges \(ranks 0, 2\)"):
+                call()
+    parity = sets.split(7 if edge else None, -mesh.rank, name="even")
+    assert (parity is not None) == edge
+    assert parity is None or (parity.ranks, parity.gather_integers([mesh.rank])) == ((2, 0), [[2], [0]])
+    assert list(sets) == ["edges", "one", "turned", "even 7"]
+    wrong: Any = [0, 3, "x"]
+    for ranks, name, said in (
+        ([0, 2], "edges", r"there is one of that name already \(ranks \[0, 2\]\)"),
+        ([0, 2], "tensor", "the name is one of the mesh's own"),
+        (wrong, "wrong", r"'wrong' of ranks \[0, 3, -1\]: allowed are ranks 0 to 2"),
+    ):
+        with pytest.raises(LayoutError, match=said):
+            sets.add(ranks, name=name)
+    for each in (edges, "turned", "one", "even 7"):
+        sets.remove(each)
+    if edge:
+        with pytest.raises(CollectiveError, match=r"process set edges \(ranks 0, 2\) was removed"):
+            edges.barrier("a moment")
+    with pytest.raises(LayoutError, match="cannot be removed: there is none"):
+        sets.remove("edges")
+    assert not sets
+    assert sets.add([1, 2]).name == "ranks 1, 2"
+    sets.remove("ranks 1, 2")
 
 
 def test_ranks_that_declare_differently_are_named(workers: Workers) -> None:
-    for found in workers.run(3, "process_set_cases:disagreements"):
-        assert (
-            "declare 'some' of ranks [0, 1] on ranks 0, 2, to declare 'some' of ranks [0, 2] on rank 1."
-            in found["ranks"]
-        )
-        assert (
-            "declare 'some' of ranks [0, 1] on ranks 0, 2, to declare 'mine' of ranks [0, 1] on rank 1."
-            in found["names"]
-        )
-        assert "the call is to remove 'some' on ranks 0, 2, to split the world as 'half' on rank 1." in found["calls"]
-        assert (
-            "declare 'a' of ranks [0, 1], 'b' of ranks [1, 2] on ranks 0, 2, to declare nothing on rank 1."
-            in found["number"]
-        )
-        assert all(text.startswith("CollectiveError") for text in (found["ranks"], found["calls"]))
-        assert found["there"] == []
-        assert found["after"] == [[0], [1]]
+    run(workers, "disagreements")
+
+
+def disagreements(mesh: Mesh) -> None:
+    """What is said when one rank declares, splits or removes something else; then all goes on."""
+    sets, odd = mesh.process_sets, mesh.rank == 1
+    some = "to declare 'some' of ranks [0, 1] on ranks 0, 2, to declare"
+    both = "to declare 'a' of ranks [0, 1], 'b' of ranks [1, 2] on ranks 0, 2, to declare nothing on rank 1."
+    for call, said in (
+        (lambda: sets.add([0, 2] if odd else [0, 1], name="some"), f"{some} 'some' of ranks [0, 2] on rank 1."),
+        (lambda: sets.add([0, 1], name="mine" if odd else "some"), f"{some} 'mine' of ranks [0, 1] on rank 1."),
+        (
+            lambda: sets.split(0, name="half") if odd else sets.remove("some"),
+            "the call is to remove 'some' on ranks 0, 2, to split the world as 'half' on rank 1.",
+        ),
+        (lambda: sets.declare({} if odd else {"a": [0, 1], "b": [1, 2]}), both),
+    ):
+        with pytest.raises(CollectiveError) as caught:
+            call()
+        assert said in str(caught.value)
+    assert not sets
+    some_set = sets.add([0, 1], name="some")
+    assert not some_set.member or some_set.gather_integers([mesh.rank]) == [[0], [1]]
+    sets.remove(some_set)
 
 
 def test_what_fails_on_one_rank_is_raised_by_all(workers: Workers) -> None:
-    for found in workers.run(3, "process_set_cases:agreements"):
-        assert found == {
-            "all": [0, 1, 2],
-            "first": [0, None, None],
-            "one": "StorageError: rank 1: the disk is full",
-            "several": "StorageError: rank 1: the disk is full (and 1 more rank)",
-            "same": "StorageError: the disk is full",
-            "of the system": "StorageError: rank 2: /disk: No space left on device",
-            "of others": "StorageError: rank 0: look: KeyError: 'x'",
-            "kept": "LayoutError: rank 1: another model (and 1 more rank)",
-            "not kept": "StorageError: rank 0: the disk is full (and 1 more rank)",
-            "of the first": "StorageError: the disk is full",
-            "other things": "LayoutError: ranks were given different things: b is False on ranks 0, 1, True on rank 2. Agree",
-        }
+    run(workers, "agreements")
+
+
+def agreements(mesh: Mesh) -> None:
+    """What all ranks get of work that each does, and what they raise where it fails on some."""
+
+    def all_or_raise(*errors: Exception | None, **how: Any) -> list[Any]:
+        def work() -> int:
+            if error := errors[mesh.rank]:
+                raise error
+            return mesh.rank
+
+        return mesh.world.all_or_raise("look", work, StorageError, **how)
+
+    full, wrong, odd = StorageError("the disk is full"), LayoutError("another model"), KeyError("x")
+    assert all_or_raise(None, None, None) == [0, 1, 2]
+    assert all_or_raise(None, full, full, first=True) == [0, None, None]
+    rows: tuple[tuple[tuple[Exception | None, ...], dict[str, Any], str], ...] = (
+        ((None, full, None), {}, "rank 1: the disk is full"),
+        ((None, full, odd), {}, "rank 1: the disk is full (and 1 more rank)"),
+        ((full, full, full), {}, "the disk is full"),
+        ((None, None, OSError(28, "No space left on device", "/disk")), {}, "rank 2: /disk: No space left on device"),
+        ((odd, None, None), {}, "rank 0: look: KeyError: 'x'"),
+        ((full, wrong, None), {"kept": LayoutError}, "rank 1: another model (and 1 more rank)"),
+        ((full, wrong, None), {}, "rank 0: the disk is full (and 1 more rank)"),
+        ((full, None, None), {"first": True}, "the disk is full"),
+    )
+    for errors, how, said in rows:
+        with pytest.raises(how.get("kept", StorageError)) as caught:
+            all_or_raise(*errors, **how)
+        assert str(caught.value) == said
+    with pytest.raises(LayoutError) as caught:
+        mesh.world.require_same({"a": 1, "b": mesh.rank == 2}, LayoutError, advice="Agree")
+    given = "ranks were given different things"
+    assert str(caught.value) == f"{given}: b is False on ranks 0, 1, True on rank 2. Agree"
 
 
 def test_overlapping_sets_do_not_wait_for_each_other(workers: Workers) -> None:
-    for equal in workers.run(3, "process_set_cases:overlapping", rounds=10):
+    for equal in run(workers, "overlapping", rounds=10):
         assert len(equal) == 4 * (1 + 2 * 10)
         assert all(equal)
+
+
+def overlapping(mesh: Mesh, rounds: int) -> list[bool]:
+    """Sets that overlap, each used by a thread of its own, which every rank starts in another order; and by one thread, which
+    starts sums in one order and waits for them in another."""
+    names = {"a": [0, 1], "b": [1, 2], "c": [0, 2], "d": [0, 1, 2], "e": [0, 1, 2]}
+    mine = [each for each in mesh.process_sets.declare(names).values() if each.member]
+    equal: list[bool] = []
+
+    def use(group: ProcessSet) -> None:
+        wanted = [[rank, number] for number in range(rounds) for rank in group.ranks]
+        rows = [group.gather_integers([mesh.rank, number]) for number in range(rounds)]
+        equal.append([row for each in rows for row in each] == wanted)
+
+    random.Random(mesh.rank).shuffle(mine)
+    threads = [threading.Thread(target=use, args=(group,)) for group in mine]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    mine.sort(key=lambda group: group.name)
+    for kind in ("gloo", "shared"):
+        exchanges = [(group, open_exchange(group, mesh.device, kind)) for group in mine]  # type: ignore[arg-type]
+        for number in range(rounds):
+            random.Random(mesh.rank + number).shuffle(exchanges)
+            pending = [(group, each.all_reduce_async(torch.full((300,), mesh.rank + 1.0))) for group, each in exchanges]
+            pending.reverse()
+            equal += [float(each.wait()[0]) == sum(group.ranks) + group.size for group, each in pending]
+    mesh.world.barrier("all are through")
+    for name in names:
+        mesh.process_sets.remove(name)
+    return equal
 
 
 @pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.full)])
 def test_sets_come_and_go_under_load(workers: Workers, count: int) -> None:
     """Threads and descriptors are those of before; memory may grow by what a store remembers of a set."""
-    for found in workers.run(3, "process_set_cases:churn", timeout=600, count=count, kept=4):
+    for found in run(workers, "churn", timeout=600, count=count, kept=4):
         before, after = found["before"], found["after"]
         assert found["rounds"] > count
         assert found["wrong"] == []
@@ -88,3 +191,52 @@ def test_sets_come_and_go_under_load(workers: Workers, count: int) -> None:
         assert after["task"] <= before["task"]
         assert after["fd"] <= before["fd"]
         assert after["KiB"] - before["KiB"] < 2048 + 8 * count
+
+
+def churn(mesh: Mesh, count: int, kept: int) -> dict[str, Any]:
+    """Add and remove `count` sets, of which up to `kept` are there at a time, beside a thread that never stops to use another."""
+    sets = mesh.process_sets
+    load = sets.add([0, 1, 2], name="load")
+    rounds = [0]
+    wrong: list[int] = []
+
+    def use() -> None:
+        exchange = open_exchange(load, mesh.device)
+        going = 1
+        while going:
+            total = exchange.all_reduce_async(torch.full((4096,), mesh.rank + 1.0)).wait()
+            wrong.extend([rounds[0]] * (total[0] != 6))
+            rounds[0] += 1
+            going = int(load.all_reduce(torch.tensor([int(not stop.is_set())]), "going on")[0]) // 3
+
+    stop = threading.Event()
+    thread = threading.Thread(target=use)
+    thread.start()
+    choice = random.Random(5)  # the same on all ranks
+    there: list[ProcessSet] = []
+    before: dict[str, int] = {}
+    for number in range(count + count // 4):
+        if number == count // 4:
+            before = holdings()  # what the first ones have left, as any would
+        there.append(sets.add(choice.sample(range(3), choice.choice([1, 2, 3])), name=f"set {number}"))
+        if there[-1].member:
+            there[-1].gather_integers([number])
+        if len(there) == kept:
+            sets.remove(there.pop(choice.randrange(kept)))
+    for each in there:
+        sets.remove(each)
+    del there
+    gc.collect()
+    after = holdings()
+    stop.set()
+    thread.join()
+    sets.remove(load)
+    return {"before": before, "after": after, "rounds": rounds[0], "wrong": wrong, "left": list(sets)}
+
+
+def holdings() -> dict[str, int]:
+    """Threads, file descriptors and KiB of memory of this process."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    counts = {name: len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")}
+    return counts | {"KiB": pages * os.sysconf("SC_PAGE_SIZE") // 1024}

@@ -5,8 +5,6 @@ import pickle
 import signal
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.support.programs import Programs
+from tests.support.waiting import wait_for
 from zeromesh.mesh.network_interfaces import interfaces, is_loopback
 
 NOBODY = 65534
@@ -28,7 +28,7 @@ from zeromesh.environment import read_environment
 environment = read_environment()
 mesh = Mesh(MeshShape(shard=2), environment, device=torch.device("cpu"), timeout_seconds=20.0)
 folder, total = sys.argv[1], torch.zeros(4, dtype=torch.float64)
-open(f"{folder}/there-{environment.rank}", "w").close()
+os.symlink(str(os.getpid()), f"{folder}/there-{environment.rank}")
 while not os.path.exists(f"{folder}/enough"):
     time.sleep(0.05)
 for step in range(50):
@@ -39,8 +39,9 @@ assert total.tolist() == [3.0 * sum(range(50))] * 4, total
 mesh.close()
 """
 DRIVER = """\
-import sys
+import os, sys
 from zeromesh.launch.rendezvous import WorkersFailed, launch_workers
+os.symlink(str(os.getpid()), f"{sys.argv[2]}/there-launcher")
 found = launch_workers(sys.argv[1:], processes=2)
 sys.exit(str(found) if isinstance(found, WorkersFailed) else found)
 """
@@ -56,12 +57,22 @@ class Planted:
         return os.mknod, (str(self.path),)
 
 
+PROCESSES = ("there-0", "there-1", "there-launcher")
+
+
 @dataclass(frozen=True)
 class Run:
     """A run of two ranks that waits until it is told to go on."""
 
     process: subprocess.Popen[str]
     folder: Path
+    pids: list[int]
+    tcp: list[tuple[str, int]]
+    """The addresses and ports at which its processes listen."""
+    unix: list[str]
+    """The names of their Unix sockets that take connections."""
+    stores: list[tuple[str, int]]
+    """Those of `tcp` that answer as a store of torch does."""
 
     def end(self) -> None:
         """Let it go on to its end, which has to be a good one."""
@@ -71,46 +82,37 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+def run(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("run")
     for name, text in (("worker.py", WORKER), ("driver.py", DRIVER)):
         (folder / name).write_text(text)
-    command = [sys.executable, str(folder / "driver.py"), str(folder / "worker.py"), str(folder)]
+    command = [str(programs.bin / "python"), str(folder / "driver.py"), str(folder / "worker.py"), str(folder)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(folder)})
-    deadline = time.monotonic() + 60
-    while not all((folder / f"there-{rank}").exists() for rank in range(2)):
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    yield Run(process, folder)
+    wait_for(lambda: process.poll() is not None or all((folder / each).is_symlink() for each in PROCESSES), 60)
+    assert process.poll() is None, process.communicate()[1]
+    pids = [int((folder / each).readlink().name) for each in PROCESSES]
+    tcp, unix = listening(pids)
+    yield Run(process, folder, pids, tcp, unix, stores(tcp))
     process.kill()
     process.wait()
 
 
-def family(pid: int) -> list[int]:
-    """A process, its children and theirs."""
-    found = [pid]
-    for each in found:
-        for task in Path(f"/proc/{each}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
-
-
-def listening(pid: int) -> dict[str, list[tuple[str, int]]]:
-    """The addresses and ports at which a process and what it has started listen, and the names of their Unix sockets."""
-    links = [os.readlink(each) for child in family(pid) for each in _descriptors(child)]
+def listening(pids: Sequence[int]) -> tuple[list[tuple[str, int]], list[str]]:
+    """The addresses and ports at which processes listen, and the names of their Unix sockets."""
+    links = [os.readlink(each) for pid in pids for each in _descriptors(pid)]
     mine = {link.partition("[")[2].rstrip("]") for link in links if link.startswith("socket:")}
-    found: dict[str, list[tuple[str, int]]] = {"tcp": [], "unix": []}
+    tcp: list[tuple[str, int]] = []
+    unix = []
     for name, kind in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for words in map(str.split, Path(f"/proc/net/{name}").read_text().splitlines()[1:]):
             if words[3] == LISTEN and words[9] in mine:
                 address, _, port = words[1].partition(":")
                 raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
-                found["tcp"].append((socket.inet_ntop(kind, raw), int(port, 16)))
+                tcp.append((socket.inet_ntop(kind, raw), int(port, 16)))
     for words in map(str.split, Path("/proc/net/unix").read_text().splitlines()[1:]):
         if words[6] in mine and len(words) > 7 and words[5] == "01" and int(words[3], 16) & ACCEPTS:
-            found["unix"].append((words[7], 0))
-    return found
+            unix.append(words[7])
+    return tcp, unix
 
 
 def _descriptors(pid: int) -> Iterator[Path]:
@@ -170,16 +172,15 @@ def second_addresses() -> list[str]:
 
 
 def test_no_store_of_one_host_listens_on_a_network(run: Run) -> None:
-    found = listening(run.process.pid)
-    assert found["tcp"], "gloo listens, so the search has found nothing"
-    assert {address for address, _ in found["tcp"]} == {"127.0.0.1"}
-    assert not stores(found["tcp"])
+    assert run.tcp, "gloo listens, so the search has found nothing"
+    assert {address for address, _ in run.tcp} == {"127.0.0.1"}
+    assert not run.stores
 
 
 def test_another_address_of_the_machine_leads_nowhere(run: Run) -> None:
     reached = []
     for address in second_addresses():
-        for _, port in listening(run.process.pid)["tcp"]:
+        for _, port in run.tcp:
             with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
                 probe.settimeout(2.0)
                 if probe.connect_ex((address, port)) == 0:
@@ -187,23 +188,21 @@ def test_another_address_of_the_machine_leads_nowhere(run: Run) -> None:
     assert not reached
 
 
-def test_another_user_can_neither_read_nor_write_the_store(run: Run, tmp_path: Path) -> None:
+def test_another_user_can_neither_read_nor_write_the_store(run: Run) -> None:
+    """That no code of it was run is seen at the end, when the files in the folder are listed."""
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
-    tmp_path.chmod(0o777)
-    mark = tmp_path / "code-of-a-stranger-was-run"
-    planted = pickle.dumps(Planted(mark))
-    found = listening(run.process.pid)
+    planted = pickle.dumps(Planted(run.folder / "code-of-a-stranger-was-run"))
 
     def attack() -> list[str]:
-        said = [plant(address, port, planted) for address, port in stores(found["tcp"])]
-        for name, _ in found["unix"]:
+        said = [plant(address, port, planted) for address, port in run.stores]
+        for name in run.unix:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.connect(name.replace("@", "\0", 1))
                 probe.sendall(b"1")
                 if socket.recv_fds(probe, 1, 2)[1]:
                     said.append(f"was given files by {name}")
-        for pid in family(run.process.pid):
+        for pid in run.pids:
             try:
                 said += [f"opened {os.readlink(each)}" for each in _descriptors(pid)]
             except PermissionError:
@@ -211,14 +210,12 @@ def test_another_user_can_neither_read_nor_write_the_store(run: Run, tmp_path: P
         return said
 
     assert as_nobody(attack) == "[]"
-    time.sleep(1.0)
-    assert not mark.exists()
 
 
 def test_garbage_in_the_sockets_of_gloo_changes_nothing(run: Run) -> None:
     """What gloo itself listens on asks nobody who it is; it is at the loopback alone, and drops what is not of its groups."""
     held = []
-    for address, port in listening(run.process.pid)["tcp"]:
+    for address, port in run.tcp:
         for garbage in (b"", b"\xff" * 8, b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096)):
             probe = socket.create_connection((address, port), timeout=2.0)
             probe.sendall(garbage)
@@ -226,10 +223,4 @@ def test_garbage_in_the_sockets_of_gloo_changes_nothing(run: Run) -> None:
     run.end()
     for probe in held:
         probe.close()
-    assert sorted(each.name for each in run.folder.iterdir()) == [
-        "driver.py",
-        "enough",
-        "there-0",
-        "there-1",
-        "worker.py",
-    ]
+    assert sorted(each.name for each in run.folder.iterdir()) == ["driver.py", "enough", *PROCESSES, "worker.py"]

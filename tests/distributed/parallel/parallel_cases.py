@@ -1,10 +1,13 @@
 """Cases of tensor and pipeline parallelism in the trainer that workers run: each trains something tiny and says what it saw."""
 
 import os
+from collections.abc import Callable as Function
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 
@@ -24,14 +27,15 @@ from tests.support.trainer_cases import (
     settings,
 )
 from zeromesh import Callback, Trainer
-from zeromesh.errors import ZeromeshError
+from zeromesh.errors import PhaseError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 
+_RATES = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
 
 
-def _deep(**changes: Any) -> Any:
-    return llama(num_hidden_layers=4, **changes)
+def _deep() -> Any:
+    return llama(num_hidden_layers=4)
 
 
 def _mixtral() -> Any:
@@ -44,10 +48,6 @@ def _bert() -> Any:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return tf.BertForSequenceClassification(tf.BertConfig(**sizes, **rates, vocab_size=VOCABULARY, num_labels=3))
-
-
-def _dropout() -> Any:
-    return gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
 
 
 def _frozen() -> Any:
@@ -66,10 +66,10 @@ class OwnBase(tf.LlamaForCausalLM):  # type: ignore[misc]  # transformers' types
 KINDS = {
     "own base": lambda: OwnBase(tf.LlamaConfig(**{**LLAMA, "num_hidden_layers": 4})),
     "llama": _deep,
-    "gpt2": lambda: gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2": lambda: gpt2(**dict.fromkeys(_RATES, 0.0)),
     "mixtral": _mixtral,
     "bert": _bert,
-    "dropout": _dropout,
+    "dropout": lambda: gpt2(**dict.fromkeys(_RATES, 0.1)),
     "frozen": _frozen,
     "two heads": lambda: llama(num_attention_heads=2, num_key_value_heads=2),
 }
@@ -77,10 +77,7 @@ KINDS = {
 
 def labelled(count: int) -> list[dict[str, torch.Tensor]]:
     """Sentences with a class each."""
-    return [
-        {"input_ids": each["input_ids"], "labels": torch.tensor(index % 3)}
-        for index, each in enumerate(sentences(count))
-    ]
+    return [each | {"labels": torch.tensor(index % 3)} for index, each in enumerate(sentences(count))]
 
 
 class Look(Callback):
@@ -92,10 +89,8 @@ class Look(Callback):
 
     def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
         if step == 2:
-            for name in trained_names(trainer):
-                gradient = trainer.gradient(name)
-                if gradient is not None:
-                    self.gradients[name] = gradient.clone()
+            found = {name: trainer.gradient(name) for name, _ in trainer.state_dict()}
+            self.gradients = {name: each.clone() for name, each in found.items() if each is not None}
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
         if step == 2:
@@ -106,10 +101,6 @@ class Look(Callback):
                 found = {name: trainer.model.get_parameter(name).detach().clone() for name in names}
             dtype = found[names[0]].dtype if names else None
             self.gathered = distance(found, {name: self.state[name].to(dtype) for name in names}) if names else 0.0
-
-
-def trained_names(trainer: Trainer) -> list[str]:
-    return [name for name, _ in trainer.state_dict()]
 
 
 def fit(
@@ -165,66 +156,51 @@ def fit(
 
 
 def left_in(model: torch.nn.Module) -> list[str]:
-    """What of a run is still in a model."""
-    found = [
-        f"hooks in {name}"
+    """The modules of a model in which something of a run still is: a hook, a forward, or the module itself."""
+    return [
+        name
         for name, module in model.named_modules()
-        if any(
+        if "forward" in vars(module)
+        or any(
             each.__module__.startswith("zeromesh")
-            for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            for each in (type(module), *module._forward_hooks.values(), *module._forward_pre_hooks.values())
         )
     ]
-    found += [f"forward of {name}" for name, module in model.named_modules() if "forward" in vars(module)]
-    found += [
-        f"{name} is {type(module).__module__}"
-        for name, module in model.named_modules()
-        if type(module).__module__.startswith("zeromesh")
-    ]
-    return found
 
 
-# When something is not finite
-
-
-class Poison(Callback):
-    """Puts an infinity into a gradient shard of one rank before one update."""
-
-    def __init__(self, step: int, *, here: bool) -> None:
-        self.step, self.here = step, here
-
-    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
-        engine = trainer.engine
-        if self.here and step == self.step and engine is not None:
-            bucket = engine.units[-1].trainable[0]
-            assert bucket.grad is not None
-            bucket.grad[0] = float("inf")
+def on(event: str, act: Function[..., object]) -> Callback:
+    """A callback that does one thing."""
+    made = Callback()
+    setattr(made, event, act)
+    return made
 
 
 def poisoned(mesh: Mesh, *, folder: str, rank: int, axes: Mapping[str, Any]) -> dict[str, Any]:
     """One rank's gradients are not finite in one step."""
     config = settings(folder, parallel=axes, run={"log_every": 1})
     model = seeded(_deep)
-    with Trainer(model, config, sentences(), callbacks=[Poison(2, here=mesh.rank == rank)]) as trainer:
+
+    def poison(trainer: Any, step: int) -> None:
+        if mesh.rank == rank and step == 2:
+            trainer.engine.units[-1].trainable[0].grad[0] = float("inf")
+
+    with Trainer(model, config, sentences(), callbacks=[on("on_pre_optimizer_step", poison)]) as trainer:
         report = trainer.fit()
     lines = lines_of(Path(folder) / "run")
     weights = digest({name: parameter.detach() for name, parameter in model.named_parameters()})
     return {"skipped": report.skipped_steps, "lines": lines, "weights": weights}
 
 
-# Stopping, and other ways of giving a model
-
-
 def signalled(mesh: Mesh, *, folder: str, rank: int, number: int, axes: Mapping[str, Any]) -> str:
     """A run of which one rank is told to stop in its second step; how it ended."""
 
-    class Kill(Callback):
-        def on_step_begin(self, trainer: Trainer, step: int) -> None:
-            if step == 2 and mesh.rank == rank:
-                os.kill(os.getpid(), number)
+    def kill(trainer: Trainer, step: int) -> None:
+        if step == 2 and mesh.rank == rank:
+            os.kill(os.getpid(), number)
 
     config = settings(folder, parallel=axes, checkpoint={"every_steps": 50})
     try:
-        with Trainer(seeded(_deep), config, sentences(), callbacks=[Kill()]) as trainer:
+        with Trainer(seeded(_deep), config, sentences(), callbacks=[on("on_step_begin", kill)]) as trainer:
             trainer.fit()
     except (SystemExit, KeyboardInterrupt) as end:
         return f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
@@ -279,13 +255,9 @@ def refused(
     if length:
         data = [{name: value[:length] for name, value in each.items()} for each in data]
     steps: list[int] = []
-
-    class Count(Callback):
-        def on_step_begin(self, trainer: Trainer, step: int) -> None:
-            steps.append(step)
-
+    count = on("on_step_begin", lambda trainer, step: steps.append(step))
     try:
-        with Trainer(model, settings(folder, parallel=axes), data, callbacks=[Count()]) as trainer:
+        with Trainer(model, settings(folder, parallel=axes), data, callbacks=[count]) as trainer:
             trainer.fit()
     except ZeromeshError as error:
         return f"{len(steps)} {type(error).__name__}: {error}"
@@ -299,27 +271,28 @@ def killed(mesh: Mesh, *, folder: str, rank: int, count: int, axes: Mapping[str,
         trainer.fit()
 
 
-def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> str:
-    """What comes of calling a model, and having it generate, after a step."""
-    said = []
+def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], refused: bool) -> None:
+    """A model may be called after a step, and generate, or it is refused."""
+    steps: list[int] = []
 
-    class Call(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if step != 2:
-                return
-            whole = _deep().double().to(mesh.device)
-            whole.load_state_dict({name: tensor.clone() for name, tensor in trainer.state_dict()})
-            ids = sentences()[1]["input_ids"][None].to(mesh.device)
-            options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-            try:
-                with torch.no_grad():
-                    apart = (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
-                    tokens = [model.eval().generate(ids, **options).tolist() for model in (trainer.model, whole)]
-                    trainer.model.train()
-                said.append("same" if apart < 1e-12 and tokens[0] == tokens[1] else f"{apart} {tokens}")
-            except ZeromeshError as error:
-                said.append(f"{type(error).__name__}: {error}")
+    def call(trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        if step != 2:
+            return
+        whole = _deep().double().to(mesh.device)
+        whole.load_state_dict({name: tensor.clone() for name, tensor in trainer.state_dict()})
+        ids = sentences()[1]["input_ids"][None].to(mesh.device)
+        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        steps.append(step)
+        said = "^the model was called by itself, and this rank has but some stages of it"
+        with torch.no_grad(), pytest.raises(PhaseError, match=said) if refused else nullcontext():
+            apart = (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
+            assert apart < 1e-12
+            tokens = [model.eval().generate(ids, **options).tolist() for model in (trainer.model, whole)]
+            assert tokens[0] == tokens[1]
+            trainer.model.train()
 
-    with Trainer(seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[Call()]) as trainer:
+    with Trainer(
+        seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[on("on_step_end", call)]
+    ) as trainer:
         trainer.fit()
-    return said[0]
+    assert steps == [2]

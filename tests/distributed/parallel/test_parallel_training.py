@@ -32,9 +32,8 @@ AXES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 MANY = ("tensor 2", "pipeline 2", "interleaved", "zero bubble", "pipeline 2 x tensor 2", "data 2 x pipeline 2")
 
-FILES = {"tier": "file"}
-MOVED = {"optimizer": FILES, "parameters": FILES, "gradients": FILES}
-HOSTED = {name: {"tier": "host"} for name in MOVED}
+FILES, HOST = {"tier": "file"}, {"tier": "host"}
+STATES = ("optimizer", "parameters", "gradients")
 RAGGED = {"batch": {"global_size": 10, "micro_size": 3}}
 PLAIN = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
 HALF = {**PLAIN, "compute": "float16", "loss_scale": {"initial_scale": 2.0**20}}
@@ -53,8 +52,8 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "recomputed": {"sections": {"model": {"activation_checkpointing": "block"}}},
     "recomputed in part": {"sections": {"model": {"activation_checkpointing": "selective"}}},
-    "on files": {"sections": {"offload": MOVED}},
-    "on the host": {"sections": {"offload": HOSTED}},
+    "on files": {"sections": {"offload": dict.fromkeys(STATES, FILES)}},
+    "on the host": {"sections": {"offload": dict.fromkeys(STATES, HOST)}},
     "inputs on files": {
         "sections": {"offload": {"activations": FILES}, "model": {"activation_checkpointing": "block"}}
     },
@@ -64,9 +63,27 @@ WAYS: dict[str, dict[str, Any]] = {
 TOLERANCES = {"bfloat16": 3e-2, "float16": 3e-2, "experts": 1e-7}
 """Beside 1e-9. Experts are chosen in float32."""
 TWO_BLOCKS = ("gpt2", "dropout", "mixtral", "bert")
-SHORT = {
-    ("ragged", "pipeline 2"), ("experts", "pipeline 2"), ("its own base model", "pipeline 2"),
-    ("recomputed", "zero bubble"), ("float16", "tensor 2"),
+STAGES = (
+    *(("tensor 2", 3), ("sequence 2", 2), ("pipeline 2", 1), ("gpipe", 3), ("interleaved", 2), ("zero bubble", 3)),
+    *(("by hand", 3), ("pipeline 2 x tensor 2", 3), ("data 2 x tensor 2", 3), ("data 2 x tensor 2", 1)),
+    *(("data 2 x pipeline 2", stage) for stage in (0, 1, 2, 3)),
+    ("pipeline 4", 3),
+)
+CASES = [
+    *(("", axes, stage) for axes, stage in STAGES),
+    *(
+        (way, axes, 3)
+        for way in WAYS
+        for axes in MANY
+        if (way, axes) != ("in backward", "zero bubble")
+        and not (WAYS[way].get("kind") in TWO_BLOCKS and axes == "interleaved")
+        and not (way == "dropout" and "tensor" in axes)  # a tensor group draws numbers of its own
+    ),
+]
+QUICK = {
+    ("", "sequence 2", 2), ("", "zero bubble", 3), ("", "pipeline 2 x tensor 2", 3), ("ragged", "pipeline 2", 3),
+    ("experts", "pipeline 2", 3), ("its own base model", "pipeline 2", 3), ("recomputed", "zero bubble", 3),
+    ("float16", "tensor 2", 3),
 }  # fmt: skip
 
 Reference = Callable[..., tuple[Path, dict[str, Any]]]
@@ -87,8 +104,13 @@ def reference(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Ref
     return find
 
 
-def check(workers: Workers, reference: Reference, folder: Path, axes: str, way: str = "", stage: int = 3) -> None:
-    """Run a way over these axes, and compare all that can be seen with one process."""
+@pytest.mark.parametrize(
+    ("way", "axes", "stage"), [pytest.param(*case, marks=() if case in QUICK else FULL) for case in CASES]
+)
+def test_a_run_over_any_axes_is_that_of_one_process(
+    workers: Workers, reference: Reference, tmp_path: Path, way: str, axes: str, stage: int
+) -> None:
+    """Whatever a run may do: all that can be seen is compared."""
     arguments = dict(WAYS[way]) if way else {}
     sections = arguments.pop("sections", {})
     plain, wanted = reference(**arguments, sections=sections)
@@ -96,12 +118,12 @@ def check(workers: Workers, reference: Reference, folder: Path, axes: str, way: 
     sections = {**sections, "parallel": {**WAIT, **parallel}, "zero": {"stage": stage}}
     bound = TOLERANCES.get(way, 1e-9)
     for found in workers.run(
-        size, "parallel_cases:fit", timeout=120, folder=str(folder), **arguments, sections=sections
+        size, "parallel_cases:fit", timeout=120, folder=str(tmp_path), **arguments, sections=sections
     ):
-        for numbers in ("losses", "norms", "evaluations"):
-            both = [(a, b) for a, b in zip(numbers_of(found[numbers]), numbers_of(wanted[numbers]), strict=True)]
+        for numbers in ("losses", "norms", "evaluations"):  # One that is not finite is a word.
+            both = list(zip(found[numbers], wanted[numbers], strict=True))
             assert all(a == b or apart([a], [b]) <= bound for a, b in both), (numbers, both)
-        assert {name: found[name] for name in SAME} == {name: wanted[name] for name in SAME}
+        assert (found["tokens"], found["skipped"]) == (wanted["tokens"], wanted["skipped"])
         assert found["whole"] == found["gathered"] == 0.0
         assert found["logits"] <= bound
         assert found["left"] == []
@@ -110,57 +132,9 @@ def check(workers: Workers, reference: Reference, folder: Path, axes: str, way: 
         assert "sequence" not in parallel or {"all-gather", "reduce-scatter"} <= {*told}
         assert ("point to point" in found["told"].get("pipeline", [])) == ("pipeline" in parallel)
         assert (found["bubble"] is not None) == ("pipeline" in parallel)
-    ours, theirs = torch.load(folder / "seen.pt"), torch.load(plain / "seen.pt")
+    ours, theirs = torch.load(tmp_path / "seen.pt"), torch.load(plain / "seen.pt")
     for what, tensors in theirs.items():
         assert not tensors or way == "float16" or distance(ours[what], tensors) <= 100 * bound, what
-
-
-SAME = ("tokens", "skipped")
-
-
-def numbers_of(given: list[float | str]) -> list[float | str]:
-    """As they are written; one that is not finite is a word."""
-    return [each if isinstance(each, str) else float(each) for each in given]
-
-
-@pytest.mark.parametrize(
-    ("axes", "stage"),
-    [
-        pytest.param("tensor 2", 3, marks=FULL),
-        ("sequence 2", 2),
-        pytest.param("pipeline 2", 1, marks=FULL),
-        pytest.param("gpipe", 3, marks=FULL),
-        pytest.param("interleaved", 2, marks=FULL),
-        ("zero bubble", 3),
-        pytest.param("by hand", 3, marks=FULL),
-        ("pipeline 2 x tensor 2", 3),
-        pytest.param("data 2 x tensor 2", 3, marks=FULL),
-        pytest.param("data 2 x tensor 2", 1, marks=FULL),
-        *(pytest.param("data 2 x pipeline 2", stage, marks=FULL) for stage in (0, 1, 2, 3)),
-        pytest.param("pipeline 4", 3, marks=FULL),
-    ],
-)
-def test_a_run_over_any_axes_is_that_of_one_process(
-    workers: Workers, reference: Reference, tmp_path: Path, axes: str, stage: int
-) -> None:
-    check(workers, reference, tmp_path, axes, stage=stage)
-
-
-@pytest.mark.parametrize(
-    ("way", "axes"),
-    [
-        pytest.param(way, axes, marks=() if (way, axes) in SHORT else (FULL,))
-        for way in WAYS
-        for axes in MANY
-        if (way, axes) != ("in backward", "zero bubble")
-        and not (WAYS[way].get("kind") in TWO_BLOCKS and axes == "interleaved")
-        and not (way == "dropout" and "tensor" in axes)  # a tensor group draws numbers of its own
-    ],
-)
-def test_so_it_is_with_all_that_a_run_may_do(
-    workers: Workers, reference: Reference, tmp_path: Path, way: str, axes: str
-) -> None:
-    check(workers, reference, tmp_path, axes, way)
 
 
 @FULL
@@ -293,37 +267,23 @@ def test_a_rank_that_is_killed_is_named_by_all(
             assert f"rank {rank} " in outcome.message, outcome.message
 
 
-REFUSED: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
-    "more ranks than heads": (
-        4,
-        {"tensor": 4},
-        {"kind": "two heads"},
-        "2 query heads cannot be divided among 4 ranks; parallel.tensor may be at most 2",
-    ),
-    "more stages than blocks": (4, {"pipeline": 4}, {"kind": "gpt2"}, "2 blocks cannot be cut into 4 pipeline stages"),
-    "stages of other blocks": (2, {"pipeline": 2, "stages": [1, 2]}, {}, "has 3 of them, the model 4"),
-    "stages of another number": (
-        2,
-        {"pipeline": 2, "stages": [4]},
-        {},
-        "parallel.stages has 1 numbers of blocks for 2",
-    ),
-    "a plan of nothing": (2, {"tensor": 2, "plan": {"*.nothing": "colwise"}}, {}, "matches no module of Llama"),
-    "a style of nothing": (2, {"tensor": 2, "plan": {"*.q_proj": "sideways"}}, {}, "there is no style 'sideways'"),
-    "no blocks": (2, {"pipeline": 2}, {"kind": "pictures"}, "Pictures cannot be cut into pipeline stages"),
-    "no plan": (2, {"tensor": 2}, {"kind": "pictures"}, "there is no tensor-parallel plan for Pictures"),
-    "a sequence that has no shares": (
-        4,
-        {"pipeline": 2, "tensor": 2, "sequence": True},
-        {"length": 11},
-        "sequences of 11 tokens cannot be shared out to 2 tensor ranks",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_is_said_before_training_and_by_all(workers: Workers, tmp_path: Path, what: str) -> None:
-    size, axes, case, said = REFUSED[what]
+@pytest.mark.parametrize(
+    ("size", "axes", "case", "said"),
+    [
+        (4, {"tensor": 4}, {"kind": "two heads"}, "2 query heads cannot be divided among 4 ranks; parallel.tensor may be at most"),
+        (4, {"pipeline": 4}, {"kind": "gpt2"}, "2 blocks cannot be cut into 4 pipeline stages"),
+        (2, {"pipeline": 2, "stages": [1, 2]}, {}, "has 3 of them, the model 4"),
+        (2, {"pipeline": 2, "stages": [4]}, {}, "parallel.stages has 1 numbers of blocks for 2"),
+        (2, {"tensor": 2, "plan": {"*.nothing": "colwise"}}, {}, "matches no module of Llama"),
+        (2, {"tensor": 2, "plan": {"*.q_proj": "sideways"}}, {}, "there is no style 'sideways'"),
+        (2, {"pipeline": 2}, {"kind": "pictures"}, "Pictures cannot be cut into pipeline stages"),
+        (2, {"tensor": 2}, {"kind": "pictures"}, "there is no tensor-parallel plan for Pictures"),
+        (4, {"pipeline": 2, "tensor": 2, "sequence": True}, {"length": 11}, "of 11 tokens cannot be shared out to 2 tensor ranks"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_before_training_and_by_all(
+    workers: Workers, tmp_path: Path, size: int, axes: dict[str, Any], case: dict[str, Any], said: str
+) -> None:
     found = workers.run(size, "parallel_cases:refused", folder=str(tmp_path), axes={**WAIT, **axes}, **case)
     assert len(set(found)) == 1
     assert found[0].startswith("0 ")
@@ -339,7 +299,6 @@ def test_ranks_that_compute_together_are_given_one_batch(workers: Workers, tmp_p
 
 def test_a_model_that_is_trained_may_be_called_where_it_is_all_there(workers: Workers, tmp_path: Path) -> None:
     """Tensor ranks answer together; of stages each would have but a part."""
-    found = workers.run(2, "parallel_cases:called", folder=str(tmp_path / "t"), **over("tensor 2"))
-    assert found == ["same", "same"]
-    for said in workers.run(2, "parallel_cases:called", folder=str(tmp_path / "p"), **over("pipeline 2")):
-        assert said.startswith("PhaseError: the model was called by itself, and this rank has but some stages of it")
+    for axes in ("tensor 2", "pipeline 2"):
+        arguments = {"folder": str(tmp_path / axes), "refused": axes == "pipeline 2", **over(axes)}
+        workers.run(2, "parallel_cases:called", **arguments)

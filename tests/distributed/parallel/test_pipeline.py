@@ -2,12 +2,13 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.support.devices import DEVICE
-from tests.support.pipeline_cases import VOCABULARY, build
+from tests.support.pipeline_cases import build
 from tests.support.workers import PoolOptions, Workers
 from zeromesh.comm import point_to_point
 from zeromesh.errors import CollectiveError
@@ -40,14 +41,18 @@ USUAL = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "model", "schedule", "microbatches", "chunks"),
-    [*USUAL, *(pytest.param(*case, marks=pytest.mark.full) for case in MATRIX if case not in USUAL)],
+    ("ranks", "model", "schedule", "microbatches", "chunks", "recompute"),
+    [
+        *((*case, False) for case in USUAL),
+        *((2, "llama", schedule, 3, 1, True) for schedule in ("1f1b", "zero_bubble")),
+        *(pytest.param(*case, False, marks=pytest.mark.full) for case in MATRIX if case not in USUAL),
+    ],
 )
 def test_training_is_that_of_one_process(
-    workers: Workers, ranks: int, model: str, schedule: str, microbatches: int, chunks: int
+    workers: Workers, ranks: int, model: str, schedule: str, microbatches: int, chunks: int, recompute: bool
 ) -> None:
     arguments = {"model": model, "schedule": schedule, "microbatches": microbatches, "chunks": chunks}
-    results = run(workers, ranks, "trains", **arguments)
+    results = run(workers, ranks, "trains", recompute=recompute, **arguments)
     names = [name for found in results for name in found["names"]]
     whole = sorted(name for name, _ in build(model, 4).named_parameters(remove_duplicate=False))
     assert sorted(names) == whole, "every parameter is on one rank, a tied one under each of its names"
@@ -62,45 +67,26 @@ def test_training_is_that_of_one_process(
         assert found["ties"] == ([[[tied, "lm_head.weight"], {"0": tied, last: "lm_head.weight"}]] if tied else [])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_activation_checkpointing(workers: Workers, schedule: str) -> None:
-    arguments = {"model": "llama", "schedule": schedule, "microbatches": 3, "chunks": 1, "recompute": True}
-    for found in run(workers, 2, "trains", **arguments):
-        assert found["difference"] <= EXACT
-        assert found["calls"] == [6]
-
-
 @pytest.mark.parametrize(("model", "chunks"), [("mixtral", 2), ("gpt2", 1)])
 def test_evaluation_is_that_of_one_process(workers: Workers, model: str, chunks: int) -> None:
     assert max(run(workers, 2, "evaluates", model=model, microbatches=3, chunks=chunks)) <= EXACT
 
 
 def test_channels_carry_any_tensors(workers: Workers) -> None:
-    for found in run(workers, 4, "channels_carry"):
-        assert all(found["equal"])
-        assert "float32 [2], but for inputs of the same shapes they were torch.float32 [300000]" in found["message"]
+    run(workers, 4, "channels_carry")
 
 
 def test_ranks_with_other_data_are_refused(workers: Workers) -> None:
-    for message in run(workers, 2, "disagrees"):
-        assert "ranks were given different things: shapes of microbatches is" in message
-
-
-class Failed:
-    """A message that the other end's death has ended."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        raise CollectiveError(f"rank 1 is gone; {self._what}")
+    run(workers, 2, "disagrees")
 
 
 def test_a_message_that_has_failed_is_named_by_the_next_one() -> None:
-    pair = SimpleNamespace(start=lambda kind, call: Failed(call.what), on_stream=False, index=0)
+    """The other end's death has ended it."""
+
+    def failed(kind: object, call: Any) -> Mock:
+        return Mock(wait=Mock(side_effect=CollectiveError(f"rank 1 is gone; {call.what}")))
+
+    pair = SimpleNamespace(start=failed, on_stream=False, index=0)
     line = point_to_point._Line(pair, torch.device("cpu"))  # type: ignore[arg-type]
     specs = [point_to_point.MessageSpec.of(torch.ones(2))]
     line.send("kind", [torch.ones(2)], specs, "the first")
@@ -125,8 +111,4 @@ def test_a_rank_that_is_gone_is_named(workers: Workers) -> None:
 def test_generation_is_that_of_one_process(
     workers: Workers, model: str, chunks: int, microbatches: int, cached: bool
 ) -> None:
-    arguments = {"model": model, "chunks": chunks, "microbatches": microbatches, "cached": cached}
-    for found in run(workers, 2, "generates", **arguments):
-        assert found["found"] == found["wanted"]
-        assert found["shape"] == [3, 1, VOCABULARY]
-        assert found["dtype"] == "torch.float64", "as the model computes"
+    run(workers, 2, "generates", model=model, chunks=chunks, microbatches=microbatches, cached=cached)

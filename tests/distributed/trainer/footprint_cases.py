@@ -10,7 +10,7 @@ from tests.conformance import reference
 from tests.conformance.cases import Run
 from tests.conformance.models import VOCABULARY, stack
 from tests.conformance.recipe import Layout, Problem
-from tests.support.mesh_cases import resident
+from tests.distributed.mesh.test_transports import resident
 from zeromesh.comm.transport import choose_transport
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from zeromesh import environment as launch
-from zeromesh.environment import LaunchEnvironment, first_host, read_environment, worker_environment
+from zeromesh.environment import first_host, read_environment, worker_environment
 from zeromesh.errors import ConfigError
 
 TORCHRUN = {
@@ -43,119 +43,83 @@ OPENMPI = {
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "9"}
 
 
-def place(environment: LaunchEnvironment) -> tuple[int, int, int, int]:
-    return environment.rank, environment.world_size, environment.local_rank, environment.local_world_size
+LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def without(environ: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in names}
 
 
-def test_a_process_that_nobody_launched_is_a_world_of_one() -> None:
-    alone = read_environment({})
-    assert place(alone) == (0, 1, 0, 1)
-    assert (alone.launcher, alone.master_address, alone.master_port) == ("single", "127.0.0.1", 0)
-
-
-def test_torchrun() -> None:
-    environment = read_environment(TORCHRUN)
-    assert place(environment) == (3, 4, 1, 2)
-    assert environment.launcher == "torchrun"
-    assert (environment.master_address, environment.master_port) == ("node0", 29400)
-
-
-def test_torchrun_variables_without_local_ones_are_one_process_per_host() -> None:
-    assert place(read_environment(without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"))) == (3, 4, 0, 1)
-
-
-def test_torchrun_inside_slurm_and_mpi_wins() -> None:
-    assert read_environment(SLURM | OPENMPI | MPICH | TORCHRUN).launcher == "torchrun"
-
-
-def test_slurm() -> None:
-    environment = read_environment(SLURM)
-    assert place(environment) == (3, 4, 1, 2)
-    assert environment.launcher == "slurm"
-    assert environment.master_address == "node07"
-    assert 10000 <= environment.master_port < 30000
-
-
-def test_slurm_ports_follow_the_job_and_the_step() -> None:
-    port = read_environment(SLURM).master_port
-    assert read_environment(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port == port
-    assert read_environment(SLURM | {"SLURM_JOB_ID": "4712"}).master_port != port
-    assert read_environment(SLURM | {"SLURM_STEP_ID": "1"}).master_port != port
-    chosen = read_environment(SLURM | {"MASTER_PORT": "1234", "MASTER_ADDR": "10.0.0.1"})
-    assert (chosen.master_address, chosen.master_port) == ("10.0.0.1", 1234)
-
-
-def test_slurm_with_uneven_nodes() -> None:
-    uneven = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}
-    assert place(read_environment(uneven)) == (3, 4, 0, 1)
-    assert place(read_environment(uneven | {"SLURM_NODEID": "0", "SLURM_PROCID": "2"}))[3] == 3
-
-
-def test_slurm_without_task_counts_per_node() -> None:
-    bare = without(SLURM, "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
-    assert place(read_environment(bare)) == (3, 4, 1, 2)
-    one_node = without(bare, "SLURM_NTASKS_PER_NODE") | {"SLURM_NNODES": "1"}
-    assert place(read_environment(one_node)) == (3, 4, 1, 4)
-    with pytest.raises(ConfigError, match="SLURM_NTASKS_PER_NODE"):
-        read_environment(without(bare, "SLURM_NTASKS_PER_NODE"))
-
-
-def test_the_smallest_slurm_environment() -> None:
-    names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NODELIST")
-    environment = read_environment({name: SLURM[name] for name in names})
-    assert place(environment) == (3, 4, 1, 2)
-    assert environment.master_address == "node01"
+UNEVEN = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_LOCALID": "0"}
+BARE = without(SLURM, "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
+ONE_NODE = without(BARE, "SLURM_NTASKS_PER_NODE") | {"SLURM_NNODES": "1"}
+NEEDED = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", "SLURM_JOB_NODELIST")
+# A shell that `salloc` opened on the login node, the body of a batch script as sbatch sets it, and the step of salloc, of one task.
+SHELL = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-2]"}
+BATCH = without(SLURM, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST") | {"SLURM_PROCID": "0"}
+STEP = SLURM | {
+    "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0",
+}  # fmt: skip
+# Within a job of Slurm, whose daemon MPI starts its processes by.
+DAEMON = SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+SPREAD = OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
 
 
 @pytest.mark.parametrize(
-    "environ",
+    ("environ", "place", "launcher", "address", "port"),
     [
-        # A shell that `salloc` opened on the login node.
-        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "node[1-2]"},
-        # The body of a batch script, as sbatch sets it.
-        without(SLURM, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST") | {"SLURM_PROCID": "0"},
+        ({}, (0, 1, 0, 1), "single", "127.0.0.1", 0),
+        (TORCHRUN, (3, 4, 1, 2), "torchrun", "node0", 29400),
+        (without(TORCHRUN, *LOCAL), (3, 4, 0, 1), "torchrun", "node0", 29400),
+        (SLURM | OPENMPI | MPICH | TORCHRUN, (3, 4, 1, 2), "torchrun", "node0", 29400),
+        (SLURM, (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
+        (UNEVEN, (3, 4, 0, 1), "slurm", "node07", range(10000, 30000)),
+        (UNEVEN | {"SLURM_NODEID": "0", "SLURM_PROCID": "2"}, (2, 4, 0, 3), "slurm", "node07", range(10000, 30000)),
+        (BARE, (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
+        (ONE_NODE, (3, 4, 1, 4), "slurm", "node07", range(10000, 30000)),
+        ({name: SLURM[name] for name in NEEDED}, (3, 4, 1, 2), "slurm", "node01", range(10000, 30000)),
+        (SLURM | {"MASTER_PORT": "1234", "MASTER_ADDR": "10.0.0.1"}, (3, 4, 1, 2), "slurm", "10.0.0.1", 1234),
+        (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
+        (SHELL, (0, 1, 0, 1), "single", "127.0.0.1", 0),
+        (BATCH, (0, 1, 0, 1), "single", "127.0.0.1", 0),
+        (STEP, (0, 1, 0, 1), "slurm", "node07", range(10000, 30000)),
+        (OPENMPI, (1, 2, 1, 2), "openmpi", "127.0.0.1", range(10000, 30000)),
+        (MPICH, (1, 2, 1, 2), "mpich", "127.0.0.1", 29500),
+        (DAEMON | OPENMPI, (1, 2, 1, 2), "openmpi", "127.0.0.1", range(10000, 30000)),
+        (DAEMON | MPICH, (1, 2, 1, 2), "mpich", "127.0.0.1", range(10000, 30000)),
+        (SPREAD | {"MASTER_ADDR": "node3"}, (1, 2, 0, 1), "openmpi", "node3", range(10000, 30000)),
     ],
 )
-def test_a_slurm_shell_outside_srun_is_a_single_process(environ: dict[str, str]) -> None:
-    environment = read_environment(environ)
-    assert (environment.launcher, environment.world_size) == ("single", 1)
+def test_a_process_finds_its_place(
+    environ: dict[str, str], place: tuple[int, ...], launcher: str, address: str, port: int | range
+) -> None:
+    """That of every launcher, whole and in part; torchrun wins, then MPI over the job that it is in."""
+    found = read_environment(environ)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == place
+    assert (found.launcher, found.master_address) == (launcher, address)
+    assert found.master_port in (port if isinstance(port, range) else (port,))
 
 
-def test_the_interactive_step_of_salloc_has_one_task() -> None:
-    interactive = SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    interactive |= {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"}
-    assert place(read_environment(interactive)) == (0, 1, 0, 1)
-
-
-def test_openmpi_and_mpich() -> None:
-    openmpi, mpich = read_environment(OPENMPI), read_environment(MPICH)
-    assert place(openmpi) == place(mpich) == (1, 2, 1, 2)
-    assert (openmpi.launcher, mpich.launcher) == ("openmpi", "mpich")
-    assert openmpi.master_address == mpich.master_address == "127.0.0.1"
-    assert mpich.master_port == 29500
+def test_ports_follow_the_job_and_the_step() -> None:
+    port = read_environment(SLURM).master_port
+    assert read_environment(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port == port
+    for name, other in (("SLURM_JOB_ID", "4712"), ("SLURM_STEP_ID", "1")):
+        assert read_environment(SLURM | {name: other}).master_port != port
     other = read_environment(OPENMPI | {"PMIX_NAMESPACE": "prterun-host-4466@1"})
-    assert openmpi.master_port != other.master_port
+    assert read_environment(OPENMPI).master_port != other.master_port
 
 
-def test_mpi_inside_a_slurm_job_wins_over_its_daemon() -> None:
-    daemon = SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
-    assert read_environment(daemon | OPENMPI).launcher == "openmpi"
-    assert read_environment(daemon | MPICH).launcher == "mpich"
-
-
-def test_slurm_with_pmi2_is_slurm() -> None:
-    assert read_environment(SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}).launcher == "slurm"
-
-
-def test_mpi_over_several_hosts_needs_the_address_of_rank_0() -> None:
-    spread = OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    with pytest.raises(ConfigError, match="MASTER_ADDR"):
-        read_environment(spread)
-    assert read_environment(spread | {"MASTER_ADDR": "node3"}).master_address == "node3"
+@pytest.mark.parametrize(
+    ("environ", "needed"),
+    [
+        (without(BARE, "SLURM_NTASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE"),
+        (SPREAD, "MASTER_ADDR"),  # over several hosts
+    ],
+)
+def test_what_cannot_be_told_is_asked_for(environ: dict[str, str], needed: str) -> None:
+    with pytest.raises(ConfigError, match=needed):
+        read_environment(environ)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import json
 import os
 import shlex
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -18,6 +18,7 @@ from zeromesh.mesh.run_store import LocalRowStore
 from zeromesh.trainer.cli.main import _parse, main
 
 NAMES = st.text("ab7.-_", max_size=5).map("h{}".format)
+ENDPOINT = ("--rdzv-endpoint", "a:1")
 SPACE = st.sampled_from([" ", "\t", "   "])
 
 
@@ -110,13 +111,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def launch(*words: str) -> int:
+    return main(["launch", "--hostfile", "hosts", "run.yaml", *words])
+
+
 def test_a_dry_run_prints_commands_that_this_command_understands(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hush")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     given = ("--port", "23456", "--env", "HF_TOKEN", "--env", "MORE=quiet", "run.seed=3", "run.name=a-b")
-    assert main([*LAUNCH, "--dry-run", "--ssh", "ssh -p 2222", *given]) == 0
+    assert launch("--dry-run", "--ssh", "ssh -p 2222", *given) == 0
     said = capsys.readouterr().out
     assert not [secret for secret in ("hush", "quiet") if secret in said]
     *commands, last = said.splitlines()
@@ -141,56 +146,33 @@ def test_numbers_of_hosts() -> None:
 
 
 def test_ssh_asks_for_no_password(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*LAUNCH, "--dry-run"]) == 0
+    assert launch("--dry-run") == 0
     assert capsys.readouterr().out.startswith("ssh -o BatchMode=yes ")
-
-
-LAUNCH = ["launch", "--hostfile", "hosts", "run.yaml"]
-TRAIN = ["train", "run.yaml", "--node-rank"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*LAUNCH, "parallel.shard=4"], "the world has 6 ranks"),
-        ([*LAUNCH, "zero.stage=5"], "zero.stage: got 5"),
-        ([*LAUNCH, "--env", "NOT_THERE_AT_ALL"], "--env NOT_THERE_AT_ALL: the variable is not set here"),
-        ([*LAUNCH, "--env", "a-b=1"], "--env 'a-b' is no variable's name"),
-        ([*LAUNCH, "--min-hosts", "3"], "--min-hosts 3: hosts has 2"),
-        ([*LAUNCH, "--ssh", ""], "--ssh is empty"),
-        ([*LAUNCH, "--ssh", "'"], "cannot be read"),
-        ([*LAUNCH, "--hostfile", "gone"], "--hostfile 'gone' cannot be read: No such file"),
-        ([*LAUNCH, "--ssh", "./no-such-program"], "'./no-such-program' cannot be started (No such file or directory)"),
-        ([*TRAIN, "2", "--nnodes", "2", "--rdzv-endpoint", "a:1"], "--node-rank 2 is for --nnodes N with N above"),
-        ([*TRAIN, "0", "--nnodes", "1:2", "--rdzv-endpoint", "a:1"], "not MIN:MAX"),
-        ([*TRAIN, "0", "--nnodes", "2"], "--rdzv-endpoint"),
+        (["parallel.shard=4"], "the world has 6 ranks"),
+        (["zero.stage=5"], "zero.stage: got 5"),
+        (["--env", "NOT_THERE_AT_ALL"], "--env NOT_THERE_AT_ALL: the variable is not set here"),
+        (["--env", "a-b=1"], "--env 'a-b' is no variable's name"),
+        (["--min-hosts", "3"], "--min-hosts 3: hosts has 2"),
+        (["--ssh", ""], "--ssh is empty"),
+        (["--ssh", "'"], "cannot be read"),
+        (["--hostfile", "gone"], "--hostfile 'gone' cannot be read: No such file"),
+        (["--ssh", "./no-such-program"], "'./no-such-program' cannot be started (No such file or directory)"),
+        (["train", "--node-rank", "2", "--nnodes", "2", *ENDPOINT], "--node-rank 2 is for --nnodes N with N above"),
+        (["train", "--node-rank", "0", "--nnodes", "1:2", *ENDPOINT], "not MIN:MAX"),
+        (["train", "--node-rank", "0", "--nnodes", "2"], "--rdzv-endpoint"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert main(words) == 2
+    train = words[0] == "train"
+    assert (main(["train", "run.yaml", *words[1:]]) if train else launch(*words)) == 2
     assert message in capsys.readouterr().err
-
-
-class Routes:
-    """Where packets go on hosts whose ranks have an address each; a master's own name leads to its loopback."""
-
-    def __init__(self, addresses: list[str], loopback: bool) -> None:
-        self.addresses, self.loopback = addresses, loopback
-        self.stored: dict[str, str] = {}
-        self.rank = 0
-
-    def set(self, key: str, value: str) -> None:
-        self.stored[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.stored[key].encode()
-
-    def towards(self, host: str) -> str | None:
-        mine = self.addresses[self.rank]
-        on_master = mine == self.addresses[0]
-        return "127.0.0.1" if host == "master" and on_master and self.loopback else mine
 
 
 @pytest.mark.parametrize("loopback", [False, True])
@@ -198,16 +180,17 @@ class Routes:
 def test_the_interface_is_the_one_that_leads_to_the_others(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], loopback: bool
 ) -> None:
-    routes: Any = Routes(addresses, loopback)
-    monkeypatch.setattr(network_interfaces, "address_towards", routes.towards)
+    """Ranks have an address each; a master's own name may lead to its loopback."""
     monkeypatch.setattr(network_interfaces, "by_address", lambda: {each: f"to {each}" for each in addresses})
-    found: dict[int, Any] = {}
-    for rank in reversed(range(len(addresses))):
-        routes.rank = rank
-        routes.stored.update({f"route/{lower}": "127.0.0.1" for lower in range(rank)})
+    stored: dict[str, str] = {}
+    store = SimpleNamespace(set=stored.__setitem__, get=lambda key: stored[key].encode())
+    for rank, mine in reversed(list(enumerate(addresses))):
+        own = "127.0.0.1" if mine == addresses[0] and loopback else mine
+        routes = {"master": own} | dict.fromkeys(("127.0.0.1", *addresses), mine)
+        monkeypatch.setattr(network_interfaces, "address_towards", routes.__getitem__)
+        stored.update({f"route/{lower}": "127.0.0.1" for lower in range(rank)})
         place = {"RANK": str(rank), "WORLD_SIZE": str(len(addresses)), "MASTER_ADDR": "master", "MASTER_PORT": "1"}
-        found[rank] = network_interfaces.interface_for(routes, read_environment(place))
-    assert [found[rank] for rank in range(len(addresses))] == [f"to {address}" for address in addresses]
+        assert network_interfaces.interface_for(store, read_environment(place)) == f"to {mine}"
 
 
 def test_this_host_has_a_loopback() -> None:

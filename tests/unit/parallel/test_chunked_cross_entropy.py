@@ -1,5 +1,7 @@
 """The chunked head equals the plain one: loss and every gradient, for any chunk, mask, bias and seed."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -39,6 +41,15 @@ def gradients(loss: torch.Tensor, case: Leaves, seed: float) -> list[torch.Tenso
     return list(torch.autograd.grad(loss, wanted, torch.tensor(seed, dtype=loss.dtype)))
 
 
+def check(loss: torch.Tensor, case: Leaves, seed: float, change: LogitChange = UNCHANGED) -> None:
+    """Compare a loss and its gradients with the plain ones."""
+    expected = plain(case, change)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(gradients(loss, case, seed), gradients(expected, case, seed), strict=True):
+        assert ours.is_contiguous()
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(1, 23),
@@ -54,21 +65,12 @@ def test_equals_the_plain_loss_in_float64(
     tokens: int, hidden: int, vocab: int, chunk: int, bias: bool, masked: float, seed: float, change: LogitChange
 ) -> None:
     case = leaves(tokens, hidden, vocab, bias=bias, masked=masked, dtype=torch.float64)
-    expected = plain(case, change)
-    loss = chunked_cross_entropy(*case, seed=seed, chunk_tokens=chunk, change=change)
-    assert loss.dtype is torch.float64
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    got = gradients(loss, case, seed)
-    for ours, theirs in zip(got, gradients(expected, case, seed), strict=True):
-        assert ours.is_contiguous()
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    check(chunked_cross_entropy(*case, seed=seed, chunk_tokens=chunk, change=change), case, seed, change)
 
 
 def test_another_gradient_than_the_announced_one_is_right_too() -> None:
     case = leaves(11, 5, 13, bias=True, masked=0.2, dtype=torch.float64)
-    loss = chunked_cross_entropy(*case, seed=0.5, chunk_tokens=4)
-    for ours, theirs in zip(gradients(loss, case, 7.0), gradients(plain(case), case, 7.0), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    check(chunked_cross_entropy(*case, seed=0.5, chunk_tokens=4), case, 7.0)
     nothing = chunked_cross_entropy(*case, seed=0.0, chunk_tokens=4)
     assert all(bool((gradient == 0).all()) for gradient in gradients(nothing, case, 0.0))
 
@@ -101,10 +103,7 @@ def test_computes_only_what_is_trained(frozen: int) -> None:
     leaf = case[frozen]
     assert leaf is not None
     leaf.requires_grad_(False)
-    loss = chunked_cross_entropy(*case, seed=1.0, chunk_tokens=3)
-    expected = gradients(plain(case), case, 1.0)
-    for ours, theirs in zip(gradients(loss, case, 1.0), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    check(chunked_cross_entropy(*case, seed=1.0, chunk_tokens=3), case, 1.0)
 
 
 def test_keeps_nothing_without_gradients() -> None:
@@ -167,36 +166,25 @@ def test_logits_are_never_held_whole() -> None:
 
 
 def test_default_chunks() -> None:
-    assert chunk_for(512, 512, 8192, torch.float32) == 256
-    assert chunk_for(512, 512, 8192, torch.bfloat16) == 512
-    assert chunk_for(65536, 4096, 128256, torch.bfloat16) == 256
-    assert chunk_for(3, 512, 8192, torch.float32) == 3
-    assert chunk_for(0, 512, 8192, torch.bfloat16) == 1
+    wide, narrow = torch.float32, torch.bfloat16
+    assert [chunk_for(tokens, 512, 8192, wide) for tokens in (512, 3)] == [256, 3]
+    assert [chunk_for(tokens, 512, 8192, narrow) for tokens in (512, 0)] == [512, 1]
+    assert chunk_for(65536, 4096, 128256, narrow) == 256
 
 
-def test_bad_inputs_are_named() -> None:
-    h, w, _, targets = leaves(4, 3, 5, bias=False, masked=0.0, dtype=torch.float32)
-
-    def call(**changes: object) -> None:
-        arguments = {
-            "hidden": h,
-            "weight": w,
-            "bias": None,
-            "targets": targets,
-            "seed": 1.0,
-            "chunk_tokens": 2,
-        }
-        chunked_cross_entropy(**{**arguments, **changes})  # type: ignore[arg-type]
-
-    with pytest.raises(DataError, match=r"\[0, 5\)"):
-        call(targets=torch.tensor([0, 1, 5, 2]))
-    with pytest.raises(DataError, match="-1"):
-        call(targets=torch.tensor([0, 1, -1, 2]))
-    with pytest.raises(LayoutError, match="expected hidden"):
-        call(targets=targets[:2])
-    with pytest.raises(LayoutError, match="share one floating dtype"):
-        call(weight=w.double())
-    with pytest.raises(LayoutError, match="seed"):
-        call(seed=float("nan"))
-    with pytest.raises(LayoutError, match="chunk_tokens"):
-        call(chunk_tokens=0)
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"targets": torch.tensor([0, 1, 5, 2])}, DataError, r"\[0, 5\)"),
+        ({"targets": torch.tensor([0, 1, -1, 2])}, DataError, "-1"),
+        ({"targets": torch.tensor([0, 1])}, LayoutError, "expected hidden"),
+        ({"weight": torch.zeros(5, 3, dtype=torch.float64)}, LayoutError, "share one floating dtype"),
+        ({"seed": float("nan")}, LayoutError, "seed"),
+        ({"chunk_tokens": 0}, LayoutError, "chunk_tokens"),
+    ],
+)
+def test_bad_inputs_are_named(changes: dict[str, Any], error: type[Exception], said: str) -> None:
+    names = ("hidden", "weight", "bias", "targets")
+    given = dict(zip(names, leaves(4, 3, 5, bias=False, masked=0.0, dtype=torch.float32), strict=True))
+    with pytest.raises(error, match=said):
+        chunked_cross_entropy(**{**given, "seed": 1.0, "chunk_tokens": 2, **changes})

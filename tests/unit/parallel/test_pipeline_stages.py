@@ -2,18 +2,21 @@
 
 import copy
 import inspect
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from bench.without_zero import PlainRunner, cut_model
 from model_zoo.small_models import small_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conformance import models
-from tests.support.pipeline_cases import VOCABULARY, alone, batches, build, loss_of
+from tests.support.architectures import TINY_VOCABULARY as VOCABULARY
+from tests.support.architectures import tiny
+from tests.support.pipeline_cases import alone, batches, build, loss_of
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.mesh.process_set import ProcessSet
@@ -52,67 +55,37 @@ def test_a_model_in_training_stays_in_training() -> None:
     assert not model.model.norm.training
 
 
-def t5() -> Any:
-    return tf.T5ForConditionalGeneration(tf.T5Config(d_model=16, d_ff=16, num_layers=2, num_heads=2, vocab_size=32))
-
-
-def opt() -> Any:
-    sizes = {"hidden_size": 16, "ffn_dim": 16, "num_attention_heads": 2, "vocab_size": 32, "word_embed_proj_dim": 16}
-    return tf.OPTForCausalLM(tf.OPTConfig(**sizes, num_hidden_layers=2, layerdrop=0.1))
-
-
-def per_layer_inputs() -> Any:
-    """Every block takes something from the embedding."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-            return x + self.linear(x * first)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(VOCABULARY, 8)
-            self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(input_ids)
-            first = x.exp() + 1
-            for block in self.blocks:
-                x = block(x, first)
-            return x
-
-    return Model()
-
-
-def skip() -> Any:
-    """The head takes the embedding as well."""
+def run_by(forward: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+    """A stack with another forward, whose blocks may take a factor of their input."""
     model = models.stack()
-    model.forward = lambda input_ids: _skipping(model, input_ids)
+    for block in model.blocks:
+        block.forward = lambda x, factor=1.0, run=block.forward: run(x * factor)
+    model.forward = partial(forward, model)
     return model
 
 
-def _skipping(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+def per_layer_inputs(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Every block takes something from the embedding."""
+    x = model.embedding(input_ids)
+    first = x.exp() + 1
+    for block in model.blocks:
+        x = block(x, first)
+    return x
+
+
+def skip(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """The head takes the embedding as well."""
     x = embedded = model.embedding(input_ids)
     for block in model.blocks:
         x = block(x)
     return model.head(model.norm(x + embedded))
 
 
-def scaled() -> Any:
-    model = models.stack()
-
-    def forward(input_ids: torch.Tensor) -> torch.Tensor:
-        x = model.embedding(input_ids)
-        for block in model.blocks:
-            x = block(x) * 0.5
-        return model.head(model.norm(x))
-
-    model.forward = forward
-    return model
+def scaled(model: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    x = model.embedding(input_ids)
+    for block in model.blocks:
+        x = block(x) * 0.5
+    return model.head(model.norm(x))
 
 
 def own_parameter() -> Any:
@@ -124,14 +97,18 @@ def own_parameter() -> Any:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (t5, "every decoder block needs the encoder's output"),
-        (opt, "leaves out blocks at random"),
-        (per_layer_inputs, "block 1 takes its argument 2, which is computed from parameters of earlier stages"),
-        (skip, "norm takes what is computed from parameters of earlier stages"),
-        (scaled, "block 1 does not take what the block before it returns"),
+        (lambda: tiny("t5"), "every decoder block needs the encoder's output"),
+        (lambda: tiny("opt", layerdrop=0.1), "leaves out blocks at random"),
+        (
+            lambda: run_by(per_layer_inputs),
+            "block 1 takes its argument 2, which is computed from parameters of earlier stages",
+        ),
+        (lambda: run_by(skip), "norm takes what is computed from parameters of earlier stages"),
+        (lambda: run_by(scaled), "block 1 does not take what the block before it returns"),
         (own_parameter, "scale is a parameter of a module that runs blocks"),
         (models.reused, r"run in the order \[0, 1, 0\]"),
         (lambda: nn.Sequential(nn.Linear(2, 2)), "no list of modules"),
+        (lambda: Halving(early=True), "head takes what is computed from parameters of earlier stages"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(make: Any, reason: str) -> None:
@@ -169,11 +146,6 @@ def test_blocks_that_change_the_shape_are_cut() -> None:
     with torch.no_grad():
         (sent,) = stages.forward(0, {"input_ids": ids}, [received])
     assert torch.equal(sent, whole.blocks[1](received))
-
-
-def test_what_an_earlier_block_returns_is_not_taken_by_the_head_unseen() -> None:
-    with pytest.raises(LayoutError, match="head takes what is computed from parameters of earlier stages"):
-        examine(Halving(early=True))
 
 
 class Embeddings(nn.Module):
@@ -280,8 +252,7 @@ def test_a_tie_is_whole_again_with_the_copy_that_the_stage_had(stage: int) -> No
 
 def test_a_balance_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("mixtral", 2)
-    names = inspect.unwrap(type(model).forward).__globals__
-    monkeypatch.delitem(names, "load_balancing_loss_func")
+    monkeypatch.delitem(inspect.unwrap(type(model).forward).__globals__, "load_balancing_loss_func")
     with pytest.raises(LayoutError, match="not known how it balances its experts"):
         cut_model(model, ranks=2, index=0)
 
@@ -330,11 +301,8 @@ def test_multiplications_are_those_that_torch_counts(name: str) -> None:
 
 
 def test_a_large_head_has_fewer_blocks_beside_it() -> None:
-    config = tf.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4, vocab_size=2000
-    )
     with torch.device("meta"):
-        model = tf.LlamaForCausalLM(config)
+        model = tiny("llama", num_hidden_layers=6, vocab_size=2000)
     anatomy = examine(model)
     assert plan_cut(model, anatomy, 2) == (3, 3)
     assert plan_cut(model, anatomy, 2, [1, 5]) == (1, 5)

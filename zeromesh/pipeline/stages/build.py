@@ -8,7 +8,7 @@ positions and rotary embeddings itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from zeromesh.tensor.shared_input import SequenceShares
 
 
+_BALANCE = "load_balancing_loss_func"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ModuleSite:
     parent: nn.Module
@@ -35,9 +38,6 @@ class _ModuleSite:
     module: nn.Module
     stub: nn.Module
     stage: int
-
-    def put(self, *, real: bool) -> None:
-        self.parent._modules[self.leaf] = self.module if real else self.stub
 
 
 def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
@@ -90,41 +90,31 @@ def block_costs(
     none of an embedding, which is looked up. Those of attention scores are left out, as they are alike in all blocks.
     """
 
+    config = getattr(model, "config", None)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+
+    def products(parameter: nn.Parameter) -> float:
+        if parameter.ndim == 3 and experts == parameter.shape[0]:
+            return float(parameter.numel() * (getattr(config, "num_experts_per_tok", None) or experts) / experts)
+        return parameter.numel() if parameter.ndim > 1 else 0
+
     def size(name: str) -> float:
         module = model.get_submodule(name)
-        if balance == "flops":
-            return sum(_products(model, each) for each in module.modules())
-        return float(sum(parameter.numel() for parameter in module.parameters()))
+        if balance == "parameters":
+            return float(sum(parameter.numel() for parameter in module.parameters()))
+        owners = [each for each in module.modules() if not isinstance(each, nn.Embedding)]
+        return sum((products(each) for owner in owners for each in owner.parameters(recurse=False)), 0.0)
 
     blocks = [size(f"{anatomy.blocks}.{index}") for index in range(anatomy.count)]
     return blocks, sum(map(size, anatomy.before)), sum(map(size, anatomy.after))
-
-
-def _products(model: nn.Module, module: nn.Module) -> float:
-    """Count the multiplications per token by a module's own weights."""
-    if isinstance(module, nn.Embedding):
-        return 0.0
-    config = getattr(model, "config", None)
-    met, experts = getattr(config, "num_experts_per_tok", None), getattr(config, "num_local_experts", None)
-    experts = experts or getattr(config, "num_experts", None)
-    total = 0.0
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.ndim == 3 and experts == parameter.shape[0]:
-            total += parameter.numel() * (met or experts) / experts
-        elif parameter is not None and parameter.ndim > 1:
-            total += parameter.numel()
-    return total
 
 
 def plan_cut(
     model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = (), balance: Balance = "parameters"
 ) -> tuple[int, ...]:
     """Choose the number of blocks of each stage: `counts` if given, else so that stages cost about the same. All ranks choose
-    alike, since the cut depends on the model alone.
-
-    Raises:
-        LayoutError: for counts that are not the model's, or more stages than blocks.
-    """
+    alike, since the cut depends on the model alone. Raises `LayoutError` for counts that are not the model's, or more stages than
+    blocks."""
     if counts:
         if (len(counts), sum(counts)) != (stages, anatomy.count) or min(counts) < 1:
             raise LayoutError(
@@ -169,7 +159,17 @@ class Stages:
         outside = outside or copies_outside(model, anatomy)
         idle = [(name, each) for name in anatomy.idle for each in (model.get_submodule(name), outside[name])]
         self._undo = [override(module, "forward", partial(self._refuse_to_run, name)) for name, module in idle]
-        self._balance = _balance_names(model) if self.count > 1 else None
+        self._balance: dict[str, Any] | None = None
+        """The globals that hold the load-balancing loss function of a transformers model with experts. That loss is a product of
+        sums over all layers, and no sum over stages: the router logits of earlier stages travel with the hidden state, and the
+        last stage passes all of them to the function."""
+        if self.count > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
+            self._balance = inspect.unwrap(type(model).forward).__globals__
+            if _BALANCE not in self._balance:
+                reason = (
+                    "it is not known how it balances its experts; set output_router_logits to false to train without"
+                )
+                raise refusal(model, reason)
         self._places = [self._place(name, outside) for name in self._stages]
         self._names = [tuple(names) for _, names in names_by_parameter(model)]
         self.ties: dict[tuple[str, ...], dict[int, str]] = {}
@@ -181,7 +181,17 @@ class Stages:
                 held.setdefault(self.stage_of(name), name)
             if len(held) > 1:
                 self.ties[names] = held
-        self._remove_foreign()
+        self._arrange(self.own)
+        meta: dict[int, nn.Parameter] = {}
+        for module in (
+            each for place in self._places if place.stage not in self.own for each in place.module.modules()
+        ):
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in meta:
+                    empty = torch.empty_like(parameter, device="meta")
+                    meta[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    vars(meta[id(parameter)]).update(vars(parameter))
+                module._parameters[leaf] = None if parameter is None else meta[id(parameter)]
 
     def _place(self, name: str, outside: Mapping[str, nn.Module]) -> _ModuleSite:
         anatomy, slot, module = self._anatomy, self._slot, self.model.get_submodule(name)
@@ -205,20 +215,6 @@ class Stages:
                 return stage
         raise LayoutError(f"no stage has a parameter {name}")
 
-    def _remove_foreign(self) -> None:
-        meta: dict[int, nn.Parameter] = {}
-        for place in (each for each in self._places if each.stage not in self.own):
-            place.put(real=False)
-            for module in place.module.modules():
-                for leaf, parameter in module._parameters.items():
-                    if parameter is None:
-                        continue
-                    if id(parameter) not in meta:
-                        empty = torch.empty_like(parameter, device="meta")
-                        made = meta[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                        vars(made).update(vars(parameter))
-                    module._parameters[leaf] = meta[id(parameter)]
-
     @contextmanager
     def chunk(self, chunk: int, received: Sequence[torch.Tensor] = (), *, balance: bool = True) -> Iterator[None]:
         """Inside the block the model runs as this chunk, on the tensors `received` from the previous stage; none for the first
@@ -231,7 +227,8 @@ class Stages:
         slot.capture_at = blocks.stop if stage + 1 < self.count else -1
         slot.received = received[0] if received else None
         try:
-            self._arrange(stage)
+            if len(self.own) > 1:
+                self._arrange([stage])
             if names is not None and function is not None:
                 # The router logits of earlier stages count in the model's balance loss.
                 names[_BALANCE] = lambda logits, *args, **kwargs: function((*received[1], *logits), *args, **kwargs)
@@ -240,14 +237,12 @@ class Stages:
             if names is not None:
                 names[_BALANCE] = function
             slot.received = slot.captured = None
-            self._arrange(None)
+            if len(self.own) > 1:
+                self._arrange(self.own)
 
-    def _arrange(self, stage: int | None) -> None:
-        """Put a stage's modules into the model; None: those of all own stages."""
-        if len(self.own) > 1:
-            for place in self._places:
-                if place.stage in self.own:
-                    place.put(real=stage is None or place.stage == stage)
+    def _arrange(self, stages: Collection[int]) -> None:
+        for place in self._places:
+            place.parent._modules[place.leaf] = place.module if place.stage in stages else place.stub
 
     def is_last(self, chunk: int) -> bool:
         """Return True if a chunk ends with the head: then the model itself is called inside `chunk`, labels included."""
@@ -257,11 +252,8 @@ class Stages:
         self, chunk: int, batch: Mapping[str, Any], received: Sequence[torch.Tensor] = (), *, balance: bool = True
     ) -> tuple[torch.Tensor, ...]:
         """Run a chunk that is not the last stage; returns the tensors for the next stage: the hidden state `[batch, sequence,
-        hidden]`, and for experts, with `balance`, the router logits of all layers so far `[layers, tokens, experts]`.
-
-        Raises:
-            PhaseError: when the model did not run its blocks.
-        """
+        hidden]`, and for experts, with `balance`, the router logits of all layers so far `[layers, tokens, experts]`. Raises
+        `PhaseError` when the model did not run its blocks."""
         with self.chunk(chunk, received, balance=balance):
             body = self.model.get_submodule(self._anatomy.body)
             output = body(**body_inputs(self.model, body, batch))
@@ -276,33 +268,10 @@ class Stages:
         """Restore the whole model. Parameters of other stages are on the meta device, and tied ones are tied again."""
         while self._undo:
             self._undo.pop()()
-        for place in self._places:
-            place.put(real=True)
+        self._arrange(range(self.count))
         for names in self._names:
             found = [self.model.get_parameter(name) for name in names]
             best = next((each for each in found if each.device.type != "meta"), found[0])
             for name in names:
                 parent, _, leaf = name.rpartition(".")
                 self.model.get_submodule(parent)._parameters[leaf] = best
-
-
-_BALANCE = "load_balancing_loss_func"
-
-
-def _balance_names(model: nn.Module) -> dict[str, Any] | None:
-    """Return the globals that hold the load-balancing loss function of a transformers model; None for a model without one.
-
-    The balance loss is a product of sums over all layers, so it is no sum over stages: the router logits of earlier stages travel
-    with the hidden state, and the last stage passes all of them to the function.
-
-    Raises:
-        LayoutError: for a model whose function is not known.
-    """
-    if not getattr(getattr(model, "config", None), "output_router_logits", False):
-        return None
-    names: dict[str, Any] = inspect.unwrap(type(model).forward).__globals__
-    if _BALANCE not in names:
-        raise refusal(
-            model, "it is not known how it balances its experts; set output_router_logits to false to train without"
-        )
-    return names

@@ -7,8 +7,8 @@ model whose later blocks need more than the hidden state is refused here.
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -81,8 +81,7 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
 
 
 def _anatomy(model: nn.Module, body: str, blocks: str, inputs: Mapping[str, Any]) -> Anatomy:
-    """Return the anatomy of a model with these blocks. A module whose parts run without it, such as a list, is split into
-    them."""
+    """Return the anatomy of a model with these blocks. A module whose parts run without it is split into them."""
     opened: set[str] = set()
     while True:
         recorder = _Recorder(model, body, blocks, _outside(model, blocks, opened))
@@ -222,16 +221,10 @@ class _Recorder:
         }
         batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
         # Tensors that modules cache for later calls, such as rotary embeddings, have no values here.
-        with tensors_put_aside(body), torch.no_grad(), self._watched(body), WithoutValues():  # type: ignore[no-untyped-call]
-            return functional_call(body, meta, args=(), kwargs=batch)
-
-    @contextmanager
-    def _watched(self, body: nn.Module) -> Iterator[None]:
-        """Record when modules run, in evaluation mode. Their `forward` is wrapped rather than hooked, to leave hooks
-        unchanged."""
-        with ExitStack() as undo:
+        with ExitStack() as undo, tensors_put_aside(body), torch.no_grad():
 
             def wrap(module: nn.Module, run: Callable[..., Any], given: Any) -> None:
+                # A hook would change the hooks of a model.
                 undo.callback(override(module, "forward", partial(run, given, module.forward)))
 
             for name in self._outside:
@@ -244,7 +237,8 @@ class _Recorder:
                 wrap(block, self._run_block, index)
             for module in body.modules():
                 undo.callback(override(module, "training", False))
-            yield
+            with WithoutValues():  # type: ignore[no-untyped-call]
+                return functional_call(body, meta, args=(), kwargs=batch)
 
     def _run_block(self, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(enumerate(args)) | kwargs
@@ -261,7 +255,6 @@ class _Recorder:
         return output
 
     def _tolerate(self, kind: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a module of a block; if it cannot run without values, its result is assumed to be like its first argument."""
         try:
             return forward(*args, **kwargs)
         except _WITHOUT_VALUES as error:
@@ -283,17 +276,14 @@ class _Recorder:
         self._places.append(places[0])
         hidden = arguments[places[0]]
         self._leaf = returned.index(id(hidden))
+        for place, value in arguments.items():
+            if value is not hidden and any(map(_is_marked, pytree.tree_leaves(value))):
+                which = f"its argument {place + 1}" if isinstance(place, int) else place
+                reason = "which is computed from parameters of earlier stages, besides the hidden state"
+                raise refusal(self._model, f"block {index} takes {which}, {reason}")
         plain = hidden.detach()
         _mark(plain, value=False)
-        arguments = {place: plain if value is hidden else value for place, value in arguments.items()}
-        for place, value in arguments.items():
-            if any(map(_is_marked, pytree.tree_leaves(value))):
-                which = f"its argument {place + 1}" if isinstance(place, int) else place
-                raise refusal(
-                    self._model,
-                    f"block {index} takes {which}, which is computed from parameters of earlier stages, besides the hidden state",
-                )
-        return arguments
+        return {place: plain if value is hidden else value for place, value in arguments.items()}
 
     def _run_part(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._running != name:

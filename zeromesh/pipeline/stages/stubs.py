@@ -63,12 +63,11 @@ class Stub(nn.Module):
 
 
 class BlockStub(Stub):
-    """A stub for block `index`."""
+    """A stub for block `index`. `shape` tells the shapes of its results; None if the hidden state keeps its shape."""
 
     def __init__(
         self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: NanStub | None = None
     ) -> None:
-        """`shape` tells the shapes of the block's results; None if the hidden state keeps its shape."""
         super().__init__(foreign)
         self._index, self._slot, self._shape = index, slot, (shape,)
         self._output, self._argument = anatomy.outputs[index], anatomy.hidden_argument
@@ -107,14 +106,12 @@ class BlockStub(Stub):
 
 
 class NanStub(Stub):
-    """A stub for a module outside the blocks, which returns NaN in the shapes of the module's results."""
+    """A stub for a module outside the blocks, which returns NaN in the shapes of the module's results. `shape` is the module's copy
+    on the meta device, see `meta_copy`. `before`: the module runs before the blocks."""
 
     def __init__(self, foreign: nn.Module, shape: nn.Module, slot: StageSlot, *, before: bool) -> None:
-        """`shape` is the module's copy on the meta device, see `meta_copy`. `before`: the module runs before the blocks."""
         super().__init__(foreign)
-        self._slot = slot
-        self._copy = (shape,)
-        self._before = before
+        self._slot, self._copy, self._before = slot, (shape,), before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
@@ -127,9 +124,9 @@ class NanStub(Stub):
         def on_meta(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to("meta", floats[0] if floats and tensor.is_floating_point() else None)
 
-        to_meta = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
+        positional, named = pytree.tree_map_only(torch.Tensor, on_meta, (args, kwargs))
         with torch.no_grad(), WithoutValues():  # type: ignore[no-untyped-call]
-            output = self._copy[0](*to_meta[0], **to_meta[1])
+            output = self._copy[0](*positional, **named)
 
         def nan(like: torch.Tensor) -> torch.Tensor:
             # Models take dtypes of masks from it, and may write into the results of embeddings. A head's result is large, and is

@@ -25,11 +25,8 @@ class HeadShare:
 
 
 def share_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadShare, ...]:
-    """Return the heads of every rank.
-
-    Raises:
-        LayoutError: when a rank would have no heads, naming `where`; and when key-value heads do not divide the query heads.
-    """
+    """Return the heads of every rank. Raises `LayoutError` when a rank would have no heads, naming `where`; and when key-value
+    heads do not divide the query heads."""
     if keys < 1 or queries % keys:
         raise LayoutError(f"{where}: {keys} key-value heads do not divide {queries} query heads")
     group = queries // keys
@@ -158,11 +155,8 @@ class AttentionDivision:
 
 
 def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivision:
-    """Read the head counts of an attention and divide them among `ranks`.
-
-    Raises:
-        LayoutError: when its number of heads is unknown, or it cannot be divided among `ranks`.
-    """
+    """Read the head counts of an attention and divide them among `ranks`. Raises `LayoutError` when its number of heads is unknown,
+    or it cannot be divided among `ranks`."""
     own, queries = vars(attention), count_heads(attention)
     if not queries:
         raise LayoutError(f"{name}: it does not say how many heads it has; give it an attribute num_heads")

@@ -74,19 +74,20 @@ class LayerPlan:
     """The features of each rank; empty for `PARTIAL` and `LATENT`."""
 
     def __post_init__(self) -> None:
-        for rank, intervals in enumerate(self.shares):
-            if not sum(interval.length for interval in intervals):
-                raise LayoutError(
-                    f"{self.module}: too small to be divided among {len(self.shares)} ranks (rank {rank} has nothing)"
-                )
+        if 0 in self.sizes:
+            rank = self.sizes.index(0)
+            raise LayoutError(
+                f"{self.module}: too small to be divided among {len(self.shares)} ranks (rank {rank} has nothing)"
+            )
 
     @property
     def parent(self) -> str:
         """The FQN of the enclosing module; column layers with the same one may share an input."""
         return self.module.rpartition(".")[0]
 
+    @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of features of each rank."""
+        """The number of features of each rank."""
         return tuple(sum(interval.length for interval in share) for share in self.shares)
 
 
@@ -135,15 +136,9 @@ _SCALED = re.compile(
 
 
 def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = None) -> TensorPlan:
-    """Plan how to divide `model`, which may be on the meta device, among `size` ranks.
-
-    Args:
-        rules: the user's rules, FQN pattern -> style, which take precedence over all others.
-
-    Raises:
-        LayoutError: when there is no plan for the model; when a rule of the user matches nothing or has an unknown style; when a
-            module cannot be divided so (more ranks than heads, say).
-    """
+    """Plan how to divide `model`, which may be on the meta device, among `size` ranks. `rules` are the user's, FQN pattern ->
+    style, which take precedence over all others. Raises `LayoutError` when there is no plan for the model; when a rule of the user
+    matches nothing or has an unknown style; when a module cannot be divided so (more ranks than heads, say)."""
     planner = _Planner(model, size)
     planner.choose(rules or {})
     planner.embeddings()
@@ -158,9 +153,7 @@ class _Planner:
     """A plan in the making; `styles` holds the modules that are not planned yet."""
 
     def __init__(self, model: nn.Module, size: int) -> None:
-        self.model = model
-        self.size = size
-        self.modules = dict(model.named_modules())
+        self.model, self.size, self.modules = model, size, dict(model.named_modules())
         self.styles: dict[str, str] = {}
         self.layers: dict[str, LayerPlan] = {}
         self.attentions: dict[str, AttentionDivision] = {}
@@ -174,15 +167,12 @@ class _Planner:
         try:
             yield
         except (LayoutError, AttributeError, TypeError, IndexError, ArithmeticError) as error:
-            module = self.modules.get(name)
-            if name not in self.given or module is None:
+            module, rule = self.modules.get(name), self.given.get(name)
+            if rule is None or module is None:
                 raise
-            held = (
-                some([f"{leaf} {list(each.shape)}" for leaf, each in module.named_parameters()], 3) or "no parameters"
-            )
-            raise LayoutError(
-                f"{self.given[name]} does not fit {name}, a {type(module).__name__} with {held} ({summary(error)})"
-            ) from error
+            held = some([f"{leaf} {list(each.shape)}" for leaf, each in module.named_parameters()]) or "no parameters"
+            kind = type(module).__name__
+            raise LayoutError(f"{rule} does not fit {name}, a {kind} with {held} ({summary(error)})") from error
 
     def choose(self, rules: Mapping[str, str]) -> None:
         config = getattr(self.model, "config", None)
@@ -205,9 +195,7 @@ class _Planner:
         names = [*self.modules, *dict(self.model.named_parameters(remove_duplicate=False))]
         patterns = [(re.escape(pattern).replace(r"\*", r"[^.]+"), style, "") for pattern, style in library.items()]
         patterns += [(translate(pattern), style, "") for pattern, style in builtin.items()]
-        patterns += [
-            (translate(pattern), style, f"tensor-parallel rule {pattern!r}: ") for pattern, style in rules.items()
-        ]
+        patterns += [(translate(each), style, f"tensor-parallel rule {each!r}: ") for each, style in rules.items()]
         for expression, style, given in patterns:
             matched = [name for name in names if re.fullmatch(expression, name)]
             self.styles.update(dict.fromkeys(matched, _SYNONYMS.get(style, style)))
@@ -365,17 +353,13 @@ class _Planner:
             )
 
     def _attention_around(self, name: str) -> AttentionDivision:
-        """Return the division of the nearest enclosing attention of `name`."""
-        around = name.rpartition(".")[0]
-        while around:
-            inside = [one for one in self.attentions if one == around or one.startswith(f"{around}.")]
-            if inside:
-                return self.attentions[inside[0]]
-            around = around.rpartition(".")[0]
+        around = name
+        while around := around.rpartition(".")[0]:
+            if found := [each for one, each in self.attentions.items() if inside(f"{one}.", (around,))]:
+                return found[0]
         raise LayoutError(f"{name}: there is no attention around it whose heads it could be divided by")
 
     def _linear(self, name: str) -> tuple[int, int]:
-        """Return outputs and inputs of a linear layer. Raises `LayoutError` for other modules."""
         module = self.modules.get(name)
         if module is None or linear_form(module) is None:
             kind = "parameter" if module is None else type(module).__name__
@@ -413,11 +397,10 @@ class _Planner:
         ]
         if whole:
             self.notes.append(f"whole on all tensor ranks: {_shown(whole)}")
-        sliced = [layer.module for layer in layers if layer.style is Style.SLICED]
-        if sliced:
+        if sliced := [layer.module for layer in layers if layer.style is Style.SLICED]:
+            reason = "since ranks share key-value heads"
             self.notes.append(
-                f"whole on all tensor ranks, though each computes its part alone: {_shown(sliced)}, "
-                "since ranks share key-value heads"
+                f"whole on all tensor ranks, though each computes its part alone: {_shown(sliced)}, {reason}"
             )
         names = {id(module): name for name, module in self.modules.items()}
         stacks: dict[str, list[str]] = {}
@@ -476,7 +459,6 @@ def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -
 
 
 def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...], rank: int) -> ParameterPart | None:
-    """Return `rank`'s part of a parameter; None if the parameter stays whole."""
     if layer.style in (Style.PARTIAL, Style.LATENT, Style.SLICED):
         return None
     transposed = bool(linear_form(module))

@@ -102,22 +102,21 @@ def _mlps(
     modules: Mapping[str, nn.Module], linear: Mapping[str, tuple[int, int]], width: int
 ) -> Iterator[tuple[str, str]]:
     """Yield the layers of MLPs: those that widen the hidden states of a block, and the following one that narrows them again."""
+
+    def is_plain(name: str) -> bool:
+        # Recurrent and convolutional mixers have other matrices beside the layers.
+        parent = name.rpartition(".")[0]
+        held = [each for each in modules[parent].children() if linear_form(each) is None and not [*each.children()]]
+        matrices = any(parameter.dim() > 1 for each in held for parameter in each.parameters())
+        return not parent or not (matrices or [*modules[parent].parameters(recurse=False)])
+
     ups: list[str] = []
     for name, (outputs, inputs) in linear.items():
         wide = [up for up in ups if linear[up][0] in (inputs, 2 * inputs) and linear[up][1] == outputs]
-        if wide and all(_is_plain(modules, each, linear) for each in (*wide, name)):
+        if wide and all(map(is_plain, (*wide, name))):
             for up in wide:
                 yield up, "colwise" if linear[up][0] == inputs else "packed_colwise"
             yield name, "rowwise"
             ups = []
         elif not width or inputs == width:
             ups.append(name)
-
-
-def _is_plain(modules: Mapping[str, nn.Module], name: str, linear: Mapping[str, tuple[int, int]]) -> bool:
-    """Return True if the module of an MLP layer has no other matrices, unlike recurrent and convolutional mixers."""
-    parent = name.rpartition(".")[0]
-    around = modules[parent]
-    held = [each for each in around.children() if linear_form(each) is None and not [*each.children()]]
-    matrices = any(parameter.dim() > 1 for each in held for parameter in each.parameters())
-    return not parent or not (matrices or [*around.parameters(recurse=False)])
