@@ -48,12 +48,8 @@ def room_of(machine: Machine, ranks_on_host: int) -> MemoryBytes:
 def lacks(estimate: Estimate, room: MemoryBytes) -> str:
     """Describe the tiers in which a layout does not fit; empty where it fits."""
     here, beside = estimate.device_bytes, estimate.host_bytes
-    needs = (
-        MemoryBytes(device=here, host=beside, disk=estimate.disk)
-        if room.device
-        else (MemoryBytes(device=0, host=here, disk=estimate.disk))
-    )
-    short = needs.beyond(room)
+    device, host = (here, beside) if room.device else (0, here)
+    short = MemoryBytes(device=device, host=host, disk=estimate.disk).beyond(room)
     if short == ("device" if room.device else "host"):
         largest = max(estimate.device, key=lambda name: estimate.device[name])
         return (
@@ -62,7 +58,7 @@ def lacks(estimate: Estimate, room: MemoryBytes) -> str:
         )
     if short == "host":
         return f"{human_bytes(beside)} of the host's memory for each rank, of {human_bytes(room.host)}"
-    return f"{human_bytes(needs.disk)} of disk, of {human_bytes(room.disk)}" if short else ""
+    return f"{human_bytes(estimate.disk)} of disk, of {human_bytes(room.disk)}" if short else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,12 +136,7 @@ class Planner:
             )
         rows += self._offloaded(rows, room)
         fitting = sorted((row for row in rows if row.fits), key=_place)
-        first = [
-            replace(row, estimate=self._estimator.estimate(row.estimate.layout))
-            if row.estimate.layout.pipeline > 1
-            else row
-            for row in fitting[:_SIMULATED]
-        ]
+        first = [replace(row, estimate=self._estimator.estimate(row.estimate.layout)) for row in fitting[:_SIMULATED]]
         others = sorted((row for row in rows if not row.fits), key=lambda row: row.estimate.device_bytes)
         return Plan(
             subject=self._subject.model_name,
@@ -193,28 +184,18 @@ class Planner:
         ):
             accumulation = -(-samples // (micro * mesh.data))
             for schedule, chunks in self._schedules(mesh.pipeline, accumulation, blocks):
-                yield replace(
-                    mesh,
-                    schedule=schedule,
-                    chunks=chunks,
-                    stage=stage,
-                    micro=micro,
-                    accumulation=accumulation,
-                    recompute=recompute,
-                )
+                chosen = {"stage": stage, "micro": micro, "accumulation": accumulation, "recompute": recompute}
+                yield replace(mesh, schedule=schedule, chunks=chunks, **chosen)
 
     def _replicas(self, data: int, tensor: int) -> list[int]:
         """Return the numbers of replicas to try: one, one on each host, or one on each group of 8 hosts."""
-        if "replicate" in self._fixed or isinstance(self._fixed.get("shard"), int):
-            wanted = self._fixed.get("replicate", 1)
-            shard = self._fixed.get("shard", "auto")
-            if shard != "auto" and "replicate" not in self._fixed:
-                wanted = data // shard if data % shard == 0 else 0
-            fits = wanted and data % wanted == 0 and shard in ("auto", data // wanted)
-            return [wanted] if fits else []
-        inside = max(1, self._host // tensor)
-        sizes = {data // size for size in (inside, 8 * inside) if data % size == 0 and size < data}
-        return [1, *sorted(sizes - {1})]
+        shard, replicas = self._fixed.get("shard", "auto"), self._fixed.get("replicate")
+        if replicas is None and shard == "auto":
+            inside = max(1, self._host // tensor)
+            sizes = {data // size for size in (inside, 8 * inside) if data % size == 0 and size < data}
+            return sorted(sizes | {1})
+        replicas = replicas or data // shard
+        return [replicas] if replicas and data % replicas == 0 and shard in ("auto", data // replicas) else []
 
     def _schedules(self, pipeline: int, accumulation: int, blocks: int) -> Sequence[tuple[ScheduleName, int]]:
         if pipeline == 1:
@@ -308,7 +289,6 @@ class Planner:
 
 
 def _most(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
-    """Return the change of `part` that moves most to a tier, or else the last one."""
     on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
     return (on or part)[-1]
 

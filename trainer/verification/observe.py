@@ -177,7 +177,8 @@ class Observer(Recorder):
         """Compare the sums of losses and the outputs of modules of this rank's microbatches."""
         turns, plain = own_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
         # With correct outputs of all modules, the error is after the last of them: in the head, or in its loss.
-        head = max((name for name in self.plain.order if name), key=self.plain.order.__getitem__, default="")
+        plain_order = self.plain.order
+        head = max((name for name in plain_order if name), key=plain_order.__getitem__, default="")
         for (total, count), turn in zip(self._sums, turns, strict=False):
             wanted, targets = plain.sums[turn]
             size = float("inf") if count != targets else relative(total, wanted)
@@ -189,17 +190,12 @@ class Observer(Recorder):
             for call, found in enumerate(calls[: expected * len(turns)]):
                 turn = turns[call // expected]
                 whole = plain.outputs[turn][name][call % expected]
-                for pair in zip(found, whole, strict=True) if len(found) == len(whole) else ():
-                    self._compare_output(trainer, name, turn, *pair)
-
-    def _compare_output(self, trainer: Any, name: str, microbatch: int, own: Tensor, whole: Tensor) -> None:
-        # Modules of another stage are missing.
-        elsewhere = trainer.run.model.divided.pipeline is not None and bool(own.isnan().all())
-        share = None if elsewhere else _share(trainer, name, whole, own)
-        if share is not None:
-            self.compared += 1
-            size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
-            self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
+                for own, all_ in zip(found, whole, strict=True) if len(found) == len(whole) else ():
+                    share = _share(trainer, name, all_, own)
+                    if share is not None:
+                        self.compared += 1
+                        size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
+                        self._note("output", name, size, place=plain_order.get(name, 0), microbatch=turn)
 
 
 @dataclass(kw_only=True)
@@ -343,10 +339,12 @@ def relative(found: float, wanted: float) -> float:
 
 def _share(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
     """Return this rank's share of a whole output: all of it, a part of the sequence, or a part of the features of a divided layer;
-    None where the share is unknown."""
+    None where the share is unknown, and for a module of another stage, whose output is NaN."""
+    divided: Divided = trainer.run.model.divided
+    if divided.pipeline is not None and bool(own.isnan().all()):
+        return None
     if own.shape == whole.shape:
         return whole
-    divided: Divided = trainer.run.model.divided
     dims = [dim for dim, (here, all_) in enumerate(zip(own.shape, whole.shape, strict=False)) if here != all_]
     if own.dim() != whole.dim() or len(dims) != 1 or divided.tensor is None:
         return None

@@ -434,13 +434,5 @@ def test_the_peak_is_measured_or_from_a_table(monkeypatch: pytest.MonkeyPatch) -
         assert 1e8 < peak < 1e16
         assert how == "measured by a product of matrices"
     assert peak_flops(torch.device("cpu"), torch.bfloat16)[0] >= peak_flops(torch.device("cpu"), torch.float32)[0]
-    for name, wanted in (
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA A100-SXM4-40GB", 312e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA GeForce RTX 4090", 165.2e12),
-    ):
-        monkeypatch.setattr("zeromesh.trainer.models.flops.device_name", lambda device, name=name: name)
-        assert peak_flops(torch.device("cuda", 0), torch.bfloat16)[0] == wanted
+    monkeypatch.setattr("zeromesh.trainer.models.flops.device_name", lambda device: "NVIDIA A100-SXM4-40GB")
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16)[0] == 312e12

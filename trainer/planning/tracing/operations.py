@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -45,38 +45,27 @@ class TensorExchange(NamedTuple):
     """Bytes of the whole tensor: the reduced one, the gathered one, or the one that is reduced before it is scattered."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Work:
-    """The work of one pass through a part of a model."""
+    """The work of one pass through a part of a model, with its products and exchanges in the order of execution."""
 
-    products: tuple[tuple[Product, int], ...] = ()
-    """The products in the order of execution, each with its number of repetitions."""
+    products: list[Product] = field(default_factory=list)
     moved: int = 0
     """Bytes that all other operators read and write."""
     operations: int = 0
     """The number of launched operators, products included."""
-    exchanges: tuple[tuple[TensorExchange, int], ...] = ()
+    exchanges: list[TensorExchange] = field(default_factory=list)
 
     @property
     def flops(self) -> float:
         """Floating-point operations of the products."""
-        return sum(count * product.flops for product, count in self.products)
+        return sum(product.flops for product in self.products)
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            products=self.products + other.products,
-            moved=self.moved + other.moved,
-            operations=self.operations + other.operations,
-            exchanges=self.exchanges + other.exchanges,
-        )
+        return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Work)})
 
     def __mul__(self, times: int) -> Work:
-        return Work(
-            products=tuple((product, times * count) for product, count in self.products),
-            moved=times * self.moved,
-            operations=times * self.operations,
-            exchanges=tuple((exchange, times * count) for exchange, count in self.exchanges),
-        )
+        return Work(**{each.name: times * getattr(self, each.name) for each in fields(Work)})
 
 
 def call_without_values(
@@ -91,7 +80,16 @@ def call_without_values(
         return tensors[0].dtype == torch.bool or 1, (), None
     out = _without_floats(func, args, kwargs, tensors)
     made = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
-    return out, made, _cost_of(func, args, tensors, out, made)
+    if _is_view(func):
+        return out, made, None
+    moved = sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values()))
+    kernel = func.overloadpacket
+    if kernel not in _FLOPS:
+        return out, made, moved
+    dtype = str(made[0].dtype if made else tensors[0].dtype).removeprefix("torch.")
+    weight = _WEIGHTS.get(kernel)
+    around = 0 if weight is None else moved - _bytes_moved(args[weight])
+    return out, made, Product(dtype, _FLOPS[kernel](*args, out_val=out), moved, around)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -158,22 +156,6 @@ def _chosen(func: Any, args: Any, like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=like.dtype)
     places = args[0].shape[-1] if args[0].dim() else 1
     return (torch.arange(like.numel()) % max(1, places)).to(like.dtype).view(like.shape)
-
-
-def _cost_of(
-    func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], out: Any, made: Sequence[Tensor]
-) -> Product | int | None:
-    if _is_view(func):
-        return None
-    moved = sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values()))
-    kernel = func.overloadpacket
-    if kernel not in _FLOPS:
-        return moved
-    dtype = str(made[0].dtype if made else tensors[0].dtype).removeprefix("torch.")
-    flops = _FLOPS[kernel](*args, out_val=out)
-    weight = _WEIGHTS.get(kernel)
-    around = 0 if weight is None else moved - _bytes_moved(args[weight])
-    return Product(dtype, flops, moved, around)
 
 
 def _bytes_moved(tensor: Tensor) -> int:

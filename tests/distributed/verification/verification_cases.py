@@ -1,15 +1,19 @@
-"""Verifications that workers run: of examples, of architectures, of what was made wrong on purpose."""
+"""Runs and verifications that workers do: of examples, of architectures, and with bugs planted on purpose."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import transformers as tf
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
+from tests.support.seeded_bugs import BUGS, plant
 from tests.support.trainer_cases import llama, sentences, settings
-from zeromesh import Trainer
+from zeromesh import Callback, Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.load import load_config
@@ -18,6 +22,7 @@ from zeromesh.trainer.setup import model as setup
 from zeromesh.trainer.verification.certificate import Certificate
 
 ROOT = Path(__file__).resolve().parents[3]
+_NARROW = {"compute": "float32", "master": "float32", "reduce": "float32"}
 
 
 def _said(certificate: Certificate) -> dict[str, Any]:
@@ -27,7 +32,6 @@ def _said(certificate: Certificate) -> dict[str, Any]:
         "found": [[each.kind, each.name, each.step, list(each.ranks)] for each in certificate.differences],
         "outputs": sum(each.outputs for each in certificate.passes.values()),
         "gradients": len(certificate.passes["exact"].gradients) if "exact" in certificate.passes else 0,
-        "checks": dict(certificate.checks),
         "seconds": certificate.seconds,
     }
 
@@ -50,14 +54,14 @@ def example(mesh: Mesh, folder: str, name: str, overrides: list[str]) -> dict[st
 def architecture(mesh: Mesh, folder: str, name: str, **sections: Any) -> dict[str, Any]:
     """One of the fifteen, as it is and with its own data."""
     subject = ARCHITECTURES[name]
-    config = settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"}, **sections)
+    config = settings(folder, precision=_NARROW, **sections)
     with Trainer(subject.build(), config, subject.samples(17)) as trainer:
         return _said(trainer.verify())
 
 
 def small_llama(mesh: Mesh, folder: str, fault: str, checks: list[str], **sections: Any) -> dict[str, Any]:
     """A tiny Llama, with or without something that is wrong in the layout alone."""
-    config = settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"}, **sections)
+    config = settings(folder, precision=_NARROW, **sections)
     own_divide, own_count = setup.divide, Stepper._count_targets
 
     def divide(model: Any, *arguments: Any) -> Any:
@@ -77,16 +81,12 @@ def small_llama(mesh: Mesh, folder: str, fault: str, checks: list[str], **sectio
         return own_count(self, plan, *arguments)
 
     faults: dict[str, Any] = {
-        "": {},
-        "output": {"target": setup, "attribute": "divide", "new": divide},
-        "scale": {"target": Stepper, "attribute": "_count_targets", "new": count},
-        "error": {"target": Stepper, "attribute": "_count_targets", "new": fail},
+        "output": (setup, "divide", divide),
+        "scale": (Stepper, "_count_targets", count),
+        "error": (Stepper, "_count_targets", fail),
     }
-    with Trainer(llama(), config, sentences()) as trainer:
-        if not fault:
-            return _said(trainer.verify(checks=checks))
-        with patch.object(**faults[fault]):
-            return _said(trainer.verify(checks=checks))
+    with Trainer(llama(), config, sentences()) as trainer, patch.object(*faults[fault]) if fault else nullcontext():
+        return _said(trainer.verify(checks=checks))
 
 
 def refused(mesh: Mesh, folder: str) -> str:
@@ -98,3 +98,46 @@ def refused(mesh: Mesh, folder: str) -> str:
         except ConfigError as error:
             return str(error)
     return ""
+
+
+# Seeded bugs
+
+
+class _Steps(Callback):
+    """Notes the loss and the norm of each step."""
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        self.seen.append((metrics["loss"], metrics["grad_norm"]))
+
+
+@contextmanager
+def _planted(bug: str, planted: bool) -> Iterator[None]:
+    """Plant the bug behind the trial of tensor plans, which would find some of them before training."""
+    with plant(bug) if planted else nullcontext(), patch("zeromesh.trainer.setup.model.require_equal_when_divided"):
+        yield
+
+
+def trained_with(mesh: Mesh, *, bug: str, planted: bool, folder: str) -> dict[str, Any]:
+    """Train in the layout in which a bug bites; returns losses and norms, and leaves rank 0's weights in `folder`."""
+    seeded = BUGS[bug]
+    steps = _Steps()
+    config = seeded.config(run__output_dir=folder, run__name=f"{bug}-{planted}")
+    with _planted(bug, planted), Trainer(None, config, sentences(), callbacks=[steps]) as trainer:
+        trainer.fit()
+        weights = trainer.state_dict(ema="ema.decay" in seeded.layout)
+        found = {name: tensor.clone() for name, tensor in weights}
+    if mesh.rank == 0:
+        torch.save(found, Path(folder, f"{bug}-{planted}.pt"))
+    return {"steps": steps.seen}
+
+
+def verified(mesh: Mesh, *, bug: str, planted: bool, folder: str) -> list[str]:
+    """Verify the layout in which a bug bites; returns what differs from the exact result, the nearest to its cause first."""
+    seeded = BUGS[bug]
+    config = seeded.config(run__output_dir=folder, run__name=f"{bug}-{planted}-verified")
+    checks = ("dropout",) if "dropout" in bug else ()
+    with _planted(bug, planted), Trainer(None, config) as trainer:
+        return [each.sentence() for each in trainer.verify(checks=checks).differences]
