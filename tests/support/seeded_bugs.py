@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 
+from tests.support.trainer_cases import LENGTH, LLAMA, settings
 from zeromesh.comm.activation_collectives import Pending
 from zeromesh.intervals import Interval
 from zeromesh.kernels import chunked_cross_entropy
@@ -39,36 +40,6 @@ from zeromesh.units.unit import Bucket, all_buckets, set_values
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.passes import Passes
 
-BASE: Mapping[str, Any] = {
-    "model.config": {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 32,
-        "tie_word_embeddings": False,
-        "use_cache": False,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    },
-    **dict.fromkeys(("precision.compute", "precision.master", "precision.reduce"), "float64"),
-    "optimizer.lr": 1e-2,
-    "schedule.name": "constant",
-    "schedule.warmup_steps": 0,
-    "data.sequence_length": 12,
-    "batch.global_size": 8,
-    "batch.micro_size": 2,
-    "run.max_steps": 3,
-    "run.clip_norm": 0.5,
-    "run.seed": 5,
-    "run.eval_at_end": False,
-    "parallel.timeout_seconds": 10,
-    "checkpoint.every_steps": 0,
-}
-"""The run that bugs are planted in, by keys of the configuration: a tiny Llama in float64, on samples with unequal targets."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeededBug:
@@ -79,7 +50,7 @@ class SeededBug:
     attribute: str
     """The attribute of `holder` that the bug replaces."""
     layout: Mapping[str, Any]
-    """Keys of the configuration under which it bites, beside those of `BASE`."""
+    """Keys of the configuration under which it bites."""
     named: str
     """A regular expression of the names of modules and parameters that a right diagnosis names; empty: none is to blame."""
     call: Callable[..., Any]
@@ -87,15 +58,21 @@ class SeededBug:
     ranks: int
 
     def config(self, **keys: Any) -> dict[str, Any]:
-        """The configuration of a run in which it bites: nested sections, with `keys` such as `run__name` on top."""
-        nested: dict[str, Any] = {}
-        dotted = {name.replace("__", "."): value for name, value in keys.items()}
-        for key, value in {**BASE, **self.layout, **dotted}.items():
+        """The configuration of a run in which it bites, with `keys` such as `run__name` on top: of a tiny Llama in float64."""
+        llama = {"model_type": "llama", **LLAMA, "tie_word_embeddings": False, "use_cache": False}
+        nested = settings(
+            "runs",
+            model={"config": llama},
+            schedule={"name": "constant", "warmup_steps": 0},
+            data={"sequence_length": LENGTH},
+            run={"max_steps": 3, "eval_at_end": False},
+        )
+        for key, value in {**self.layout, **{name.replace("__", "."): value for name, value in keys.items()}}.items():
             *path, leaf = key.split(".")
             section = nested
             for name in path:
                 section = section.setdefault(name, {})
-            section[leaf] = copy.deepcopy(value)
+            section[leaf] = value
         return nested
 
 

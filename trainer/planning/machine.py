@@ -63,7 +63,8 @@ class DeviceRates(Section):
     launch_seconds: NotNegative
     """Seconds to launch one operator, with Python's and autograd's overhead."""
     products: Annotated[dict[Text, Positive], Field(min_length=1)]
-    """Floating-point operations per second of matrix products, by dtype as in `precision.compute`."""
+    """Floating-point operations per second of matrix products, by dtype as in `precision.compute`; fused attention of a CPU counts
+    as float32."""
     copies: HostCopies | None = None
 
 

@@ -150,42 +150,42 @@ class Planner:
 
     def _layouts(self, ranks: int) -> Iterator[Layout]:
         """Yield every layout without offload, those with fewer tensor ranks and stages first."""
-        subject, host = self._subject, self._host
+        subject, host, samples = self._subject, self._host, self._subject.config.batch.global_size
         tensors = [
             size
             for size in self._choices("tensor", _divisors(min(ranks, host)))
             if self._takes(f"tensor {size}", tensor=size)
         ]
         blocks = subject.blocks if ranks > 1 and self._takes("pipeline", pipeline=2) else 0
-        pipelines = [size for size in _divisors(ranks) if size == 1 or size <= blocks]
+        pipelines = self._choices("pipeline", [size for size in _divisors(ranks) if size == 1 or size <= blocks])
         sequence = len(tensors) > 1 and subject.can_trace(2, sequence=True)
         modes: tuple[Mode, ...] = (
             ("none", "selective", "block") if subject.can_trace(1, recompute="block") else ("none",)
         )
-        for tensor, pipeline in product(tensors, self._choices("pipeline", pipelines)):
-            rest, odd = divmod(ranks, tensor * pipeline)
-            for replicate in self._replicas(rest, tensor) if not odd and tensor <= host else ():
-                mesh = Layout(
-                    pipeline=pipeline,
-                    replicate=replicate,
-                    shard=rest // replicate,
-                    tensor=tensor,
-                    sequence=self._fixed.get("sequence", tensor > 1 and sequence),
-                    **{name: self._fixed[name] for name in (*TIERS, "prefetch") if name in self._fixed},
-                )
-                yield from self._of_mesh(mesh, blocks, modes[1:] if len(modes) > 1 and mesh.activations.away else modes)
-
-    def _of_mesh(self, mesh: Layout, blocks: int, modes: Sequence[Mode]) -> Iterator[Layout]:
-        samples = self._subject.config.batch.global_size
-        stages = (3,) if mesh.parameters.away else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
-        micros = [size for size in _MICROS if size * mesh.data <= samples] or [1]
-        for stage, micro, recompute in product(
-            self._choices("stage", stages), self._choices("micro", micros), self._choices("recompute", modes)
-        ):
-            accumulation = -(-samples // (micro * mesh.data))
-            for schedule, chunks in self._schedules(mesh.pipeline, accumulation, blocks):
-                chosen = {"stage": stage, "micro": micro, "accumulation": accumulation, "recompute": recompute}
-                yield replace(mesh, schedule=schedule, chunks=chunks, **chosen)
+        meshes = [
+            Layout(
+                pipeline=pipeline,
+                replicate=replicate,
+                shard=ranks // (tensor * pipeline * replicate),
+                tensor=tensor,
+                sequence=self._fixed.get("sequence", tensor > 1 and sequence),
+                **{name: self._fixed[name] for name in (*TIERS, "prefetch") if name in self._fixed},
+            )
+            for tensor, pipeline in product(tensors, pipelines)
+            if ranks % (tensor * pipeline) == 0 and tensor <= host
+            for replicate in self._replicas(ranks // (tensor * pipeline), tensor)
+        ]
+        for mesh in meshes:
+            stages = (3,) if mesh.parameters.away else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
+            micros = [size for size in _MICROS if size * mesh.data <= samples] or [1]
+            recomputes = modes[1:] if len(modes) > 1 and mesh.activations.away else modes
+            for stage, micro, recompute in product(
+                self._choices("stage", stages), self._choices("micro", micros), self._choices("recompute", recomputes)
+            ):
+                accumulation = -(-samples // (micro * mesh.data))
+                for schedule, chunks in self._schedules(mesh.pipeline, accumulation, blocks):
+                    chosen = {"stage": stage, "micro": micro, "accumulation": accumulation, "recompute": recompute}
+                    yield replace(mesh, schedule=schedule, chunks=chunks, **chosen)
 
     def _replicas(self, data: int, tensor: int) -> list[int]:
         """Return the numbers of replicas to try: one, one on each host, or one on each group of 8 hosts."""

@@ -91,10 +91,6 @@ class Observer(Recorder):
         self.step = 1
         self._outputs: dict[str, list[list[Tensor]]] = {}
         self._sums: list[tuple[float, int]] = []
-        self._places: dict[str, int] = {
-            name: -max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
-        }
-        """The parameters in the order of backward, assumed to reverse the order of finished forwards."""
 
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
@@ -130,7 +126,7 @@ class Observer(Recorder):
                 return  # The gradient was consumed inside backward.
             size = float("inf") if found is None else apart(found.cpu(), gradient, whole)
             self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
-            self._note("gradient", name, size, place=self._places[name])
+            self._note("gradient", name, size, place=self.plain.places[name])
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
         self._compare_passes(trainer)
@@ -171,7 +167,7 @@ class Observer(Recorder):
                 whole = part_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
                 size = apart(own, whole, rate * part.length**0.5)
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
-                self._note(kind, name, size, place=self._places.get(name, 0))
+                self._note(kind, name, size, place=self.plain.places.get(name, 0))
 
     def _compare_passes(self, trainer: Any) -> None:
         """Compare the sums of losses and the outputs of modules of this rank's microbatches."""

@@ -5,7 +5,7 @@ import contextlib
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +16,7 @@ from transformers.integrations import TensorBoardCallback, WandbCallback
 
 from tests.distributed.integrations import user_callbacks
 from tests.distributed.integrations.user_callbacks import Recorder, timeless
+from tests.support import wandb_log
 from tests.support.trainer_cases import llama, sentences
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
@@ -108,6 +109,21 @@ def run(
     return trainer
 
 
+def under_both(folder: str, case: Callable[[Any, Path], Any]) -> dict[str, Any]:
+    """What a case says of transformers' Trainer and of zeromesh's, in a folder each, without what they print."""
+    found = {}
+    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+        with quiet():
+            found[name] = case(kind, Path(folder) / name)
+    return found
+
+
+def closed(trainer: Any) -> None:
+    """Close a trainer of zeromesh."""
+    if isinstance(trainer, Trainer):
+        trainer.close()
+
+
 def both(
     mesh: Mesh,
     folder: str,
@@ -117,44 +133,38 @@ def both(
     after: bool = False,
 ) -> dict[str, list[Any]]:
     """What callbacks see, the recorder last, under transformers' Trainer and under zeromesh's."""
-    found = {}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+
+    def case(kind: Any, root: Path) -> list[Any]:
         chosen = [*(made(*each) for each in callbacks), Recorder()]
-        with quiet():
-            trainer = run(kind, Path(folder) / name, fields, chosen, scores)
-            if after:
-                trainer.evaluate()
-                trainer.predict(whole(5))
-        if kind is Trainer:
-            trainer.close()
-        found[name] = [getattr(each, "seen", None) for each in chosen]
-    return found
+        trainer = run(kind, root, fields, chosen, scores)
+        if after:
+            trainer.evaluate()
+            trainer.predict(whole(5))
+        closed(trainer)
+        return [getattr(each, "seen", None) for each in chosen]
+
+    return under_both(folder, case)
 
 
 def ignoring(mesh: Mesh, folder: str, keys: Sequence[str] | None, never: Sequence[str]) -> dict[str, list[Any]]:
-    """Shapes of what `compute_metrics` is given, under transformers' Trainer and zeromesh's.
+    """Shapes of what `compute_metrics` is given. The model returns its hidden states too; `keys` are ignored, `never` is what its
+    configuration says."""
 
-    The model returns its hidden states too. `keys` are ignored; `never` is what its configuration says.
-    """
-    found: dict[str, list[Any]] = {}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
-        seen = found.setdefault(name, [])
-        root = f"{folder}/{name}"
-        trained = llama(output_hidden_states=True, keys_to_ignore_at_inference=list(never))
-        trainer: Any = kind(
-            trained,
-            {"run": {"output_dir": root}}
-            if kind is Trainer
-            else tf.TrainingArguments(output_dir=root, report_to="none"),
+    def case(kind: Any, root: Path) -> list[Any]:
+        seen: list[Any] = []
+        ours = {"run": {"output_dir": str(root)}}
+        trainer = kind(
+            llama(output_hidden_states=True, keys_to_ignore_at_inference=list(never)),
+            ours if kind is Trainer else tf.TrainingArguments(output_dir=str(root), report_to="none"),
             train_dataset=whole(4),
             eval_dataset=whole(7),
-            compute_metrics=lambda prediction, seen=seen: seen.append(shapes(prediction.predictions)) or {},
+            compute_metrics=lambda prediction: seen.append(shapes(prediction.predictions)) or {},
         )
-        with quiet():
-            trainer.evaluate(ignore_keys=keys)
-            if kind is Trainer:
-                trainer.close()
-    return found
+        trainer.evaluate(ignore_keys=keys)
+        closed(trainer)
+        return seen
+
+    return under_both(folder, case)
 
 
 def shapes(tree: Any) -> Any:
@@ -172,21 +182,16 @@ def recorded(mesh: Mesh, folder: str, fields: Mapping[str, Any], callbacks: Sequ
 
 def resumed(mesh: Mesh, folder: str, fields: Mapping[str, Any], scores: Sequence[float]) -> dict[str, list[Any]]:
     """What the recorder sees of a run of six steps that goes on after its second, by transformers' name of the checkpoint."""
-    found = {}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
-        root, recorder = Path(folder) / name, Recorder()
-        with quiet():
-            first = run(kind, root, {**fields, "max_steps": 2}, [made("EarlyStoppingCallback", 2)], scores)
-            if kind is Trainer:
-                first.close()
-            stopping = made("EarlyStoppingCallback", 2)
-            second = run(
-                kind, root, {**fields, "max_steps": 6}, [recorder, stopping], scores[2:], resume="checkpoint-2"
-            )
-        found[name] = [recorder.seen[1:]]  # The first is the end of the construction.
-        if kind is Trainer:
-            second.close()
-    return found
+
+    def case(kind: Any, root: Path) -> list[Any]:
+        recorder = Recorder()
+        first, second = {**fields, "max_steps": 2}, {**fields, "max_steps": 6}
+        closed(run(kind, root, first, [made("EarlyStoppingCallback", 2)], scores))
+        callbacks = [recorder, made("EarlyStoppingCallback", 2)]
+        closed(run(kind, root, second, callbacks, scores[2:], resume="checkpoint-2"))
+        return [recorder.seen[1:]]  # The first is the end of the construction.
+
+    return under_both(folder, case)
 
 
 def linked(mesh: Mesh, folder: str) -> dict[str, Any]:
@@ -226,67 +231,54 @@ def quiet() -> Iterator[io.StringIO]:
         yield out
 
 
+EVERY_OTHER = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
+
+
 def shown(mesh: Mesh, folder: str, name: str) -> dict[str, list[Any]]:
     """What a callback of transformers prints under either; transformers' Trainer has it by itself."""
-    found = {}
-    fields = {"max_steps": 3, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
-    fields["disable_tqdm"] = name == "PrinterCallback"
-    for which, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
+    fields = {**EVERY_OTHER, "max_steps": 3, "logging_steps": 1, "disable_tqdm": name == "PrinterCallback"}
+
+    def case(kind: Any, root: Path) -> list[Any]:
         with quiet() as out:
-            run(kind, Path(folder) / which, fields, [] if which == "theirs" else [made(name)])
-        lines = map(ast.literal_eval, re.findall(r"\{.*?\}", out.getvalue()))
-        found[which] = [timeless(line) for line in lines]
-    return found
+            run(kind, root, fields, [made(name)] if kind is Trainer else [])
+        return [timeless(ast.literal_eval(line)) for line in re.findall(r"\{.*?\}", out.getvalue())]
+
+    return under_both(folder, case)
 
 
 def tensorboard(mesh: Mesh, folder: str) -> dict[str, Any]:
-    """The scalars that TensorBoard's callback writes under either."""
+    """The scalars that TensorBoard's callback writes under either, and the names of its texts."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = {}
-    fields = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
-        logs = Path(folder) / name / "logs"
-        with quiet(), patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": str(logs)}):
-            run(kind, Path(folder) / name, fields, [TensorBoardCallback()])
-        events = EventAccumulator(str(logs))
-        events.Reload()
-        found[name] = {
-            tag: [[event.step, event.value] for event in events.Scalars(tag)]
-            for tag in events.Tags()["scalars"]
-            if not tag.endswith(("runtime", "per_second"))
-        }
-        found[f"{name} texts"] = sorted(events.Tags()["tensors"])
-    return found
+    def case(kind: Any, root: Path) -> list[Any]:
+        logs = str(root / "logs")
+        with patch.dict(os.environ, {"TENSORBOARD_LOGGING_DIR": logs}):
+            run(kind, root, EVERY_OTHER, [TensorBoardCallback()])
+        events = EventAccumulator(logs).Reload()
+        kept = [tag for tag in events.Tags()["scalars"] if not tag.endswith(("runtime", "per_second"))]
+        scalars = {tag: [[event.step, event.value] for event in events.Scalars(tag)] for tag in kept}
+        return [scalars, sorted(events.Tags()["tensors"])]
+
+    return under_both(folder, case)
 
 
 def wandb_offline(mesh: Mesh, folder: str) -> dict[str, Any]:
     """The rows and the configuration that wandb's callback keeps under either."""
     import wandb
 
-    from tests.support.wandb_log import config, files, rows
-
-    found = {}
-    fields = {"max_steps": 4, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "no"}
-    for name, kind in (("theirs", tf.Trainer), ("ours", Trainer)):
-        directory = Path(folder) / name
-        directory.mkdir()
-        settings = {
-            "WANDB_MODE": "offline",
-            "WANDB_DIR": str(directory),
-            "WANDB_SILENT": "true",
-            "WANDB_CONSOLE": "off",
-        }
-        with quiet(), patch.dict(os.environ, settings):
-            run(kind, directory, fields, [WandbCallback()])
+    def case(kind: Any, root: Path) -> list[Any]:
+        root.mkdir()
+        offline = {"WANDB_MODE": "offline", "WANDB_DIR": str(root), "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
+        with patch.dict(os.environ, offline):
+            run(kind, root, EVERY_OTHER, [WandbCallback()])
             wandb.finish()
             wandb.teardown()
-        (path,) = files(directory)
-        found[name] = [
+        (path,) = wandb_log.files(root)
+        rows = [
             {key: value for key, value in timeless(row).items() if not key.startswith("_") and value is not None}
-            for row in rows(path)
+            for row in wandb_log.rows(path)
         ]
-        found[f"{name} config"] = {
-            key: value for key, value in config(path).items() if key in ("max_steps", "model_type")
-        }
-    return found
+        _, settings = wandb_log.started(path)
+        return [rows, {key: settings[key] for key in ("max_steps", "model_type") if key in settings}]
+
+    return under_both(folder, case)

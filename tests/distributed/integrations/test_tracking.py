@@ -111,8 +111,9 @@ def test_a_run_has_every_step_once_with_its_figures(run: Path) -> None:
         assert row["memory/device/moments"] == line["memory"]["device"]["moments"] > 0
     resolved = yaml.safe_load((run / "config.resolved.yaml").read_text())
     assert resolved["optimizer"]["lr"] == 0.01
-    assert {key: value for key, value in wandb_log.config(path).items() if key in resolved} == resolved
-    assert wandb_log.name(path) == "a small run"
+    name, settings = wandb_log.started(path)
+    assert {key: value for key, value in settings.items() if key in resolved} == resolved
+    assert name == "a small run"
     assert json.loads((run / "tracking.json").read_text())["id"] in path.name
     lines = noted_lines(run)
     assert lines[0]["config"]["optimizer.lr"] == 0.01
@@ -326,15 +327,11 @@ def test_a_tracker_holds_every_step_once_and_no_secret(workers: Workers, tmp_pat
 # Names of trackers
 
 
-def problems_of(backends: list[str]) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        load_config({"tracking": {"backends": backends}, "run": {"max_steps": 0}})
-    return caught.value.problems
-
-
 def test_unknown_trackers_and_missing_packages_are_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    found = "\n".join(problems_of(["wandbb", "comet_ml", "nonsense"]))
+    with pytest.raises(ConfigError) as caught:
+        load_config({"tracking": {"backends": ["wandbb", "comet_ml", "nonsense"]}, "run": {"max_steps": 0}})
+    found = "\n".join(caught.value.problems)
     assert "tracking.backends: got 'wandbb'; allowed are aim, clearml, comet_ml" in found
     assert "did you mean wandb?" in found
     assert "comet_ml needs a package that is not installed; run: pip install comet-ml" in found
@@ -352,24 +349,13 @@ def test_a_folder_of_the_same_name_is_no_package(monkeypatch: pytest.MonkeyPatch
 
 
 class Fake(Tracker):
-    """A tracker that does as it is told."""
+    """A tracker that keeps rows, or does as it is told."""
 
-    def __init__(self, name: str = "fake", log: Callable[[TrackedRow], None] = lambda row: None, **calls: Any) -> None:
+    def __init__(self, name: str = "fake", sent: Place = UNKNOWN, **calls: Callable[..., Any]) -> None:
         run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=Path(), step=0, config={})
         super().__init__(name, run)
-        self.sent = calls.get("sent", UNKNOWN)
-        self._log, self._calls = log, calls
-        self.rows: list[TrackedRow] = []
-
-    def start(self) -> None:
-        self._calls.get("start", lambda: None)()
-
-    def log(self, row: TrackedRow) -> None:
-        self._log(row)
-        self.rows.append(row)
-
-    def finish(self) -> None:
-        self._calls.get("finish", lambda: None)()
+        self.sent, self.rows = sent, list[TrackedRow]()
+        vars(self).update({"start": lambda: None, "log": self.rows.append, "finish": lambda: None, **calls})
 
 
 def raises(error: Exception) -> Callable[..., None]:
@@ -388,8 +374,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
         Fake("third", finish=raises(OSError("disk full"))),
         Fake("fourth", log=raises(SystemExit(3))),
     ]
-    tracking = Tracking([*bad, good], said.append, ident="x", redaction=Redaction(["known-secret"]))
-    with tracking:
+    with Tracking([*bad, good], said.append, ident="x", redaction=Redaction(["known-secret"])) as tracking:
         for step in range(1, 6):
             tracking.log(metrics(step))
             values = {"loss": 0.5, "eval_accuracy": 0.25, "eval_text": "words", "eval_parts": [0.5]}
@@ -407,9 +392,8 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
 def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> None:
     said: list[str] = []
     gate = threading.Event()
-    slow = Fake(log=lambda row: (gate.wait(10), None)[1])
-    tracking = Tracking([slow], said.append, ident="x", capacity=3)
-    with tracking:
+    slow = Fake(log=lambda row: gate.wait(10) and slow.rows.append(row))
+    with Tracking([slow], said.append, ident="x", capacity=3) as tracking:
         tracking.log(metrics(1))
         while tracking._senders[0].rows.qsize():
             time.sleep(0.001)
@@ -503,8 +487,7 @@ def test_names_of_figures() -> None:
 
 
 def test_without_trackers_nothing_is_started() -> None:
-    tracking = Tracking()
-    with tracking:
+    with Tracking() as tracking:
         tracking.log(metrics(1))
         tracking.evaluated({"step": 1, "loss": 1.0})
     assert tracking.identity("run") == {}

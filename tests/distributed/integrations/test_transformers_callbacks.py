@@ -196,18 +196,19 @@ def test_what_is_printed(workers: Workers, tmp_path: Path, name: str) -> None:
 
 
 def test_what_tensorboard_gets(workers: Workers, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
     found = workers.run(1, f"{CASES}:tensorboard", folder=str(tmp_path))[0]
-    assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/loss"} <= set(found["theirs"])
-    assert set(found["ours"]) == set(found["theirs"])
-    like({name: found["ours"][name] for name in found["theirs"]}, found["theirs"])
-    assert found["ours texts"] == found["theirs texts"]
+    (mine, own_texts), (theirs, texts) = found["ours"], found["theirs"]
+    assert {"train/loss", "train/learning_rate", "train/grad_norm", "eval/loss"} <= set(theirs)
+    assert set(mine) == set(theirs)
+    like({name: mine[name] for name in theirs}, theirs)
+    assert own_texts == texts
 
 
 def test_what_wandb_gets(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(1, f"{CASES}:wandb_offline", folder=str(tmp_path))[0]
-    assert len(found["theirs"]) == 5
-    for mine, theirs in zip(found["ours"], found["theirs"], strict=True):
-        assert set(mine) == set(theirs)
-        like({name: mine[name] for name in theirs}, theirs)
-    assert found["ours config"] == found["theirs config"]
+    (mine, own_settings), (theirs, settings) = found["ours"], found["theirs"]
+    assert len(theirs) == 5
+    for own, other in zip(mine, theirs, strict=True):
+        assert set(own) == set(other)
+        like({name: own[name] for name in other}, other)
+    assert own_settings == settings

@@ -1,9 +1,10 @@
-"""Cases of runs whose steps are profiled, or that run out of memory."""
+"""Cases of runs whose steps are profiled, or that run out of memory; and the machine is measured."""
 
 import contextlib
 import io
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from tests.support.trainer_cases import gpt2, llama, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.planning.measure import TINY_SIZES, measure_machine
 
 
 class SlowData(list[Any]):
@@ -74,3 +76,14 @@ def exhausted(mesh: Mesh, *, folder: str, kind: str, rank: int) -> None:
     torch.manual_seed(3)
     with Trainer(llama(), settings(folder), sentences(), callbacks=[Greedy(rank, kind)]) as trainer:
         trainer.fit()
+
+
+def measured(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Measure this machine with tiny sizes."""
+    told: list[str] = []
+    machine = measure_machine(mesh, Path(folder), told.append, TINY_SIZES)
+    return {
+        "machine": machine.to_yaml(),
+        "told": told,
+        "left": [name for name in mesh.process_sets if name.startswith(("shared", "gloo"))],
+    }

@@ -165,18 +165,18 @@ def test_given_keys_stay_as_they_are(subject: Subject) -> None:
     plan = Planner(subject, MACHINE, fixed=fixed).plan(2)
     assert {(row.estimate.layout.pipeline, row.estimate.layout.stage) for row in plan.rows} == {(2, 1)}
     for shard, replicas in ((1, 2), (2, 1)):
-        plan = Planner(subject, MACHINE, fixed={"shard": shard, "tensor": 1, "pipeline": 1}).plan(2)
+        plan = Planner(subject, MACHINE, fixed={"shard": shard, "tensor": 1, "pipeline": 1, "micro": 1}).plan(2)
         assert {row.estimate.layout.replicate for row in plan.rows} == {replicas}
 
 
 def test_a_plan_holds_what_a_run_takes_alone() -> None:
     """Adapters are on data axes alone, and keys that a configuration joins to others leave layouts out."""
-    adapters = Planner(_on_card("model.lora={rank: 2}"), _card()).plan(2)
+    adapters = Planner(_on_card("model.lora={rank: 2}"), _card(), fixed={"micro": 1}).plan(2)
     assert {row.estimate.layout.tensor * row.estimate.layout.pipeline for row in adapters.rows} == {1}
     assert "a model with adapters is shared out over data axes alone" in _lines(adapters)
 
     def values(field: str, keys: tuple[str, ...], ranks: int = 2, memory: int = 1 << 34) -> set[Any]:
-        rows = Planner(_on_card(*keys), _card(memory)).plan(ranks).rows
+        rows = Planner(_on_card(*keys), _card(memory), fixed={"micro": 1}).plan(ranks).rows
         return {getattr(row.estimate.layout, field) for row in rows}
 
     assert {tier.tier for tier in values("activations", ("model.compile=true",), 1, 1 << 18)} == {"none"}
@@ -319,6 +319,6 @@ def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
 @pytest.mark.skipif(find_browser() is None, reason="there is no Chromium on this machine")
 def test_it_fits_a_phone_and_a_wide_screen(subject: Subject, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    page.write_text(plan_picture(Planner(subject, MACHINE, fixed={}).plan(4)), encoding="utf-8")
+    page.write_text(plan_picture(Planner(subject, MACHINE, fixed={"micro": 1}).plan(4)), encoding="utf-8")
     with Browser(str(find_browser()), tmp_path / "browser") as browser:
         assert looks_of(browser, page) == []

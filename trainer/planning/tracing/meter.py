@@ -53,8 +53,10 @@ class _SegmentSpan:
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Executes operators without values, and counts bytes and work."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        """`device` is the kind of device of the run."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._on_cpu = device == "cpu"
         self._live = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._spans: list[_SegmentSpan] = []
@@ -148,7 +150,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out, made, cost = call_without_values(func, args, dict(kwargs or {}))
+        out, made, cost = call_without_values(func, args, dict(kwargs or {}), on_cpu=self._on_cpu)
         for tensor in made:
             self._hold(tensor)
         if cost is not None:
