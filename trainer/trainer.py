@@ -49,7 +49,7 @@ from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import require_free_names
-from zeromesh.trainer.planning.auto import plan_inputs, settle
+from zeromesh.trainer.planning.auto import given_keys, plan_config, settle
 from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.named_objects import named_inputs
@@ -219,7 +219,8 @@ class Trainer(ModelOnMesh):
         Raises:
             ConfigError, LayoutError: for a model, a machine or ranks that cannot be planned.
         """
-        return plan_inputs(self.config, self.inputs, ranks or read_environment().world_size, device=device)
+        given, ranks = given_keys(self.config), ranks or read_environment().world_size
+        return plan_config(self.config, given, inputs=self.inputs, ranks=ranks, device=device)[0]
 
     def evaluate(
         self,

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +18,11 @@ from accelerate.tracking import GeneralTracker, register_tracker_class
 
 from tests.support.checkpoint_cases import Slow, configured
 from tests.support.trainer_cases import llama, sentences
+from tests.support.waiting import wait_for
 from tests.support.wandb_log import files, rows
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.trackers import backends as backends_file
 
 ENVIRONMENT = {
     "WANDB_API_KEY": "planted0wandb0api0key0000000000000000000",
@@ -30,6 +32,8 @@ ENVIRONMENT = {
 }
 IN_CONFIG = "hf_plantedTokenInTheConfiguration00"
 IN_ARGUMENTS = "planted-token-in-the-arguments"
+SECRETS = (*ENVIRONMENT.values(), IN_CONFIG, IN_ARGUMENTS, "planted")
+"""No file of a run holds one."""
 
 
 class Noted(GeneralTracker):
@@ -63,54 +67,14 @@ class Noted(GeneralTracker):
             file.write(json.dumps(line) + "\n")
 
 
-class KillsTheService(Callback):
-    """Kills or stops wandb's own process after a step."""
+class AfterSteps(Callback):
+    """Calls a function with the trainer and the step after each step."""
 
-    def __init__(self, step: int, number: signal.Signals) -> None:
-        self._step = step
-        self._number = number
-        self.killed: list[int] = []
+    def __init__(self, call: Callable[[Trainer, int], None]) -> None:
+        self._call = call
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        if step == self._step and trainer.mesh.rank == 0:
-            end = time.monotonic() + 30
-            while not self.killed and time.monotonic() < end:
-                self.killed = services()
-                time.sleep(0.05)
-            time.sleep(1.0)  # until it has taken rows
-            for pid in self.killed:
-                os.kill(pid, self._number)
-        if step >= self._step:
-            time.sleep(0.05)
-
-
-class Lag(Callback):
-    """How long it takes until the row of a step is on the disk, once there are some."""
-
-    def __init__(self, run: Path) -> None:
-        self._run = run
-        self.seconds = 0.0
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        if trainer.mesh.rank == 0 and step in (3, 4):
-            self.seconds = self._until(step)
-
-    def _until(self, step: int) -> float:
-        began = time.monotonic()
-        while time.monotonic() < began + 60:
-            if any(row["train/global_step"] >= step for path in files(self._run) for row in rows(path)):
-                break
-            time.sleep(0.02)
-        return time.monotonic() - began
-
-
-class Breaks(Callback):
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        if step == self._step:
-            raise KeyError("a mistake in a callback")
+        self._call(trainer, step)
 
 
 def services() -> list[int]:
@@ -124,12 +88,20 @@ def services() -> list[int]:
     return found
 
 
+@contextlib.contextmanager
+def noted() -> Iterator[None]:
+    """Have accelerate know `Noted` inside a block."""
+    with patch.dict("accelerate.tracking.LOGGER_TYPE_TO_CLASS"):
+        register_tracker_class(Noted)
+        yield
+
+
 def tracked(
     mesh: Mesh,
     *,
     folder: str,
     steps: int,
-    backends: list[str],
+    backends: Sequence[str],
     sections: Mapping[str, Any] | None = None,
     marker: str | None = None,
     rest: float = 0.0,
@@ -138,13 +110,31 @@ def tracked(
     breaks: int = 0,
     looks: bool = False,
 ) -> dict[str, Any]:
-    """Train up to `steps`, with an evaluation after every third one. After step `kills` wandb's process is killed (or `stops`)."""
-    killer = KillsTheService(kills, signal.SIGSTOP if stops else signal.SIGKILL)
-    watching: list[Callback] = [Slow(Path(marker), rest)] if marker else []
-    watching += [killer] if kills else []
-    watching += [Breaks(breaks)] if breaks else []
-    lag = Lag(Path(folder) / "run")
-    watching += [lag] if looks else []
+    """Train up to `steps`, with an evaluation after every third one. After step `kills` wandb's process is killed (or `stops`).
+
+    With `looks` it says how long it takes until the row of a step is on the disk, once there are some.
+    """
+    killed: list[int] = []
+    lag = 0.0
+
+    def after(trainer: Trainer, step: int) -> None:
+        nonlocal lag
+        if step == breaks:
+            raise KeyError("a mistake in a callback")
+        if looks and step in (3, 4) and mesh.rank == 0:
+            began, run = time.monotonic(), Path(folder, "run")
+            wait_for(lambda: any(row["train/global_step"] >= step for path in files(run) for row in rows(path)), 60)
+            lag = time.monotonic() - began
+        if kills and step == kills and mesh.rank == 0:
+            wait_for(services)
+            time.sleep(1.0)  # until it has taken rows
+            killed.extend(services())
+            for pid in killed:
+                os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
+        if kills and step >= kills:
+            time.sleep(0.05)
+
+    watching: list[Callback] = [*([Slow(Path(marker), rest)] if marker else []), AfterSteps(after)]
     config = configured(
         folder,
         steps,
@@ -154,13 +144,12 @@ def tracked(
     torch.manual_seed(7)
     said = io.StringIO()
     with (
-        patch.dict("accelerate.tracking.LOGGER_TYPE_TO_CLASS"),
+        noted(),
         patch("zeromesh.trainer.monitoring.tracking._FINISH_SECONDS", 2.0 if stops else 30.0),
         contextlib.redirect_stdout(said),
+        Trainer(llama(), config, sentences(), sentences(5, seed=4), callbacks=watching) as trainer,
     ):
-        register_tracker_class(Noted)
-        with Trainer(llama(), config, sentences(), sentences(5, seed=4), callbacks=watching) as trainer:
-            report = trainer.fit()
+        report = trainer.fit()
     # wandb asks its service about each module of these names that is imported.
     Path(folder, "xgboost.py").touch()
     with patch.object(sys, "path", [folder, *sys.path]), patch.dict(sys.modules):
@@ -168,15 +157,15 @@ def tracked(
     return {
         "losses": list(report.losses),
         "said": said.getvalue(),
-        "killed": len(killer.killed),
+        "killed": len(killed),
         "left": len(services()),
-        "lag": lag.seconds,
+        "lag": lag,
         "threads": torch.get_num_threads(),
     }
 
 
 def planted(
-    mesh: Mesh, *, folder: str, backends: list[str], steps: int = 6, places: Mapping[str, str] | None = None
+    mesh: Mesh, *, folder: str, backends: Sequence[str], steps: int = 6, places: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """As `tracked`, with secrets in the environment, the arguments and the configuration; `places` are variables of trackers."""
     sections = {
@@ -207,26 +196,36 @@ def planted(
         return tracked(mesh, folder=folder, steps=steps, backends=backends, sections=sections)
 
 
-class Leaks(Callback):
-    """Raises an error whose words hold secrets, after a step, on the last rank."""
 
-    def __init__(self, error: type[Exception]) -> None:
-        self._error = error
+    def start(self) -> None:
+        self.sent, _ = self._noted()
 
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        if trainer.mesh.rank == trainer.mesh.world_size - 1:
-            raise self._error(f"no entry with {ENVIRONMENT['HF_TOKEN']} to https://me:planted@host/?token=planted")
+    def log(self, row: TrackedRow) -> None:
+        self._note(row.place)
+        with open(self.run.folder("dummy.jsonl"), "a") as file:
+            file.write(json.dumps([row.place.step, sorted(row.values), row.values.get("train/loss")]) + "\\n")
+
+    def finish(self) -> None:
+        """Nothing is left."""
+
+
+TRACKERS["dummy"] = TrackerKind(make=DummyTracker, modules=("json",))
+'''
 
 
 def leaking(mesh: Mesh, *, folder: str, memory: bool) -> str:
-    """A run that ends with such an error; what this rank says."""
+    """A run that ends with an error, on the last rank, whose words hold secrets; what this rank says."""
+    error = MemoryError if memory else RuntimeError
+
+    def after(trainer: Trainer, step: int) -> None:
+        if mesh.rank == mesh.world_size - 1:
+            raise error(f"no entry with {ENVIRONMENT['HF_TOKEN']} to https://me:planted@host/?token=planted")
+
     config = configured(folder, 5, {"tracking": {"backends": ["noted"]}})
-    callback = Leaks(MemoryError if memory else RuntimeError)
     with (
         patch.dict(os.environ, ENVIRONMENT),
-        patch.dict("accelerate.tracking.LOGGER_TYPE_TO_CLASS"),
+        noted(),
+        Trainer(llama(), config, sentences(), callbacks=[AfterSteps(after)]) as trainer,
     ):
-        register_tracker_class(Noted)
-        with Trainer(llama(), config, sentences(), callbacks=[callback]) as trainer:
-            trainer.fit()
+        trainer.fit()
     return "nothing"

@@ -40,15 +40,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in found]
 
 
-def name(path: Path) -> str:
-    """What the run is called in a file."""
-    (found,) = {record.run.display_name for record in records(path) if record.WhichOneof("record_type") == "run"}
-    return str(found)
-
-
-def config(path: Path) -> dict[str, Any]:
-    """The configuration that a file holds."""
-    for record in records(path):
-        if record.WhichOneof("record_type") == "run":
-            return {item.key: json.loads(item.value_json) for item in record.run.config.update}
-    return {}
+def started(path: Path) -> tuple[str, dict[str, Any]]:
+    """What the run is called in a file, and the configuration that it holds."""
+    (run,) = (record.run for record in records(path) if record.WhichOneof("record_type") == "run")
+    return str(run.display_name), {item.key: json.loads(item.value_json) for item in run.config.update}

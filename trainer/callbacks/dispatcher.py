@@ -106,7 +106,6 @@ class CallbackDispatcher:
             self._trainer.run.model.stepper.scalars.add(added)
 
     def _named(self, event: str, *arguments: Any) -> dict[str, Any]:
-        """Update transformers' objects, and return the named arguments of an event."""
         trainer, named = self._trainer, {}
         if event == "on_init_end":
             inputs = trainer.inputs
@@ -130,7 +129,7 @@ class CallbackDispatcher:
         elif event == "on_predict":
             named["metrics"] = dict(arguments[0])
         if event != "on_optimizer_step":  # The step counts only when it has ended.
-            self._bring_up_to_date()
+            self._update_state()
         steps = self._state.global_step
         rate = trainer.run.learning_rate_of(steps)
         return {
@@ -141,8 +140,7 @@ class CallbackDispatcher:
             **named,
         }
 
-    def _bring_up_to_date(self) -> None:
-        """Update transformers' state from the run, whose list of logged values is shared."""
+    def _update_state(self) -> None:
         state, now, trainer = self._state, self._trainer.state, self._trainer
         state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
         state.num_train_epochs = max(1, math.ceil(now.epochs))

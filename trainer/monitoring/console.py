@@ -196,7 +196,6 @@ class Console(AbstractContextManager["Console"]):
             self._drawn = -math.inf
 
     def _due(self) -> bool:
-        """Return True when the display is to be drawn again, a few times a second."""
         now = time.monotonic()
         if now - self._drawn < _REFRESH_SECONDS:
             return False

@@ -226,7 +226,6 @@ class Tracking:
         self._put(TrackedRow(Place(step, evaluation=True), {}, samples))
 
     def _put(self, row: TrackedRow) -> None:
-        """Queue a row for all trackers that have not failed."""
         for sender in filter(Sender.is_alive, self._senders):
             if sender.rows.qsize() < self._capacity:
                 sender.rows.put(row)

@@ -19,14 +19,13 @@ from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.machines.cards import named_in
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.planning.estimate import Estimate
-from zeromesh.trainer.planning.layouts import FIELDS, NAMES, TIERS, with_layout
+from zeromesh.trainer.planning.layouts import FIELDS, TIERS, with_layout
 from zeromesh.trainer.planning.machine import Machine, find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject, tokens_of
 from zeromesh.trainer.setup.model import build_whole_model
 
 _CARDS = 8
-_AXES = ("pipeline", "replicate", "shard", "tensor", "sequence", "schedule", "chunks")
 
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:
@@ -52,9 +51,9 @@ def fixed_fields(config: TrainerConfig, keys: Sequence[str]) -> dict[str, Any]:
     """Return the fields of a layout that these keys of a configuration decide."""
     found: dict[str, Any] = {}
     for key in keys:
-        field = FIELDS.get(key.partition("=")[0].strip())
-        if field in NAMES:
-            section, _, name = key.partition("=")[0].strip().partition(".")
+        key = key.partition("=")[0].strip()
+        if field := FIELDS.get(key):
+            section, _, name = key.partition(".")
             value = getattr(getattr(config, section), name)
             found[field] = TierChoice(tier=value.tier, fraction=value.fraction) if field in TIERS else value
     if "schedule" in found or "chunks" in found:
@@ -93,20 +92,10 @@ def plan_config(
     return plan, after
 
 
-def plan_inputs(
-    config: TrainerConfig,
-    inputs: UserInputs,
-    ranks: int,
-    *,
-    host: int | None = None,
-    device: str | None = None,
-    free: Collection[str] | None = None,
-) -> Plan:
-    """Plan a trainer as `plan_config` does. `free` are the keys that the plan chooses, by default the `auto` ones, or all where
-    there are none."""
+def given_keys(config: TrainerConfig, free: Collection[str] | None = None) -> list[str]:
+    """Return the keys that a plan of a trainer keeps: all but `free`, by default the `auto` ones, or all where there are none."""
     free = _free(config) if free is None else free
-    given = [key for key in FIELDS if key not in free]
-    return plan_config(config, given, inputs=inputs, device=device, ranks=ranks, host=host)[0]
+    return [key for key in FIELDS if key not in free]
 
 
 def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment) -> tuple[TrainerConfig, Estimate]:
@@ -115,20 +104,19 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
     Raises:
         ConfigError: where no layout fits, and for a model or a machine that cannot be planned.
     """
-    ranks, host, free = environment.world_size, environment.local_world_size, _free(config)
-    plan = plan_inputs(config, inputs, ranks, host=host)
+    ranks, host, chosen = environment.world_size, environment.local_world_size, _free(config)
     more = {
         key for key in FIELDS if key.partition(".")[2] not in getattr(config, key.partition(".")[0]).model_fields_set
     }
-    if plan.best is None and more - free:
-        free |= more
-        plan = plan_inputs(config, inputs, ranks, host=host, free=free)
+    for free in dict.fromkeys((chosen, chosen | more)):
+        plan, _ = plan_config(config, given_keys(config, free), inputs=inputs, ranks=ranks, host=host)
+        if plan.best is not None:
+            break
     if plan.best is None:
         least = plan.least
         raise ConfigError(
             f"no layout fits on {counted(ranks, 'rank')}; the least is {least.estimate.layout}: {least.lacks}; "
-            f"leave keys that are given to "
-            "the plan too, or take more ranks",
+            "leave keys that are given to the plan too, or take more ranks",
             where=", ".join(config.parallel.auto),
         )
     best = plan.best.estimate
@@ -136,12 +124,10 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
     return with_layout(config, best.layout, free).coming_from((*config.notes, note), config.folders), best
 
 
-def _free(config: TrainerConfig) -> set[str]:
+def _free(config: TrainerConfig) -> frozenset[str]:
     automatic = config.parallel.auto
-    if not automatic:
-        return set(FIELDS)
-    axes = {f"parallel.{name}" for name in _AXES if name not in config.parallel.model_fields_set}
-    return (axes if "parallel" in automatic else set()) | set(automatic)
+    axes = {f"parallel.{name}" for name in type(config.parallel).model_fields.keys() - config.parallel.model_fields_set}
+    return frozenset(automatic or FIELDS) | (axes & FIELDS.keys() if "parallel" in automatic else set())
 
 
 def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, device: str = "cpu") -> Subject:

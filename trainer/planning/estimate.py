@@ -21,7 +21,7 @@ import torch
 from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
-from zeromesh.pipeline.schedule import Action, Kind, make_schedule, simulate
+from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, make_schedule, simulate
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.planning.layouts import Layout
@@ -159,15 +159,10 @@ class Estimator:
         """Return the chunks of all stages in order, cached by the fields that matter."""
         key = (id(trace), len(cut), layout.pipeline, min(self.host, layout.ranks))
         if key not in self._stages:
-            alike: dict[tuple[int, ...], Chunk] = {}
-            chunks = []
-            for stage in range(len(cut)):
-                segments = self.subject.segments(trace, stage, cut)
-                kinds = tuple(id(segment.forward) for segment in segments)
-                if kinds not in alike:
-                    alike[kinds] = self._chunk(trace, segments, layout)
-                chunks.append(alike[kinds])
-            self._stages[key] = chunks
+            stages = [self.subject.segments(trace, stage, cut) for stage in range(len(cut))]
+            kinds = [tuple(id(segment.forward) for segment in segments) for segments in stages]
+            alike = {kind: self._chunk(trace, stages[kinds.index(kind)], layout) for kind in dict.fromkeys(kinds)}
+            self._stages[key] = [alike[kind] for kind in kinds]
         return self._stages[key]
 
     def _chunk(self, trace: Trace, segments: Sequence[Segment], layout: Layout) -> Chunk:
@@ -182,7 +177,7 @@ class Estimator:
             forward_peak = max(forward_peak, base + segment.forward_peak)
             backward_peak = max(backward_peak, base + segment.backward_peak)
             base += segment.kept
-            deferred += sum(count * product.around for product, count in segment.forward.products)
+            deferred += sum(product.around for product in segment.forward.products)
         return Chunk(
             kept=base,
             forward_peak=forward_peak,
@@ -196,18 +191,17 @@ class Estimator:
         )
 
     def _segment_seconds(self, segment: Segment, layout: Layout) -> tuple[float, ...]:
-        """Return the seconds of forward and backward with the exchanges of tensor ranks, of the part of backward for gradients of
-        weights, and of the exchanges."""
+        """Return the seconds of forward and backward, exchanges included, of gradients of weights, and of exchanges alone."""
         busy = min(self.host, layout.ranks)
         forward, backward = segment.forward, segment.backward
         key = (id(forward), id(backward), busy)
         if key not in self._seconds:
-            weights = Work(products=tuple(each for each in forward.products if each[0].around))
+            weights = Work(products=[each for each in forward.products if each.around])
             computes = [self.machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
-                    count * self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=busy)
-                    for each, count in work.exchanges
+                    self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=busy)
+                    for each in work.exchanges
                 )
                 for work in (forward, backward)
             ]
@@ -224,8 +218,6 @@ class Estimator:
 
 
 class _LayoutCosts:
-    """The bytes and seconds of one layout."""
-
     def __init__(self, known: Estimator, layout: Layout) -> None:
         subject, self._machine, self._device = known.subject, known.machine, known.device
         self._known, self._layout, self._options = known, layout, known.options(layout)
@@ -233,11 +225,15 @@ class _LayoutCosts:
         """The number of ranks that compute on a host."""
         self._hosts = max(1, math.ceil(layout.tensor * layout.shard / known.host))
         """The number of hosts of the ranks that share states."""
-        trace = subject.trace(layout.tensor, layout.micro, sequence=layout.sequence, recompute=layout.recompute)
+        trace = subject.trace(layout.tensor, layout.micro, layout.sequence, layout.recompute)
         cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
         self._chunks = known.stages(trace, cut, layout)
         """The chunks of all stages, assigned round-robin to pipeline ranks."""
+        choice = layout.activations
+        moves = choice.leaves(self._device) and layout.recompute != "none"
+        self._moved_inputs = choice.fraction if moves else 0.0
+        """The fraction of the inputs of recomputed blocks that leave the device."""
         self._transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts)
         every = (
             subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.shard)
@@ -246,12 +242,12 @@ class _LayoutCosts:
         self._memory = [known.states(layout, units, self._transport) for units in every]
 
     def estimate(self, *, exact: bool) -> Estimate:
-        layout, library, is_cpu = self._layout, self._machine.library, self._machine.is_cpu
-        devices = [self._bytes(rank, memory) for rank, memory in zip(self._ranks, self._memory, strict=True)]
-        most = max(range(len(devices)), key=lambda at: sum(devices[at].values()))
+        layout, is_cpu = self._layout, self._machine.is_cpu
+        every = [(self._bytes(rank, memory), memory) for rank, memory in zip(self._ranks, self._memory, strict=True)]
+        device, memory = max(every, key=lambda each: sum(each[0].values()))
         phases, bubble = self._phases(exact=exact)
-        host = {purpose.value: nbytes for purpose, nbytes in self._memory[most].hosted.items()}
-        disk = self._memory[most].on_disk
+        host = {purpose.value: nbytes for purpose, nbytes in memory.hosted.items()}
+        disk = memory.on_disk
         kept = max(chunk.kept for chunk in self._chunks) * layout.chunks * self._moved_inputs
         away = int(kept) * min(layout.accumulation, layout.pipeline)
         if layout.activations.tier == "host" and not is_cpu:
@@ -259,25 +255,15 @@ class _LayoutCosts:
         elif layout.activations.tier == "file":
             disk += away
         if not is_cpu:
-            host[LIBRARY] = library.host
-        return Estimate(
-            layout=layout,
-            device=devices[most],
-            host=host,
-            disk=disk,
-            phases=phases,
-            bubble=bubble,
-        )
+            host[LIBRARY] = self._machine.library.host
+        return Estimate(layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble)
 
     def _own(self, rank: int) -> Sequence[Chunk]:
-        """Return the chunks of a pipeline rank."""
         return self._chunks[rank :: self._layout.pipeline]
 
-    @property
-    def _moved_inputs(self) -> float:
-        """The fraction of the inputs of recomputed blocks that leave the device."""
-        choice = self._layout.activations
-        return choice.fraction if choice.leaves(self._device) and self._layout.recompute != "none" else 0.0
+    def _schedule(self, microbatches: int) -> PipelineSchedule:
+        layout = self._layout
+        return _schedule_of(layout.schedule, ranks=layout.pipeline, microbatches=microbatches, chunks=layout.chunks)
 
     def _bytes(self, rank: int, memory: MemoryModel) -> dict[str, int]:
         device = {purpose.value: nbytes for purpose, nbytes in memory.terms.items()}
@@ -299,8 +285,7 @@ class _LayoutCosts:
     def _activations(self, rank: int) -> int:
         layout, own = self._layout, self._own(rank)
         # After a few rounds of microbatches a schedule is periodic.
-        few = min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks)
-        schedule = _schedule_of(layout.schedule, ranks=layout.pipeline, microbatches=few, chunks=layout.chunks)
+        schedule = self._schedule(min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks))
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
         key = (shape, rank, tuple(map(id, own)), layout.activations, layout.recompute)
         if key not in self._known.peaks:
@@ -321,17 +306,16 @@ class _LayoutCosts:
         return self._known.peaks[key]
 
     def _phases(self, *, exact: bool) -> tuple[dict[StepPhase, float], float]:
-        """Return the seconds of a step by phase, and the bubble."""
         layout, count = self._layout, self._layout.accumulation
         busy = [sum(each.forward + each.backward for each in self._own(rank)) for rank in range(layout.pipeline)]
         own = self._own(busy.index(max(busy)))
         forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
         exchanges = count * sum(each.exchanges for each in own)
-        share = exchanges / (forward + backward) if forward + backward else 0.0
-        length = forward + backward
+        length = busiest = forward + backward
+        share = exchanges / busiest if busiest else 0.0
         if layout.pipeline > 1:
-            length = self._simulated() if exact else self._bound(busy)
-        compute = (forward + backward) - exchanges
+            length = self._pipelined(busy, exact=exact)
+        compute = busiest - exchanges
         distinct = {id(memory): memory for memory in self._memory}.values()
         data = [self._data_seconds(memory, compute) for memory in distinct]
         optimizer, offload = max(map(self._update_seconds, distinct), key=sum)
@@ -339,48 +323,43 @@ class _LayoutCosts:
         phases = {
             StepPhase.FORWARD: forward * (1 - share),
             StepPhase.BACKWARD: backward * (1 - share),
-            StepPhase.COMMUNICATION: exchanges + max(data) + length - forward - backward,
+            StepPhase.COMMUNICATION: exchanges + max(data) + length - busiest,
             StepPhase.OPTIMIZER: optimizer,
             StepPhase.OFFLOAD_WAIT: offload + away,
         }
-        bubble = 1 - (forward + backward) / length if length else 0.0
+        bubble = 1 - busiest / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
 
-    def _transfer(self) -> float:
-        """Return the seconds of a message between pipeline ranks."""
-        layout, host = self._layout, self._known.host
-        across = layout.data * layout.tensor >= host
-        hosts = 2 if across and layout.ranks > host else 1
-        hidden = max(each.received for each in self._chunks)
-        return self._known.collective_seconds(
-            Collective.POINT_TO_POINT.value, hidden, ranks=2, hosts=hosts, ranks_on_host=self._busy
-        )
-
-    def _bound(self, busy: Sequence[float]) -> float:
-        """Return a lower bound of the seconds of all forwards and backwards of a step: a rank's compute time, and the time before
-        its first and after its last action."""
-        layout, transfer = self._layout, self._transfer()
-        times = (each.forward + each.backward - each.weights for each in self._chunks[: layout.pipeline - 1])
-        both = enumerate(zip(busy, accumulate(times, initial=0.0), strict=True))
-        return max(layout.accumulation * own + ends + 2 * rank * transfer for rank, (own, ends) in both)
-
-    def _simulated(self) -> float:
-        """Return the seconds of all forwards and backwards of a step over several pipeline ranks by its schedule."""
+    def _pipelined(self, busy: Sequence[float], *, exact: bool) -> float:
+        """Return the seconds of all forwards and backwards of a step over several pipeline ranks by its schedule; without `exact`
+        a lower bound: a rank's compute time, and the time before its first and after its last action."""
         layout, chunks, around = self._layout, self._chunks, self._known.around(self._layout)
+        across = layout.data * layout.tensor >= self._known.host and layout.ranks > self._known.host
+        transfer = self._known.collective_seconds(
+            Collective.POINT_TO_POINT.value,
+            max(each.received for each in chunks),
+            ranks=2,
+            hosts=2 if across else 1,
+            ranks_on_host=self._busy,
+        )
+        if not exact:
+            times = (each.forward + each.backward - each.weights for each in chunks[: layout.pipeline - 1])
+            both = enumerate(zip(busy, accumulate(times, initial=0.0), strict=True))
+            return max(layout.accumulation * own + ends + 2 * rank * transfer for rank, (own, ends) in both)
+        costs = [
+            {
+                Kind.FORWARD: each.forward,
+                Kind.BACKWARD: each.backward,
+                Kind.BACKWARD_INPUT: each.backward - each.weights,
+                Kind.BACKWARD_WEIGHT: each.weights + around,
+            }
+            for each in chunks
+        ]
 
         def seconds(rank: int, action: Action) -> float:
-            chunk = chunks[action.chunk * layout.pipeline + rank]
-            if action.kind is Kind.FORWARD:
-                return chunk.forward
-            if action.kind is Kind.BACKWARD:
-                return chunk.backward
-            if action.kind is Kind.BACKWARD_WEIGHT:
-                return chunk.weights + around
-            return chunk.backward - chunk.weights
+            return costs[action.chunk * layout.pipeline + rank][action.kind]
 
-        accumulation = layout.accumulation
-        schedule = _schedule_of(layout.schedule, ranks=layout.pipeline, microbatches=accumulation, chunks=layout.chunks)
-        return simulate(schedule, seconds, transfer=self._transfer()).duration
+        return simulate(self._schedule(layout.accumulation), seconds, transfer=transfer).duration
 
     def _data_seconds(self, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from zeromesh.offload import TierChoice
@@ -13,7 +13,17 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.prepare import Mode
 
 _HERE = TierChoice()
+_AXES = ("pipeline", "replicate", "shard", "tensor")
 TIERS = ("optimizer", "parameters", "activations")
+FIELDS = {
+    **{f"parallel.{name}": name for name in (*_AXES, "sequence", "schedule", "chunks")},
+    "zero.stage": "stage",
+    "zero.prefetch": "prefetch",
+    "batch.micro_size": "micro",
+    "model.activation_checkpointing": "recompute",
+    **{f"offload.{name}": name for name in TIERS},
+}
+"""The field of a layout for each configuration key that a layout decides."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,23 +65,15 @@ class Layout:
 
     def keys(self) -> dict[str, Any]:
         """Return the configuration keys of this layout, with their values."""
-        return {
-            **{f"parallel.{axis}": getattr(self, axis) for axis in ("pipeline", "replicate", "shard", "tensor")},
-            "parallel.sequence": self.sequence,
-            "parallel.schedule": self.schedule,
-            "parallel.chunks": self.chunks,
-            "zero.stage": self.stage,
-            "zero.prefetch": self.prefetch,
-            "batch.micro_size": self.micro,
-            "model.activation_checkpointing": self.recompute,
-            **{
-                f"offload.{name}": each.tier if each.fraction == 1 else {"tier": each.tier, "fraction": each.fraction}
-                for name, each in ((name, getattr(self, name)) for name in TIERS)
-            },
-        }
+        values = {key: getattr(self, field) for key, field in FIELDS.items()}
+        for key, value in values.items():
+            if isinstance(value, TierChoice):
+                moved = {"tier": value.tier, "fraction": value.fraction}
+                values[key] = value.tier if value.fraction == 1 else moved
+        return values
 
     def __str__(self) -> str:
-        axes = [f"{axis} {getattr(self, axis)}" for axis in ("pipeline", "replicate", "shard", "tensor")]
+        axes = [f"{axis} {getattr(self, axis)}" for axis in _AXES]
         parts = [" x ".join(each for each in axes if not each.endswith(" 1")) or "1 rank", f"stage {self.stage}"]
         parts.append(f"micro {self.micro} x {self.accumulation}")
         if self.pipeline > 1:
@@ -88,16 +90,6 @@ class Layout:
                 share = "" if choice.fraction == 1 else f" {choice.fraction:.0%}"
                 parts.append(f"{name}{share} on {choice.tier}")
         return ", ".join(parts)
-
-
-NAMES = frozenset(each.name for each in fields(Layout)) - {"accumulation"}
-"""The fields of a layout that a user can set."""
-FIELDS: dict[str, str] = {key: key.rpartition(".")[2] for key in dict(Layout().keys())} | {
-    "zero.stage": "stage",
-    "batch.micro_size": "micro",
-    "model.activation_checkpointing": "recompute",
-}
-"""The field of a layout for each configuration key that a layout decides."""
 
 
 def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str] = FIELDS.keys()) -> TrainerConfig:

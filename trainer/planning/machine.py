@@ -56,7 +56,8 @@ class DeviceRates(Section):
     launch_seconds: NotNegative
     """Seconds to launch one operator, with Python's and autograd's overhead."""
     products: Annotated[dict[Text, Positive], Field(min_length=1)]
-    """Floating-point operations per second of matrix products, by dtype as in `precision.compute`."""
+    """Floating-point operations per second of matrix products, by dtype as in `precision.compute`; fused attention of a CPU counts
+    as float32."""
     copies: HostCopies | None = None
 
 
@@ -166,7 +167,7 @@ class Machine(Section):
         On a CPU products, moves and launches follow each other, and ranks share cores. On an accelerator the host launches ahead,
         so that the longer of launching and computing counts.
         """
-        products = sum(count * self.product_seconds(product) for product, count in work.products)
+        products = sum(map(self.product_seconds, work.products))
         moves = self.moved_seconds(work.moved, ranks_on_host=ranks_on_host)
         launches = work.operations * self.device.launch_seconds
         if self.is_cpu:

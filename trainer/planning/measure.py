@@ -153,7 +153,6 @@ def measure_machine(
 
 
 def _described(mesh: ProcessMesh, hosts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return the name and the sources of a machine file."""
     on_device, date = is_accelerator(mesh.device), time.strftime("%Y-%m-%d", time.gmtime())
     name = accelerator.device_name(mesh.device) if on_device else cpu_name()
     threads = "" if on_device else f" of {torch.get_num_threads()} threads"
@@ -208,8 +207,6 @@ def _disk(directory: Path) -> dict[str, float]:
 
 
 class _DeviceMeter:
-    """Measures a device from a single rank."""
-
     def __init__(self, device: torch.device, sizes: MeasureSizes) -> None:
         self.device, self._sizes = device, sizes
         self._on_device = is_accelerator(device)

@@ -48,12 +48,8 @@ def room_of(machine: Machine, ranks_on_host: int) -> MemoryBytes:
 def lacks(estimate: Estimate, room: MemoryBytes) -> str:
     """Describe the tiers in which a layout does not fit; empty where it fits."""
     here, beside = estimate.device_bytes, estimate.host_bytes
-    needs = (
-        MemoryBytes(device=here, host=beside, disk=estimate.disk)
-        if room.device
-        else (MemoryBytes(device=0, host=here, disk=estimate.disk))
-    )
-    short = needs.beyond(room)
+    device, host = (here, beside) if room.device else (0, here)
+    short = MemoryBytes(device=device, host=host, disk=estimate.disk).beyond(room)
     if short == ("device" if room.device else "host"):
         largest = max(estimate.device, key=lambda name: estimate.device[name])
         return (
@@ -62,7 +58,7 @@ def lacks(estimate: Estimate, room: MemoryBytes) -> str:
         )
     if short == "host":
         return f"{human_bytes(beside)} of the host's memory for each rank, of {human_bytes(room.host)}"
-    return f"{human_bytes(needs.disk)} of disk, of {human_bytes(room.disk)}" if short else ""
+    return f"{human_bytes(estimate.disk)} of disk, of {human_bytes(room.disk)}" if short else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,12 +136,7 @@ class Planner:
             )
         rows += self._offloaded(rows, room)
         fitting = sorted((row for row in rows if row.fits), key=_place)
-        first = [
-            replace(row, estimate=self._estimator.estimate(row.estimate.layout))
-            if row.estimate.layout.pipeline > 1
-            else row
-            for row in fitting[:_SIMULATED]
-        ]
+        first = [replace(row, estimate=self._estimator.estimate(row.estimate.layout)) for row in fitting[:_SIMULATED]]
         others = sorted((row for row in rows if not row.fits), key=lambda row: row.estimate.device_bytes)
         return Plan(
             subject=self._subject.model_name,
@@ -159,62 +150,52 @@ class Planner:
 
     def _layouts(self, ranks: int) -> Iterator[Layout]:
         """Yield every layout without offload, those with fewer tensor ranks and stages first."""
-        subject, host = self._subject, self._host
+        subject, host, samples = self._subject, self._host, self._subject.config.batch.global_size
         tensors = [
             size
             for size in self._choices("tensor", _divisors(min(ranks, host)))
             if self._takes(f"tensor {size}", tensor=size)
         ]
         blocks = subject.blocks if ranks > 1 and self._takes("pipeline", pipeline=2) else 0
-        pipelines = [size for size in _divisors(ranks) if size == 1 or size <= blocks]
+        pipelines = self._choices("pipeline", [size for size in _divisors(ranks) if size == 1 or size <= blocks])
         sequence = len(tensors) > 1 and subject.can_trace(2, sequence=True)
         modes: tuple[Mode, ...] = (
             ("none", "selective", "block") if subject.can_trace(1, recompute="block") else ("none",)
         )
-        for tensor, pipeline in product(tensors, self._choices("pipeline", pipelines)):
-            rest, odd = divmod(ranks, tensor * pipeline)
-            for replicate in self._replicas(rest, tensor) if not odd and tensor <= host else ():
-                mesh = Layout(
-                    pipeline=pipeline,
-                    replicate=replicate,
-                    shard=rest // replicate,
-                    tensor=tensor,
-                    sequence=self._fixed.get("sequence", tensor > 1 and sequence),
-                    **{name: self._fixed[name] for name in (*TIERS, "prefetch") if name in self._fixed},
-                )
-                yield from self._of_mesh(mesh, blocks, modes[1:] if len(modes) > 1 and mesh.activations.away else modes)
-
-    def _of_mesh(self, mesh: Layout, blocks: int, modes: Sequence[Mode]) -> Iterator[Layout]:
-        samples = self._subject.config.batch.global_size
-        stages = (3,) if mesh.parameters.away else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
-        micros = [size for size in _MICROS if size * mesh.data <= samples] or [1]
-        for stage, micro, recompute in product(
-            self._choices("stage", stages), self._choices("micro", micros), self._choices("recompute", modes)
-        ):
-            accumulation = -(-samples // (micro * mesh.data))
-            for schedule, chunks in self._schedules(mesh.pipeline, accumulation, blocks):
-                yield replace(
-                    mesh,
-                    schedule=schedule,
-                    chunks=chunks,
-                    stage=stage,
-                    micro=micro,
-                    accumulation=accumulation,
-                    recompute=recompute,
-                )
+        meshes = [
+            Layout(
+                pipeline=pipeline,
+                replicate=replicate,
+                shard=ranks // (tensor * pipeline * replicate),
+                tensor=tensor,
+                sequence=self._fixed.get("sequence", tensor > 1 and sequence),
+                **{name: self._fixed[name] for name in (*TIERS, "prefetch") if name in self._fixed},
+            )
+            for tensor, pipeline in product(tensors, pipelines)
+            if ranks % (tensor * pipeline) == 0 and tensor <= host
+            for replicate in self._replicas(ranks // (tensor * pipeline), tensor)
+        ]
+        for mesh in meshes:
+            stages = (3,) if mesh.parameters.away else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
+            micros = [size for size in _MICROS if size * mesh.data <= samples] or [1]
+            recomputes = modes[1:] if len(modes) > 1 and mesh.activations.away else modes
+            for stage, micro, recompute in product(
+                self._choices("stage", stages), self._choices("micro", micros), self._choices("recompute", recomputes)
+            ):
+                accumulation = -(-samples // (micro * mesh.data))
+                for schedule, chunks in self._schedules(mesh.pipeline, accumulation, blocks):
+                    chosen = {"stage": stage, "micro": micro, "accumulation": accumulation, "recompute": recompute}
+                    yield replace(mesh, schedule=schedule, chunks=chunks, **chosen)
 
     def _replicas(self, data: int, tensor: int) -> list[int]:
         """Return the numbers of replicas to try: one, one on each host, or one on each group of 8 hosts."""
-        if "replicate" in self._fixed or isinstance(self._fixed.get("shard"), int):
-            wanted = self._fixed.get("replicate", 1)
-            shard = self._fixed.get("shard", "auto")
-            if shard != "auto" and "replicate" not in self._fixed:
-                wanted = data // shard if data % shard == 0 else 0
-            fits = wanted and data % wanted == 0 and shard in ("auto", data // wanted)
-            return [wanted] if fits else []
-        inside = max(1, self._host // tensor)
-        sizes = {data // size for size in (inside, 8 * inside) if data % size == 0 and size < data}
-        return [1, *sorted(sizes - {1})]
+        shard, replicas = self._fixed.get("shard", "auto"), self._fixed.get("replicate")
+        if replicas is None and shard == "auto":
+            inside = max(1, self._host // tensor)
+            sizes = {data // size for size in (inside, 8 * inside) if data % size == 0 and size < data}
+            return sorted(sizes | {1})
+        replicas = replicas or data // shard
+        return [replicas] if replicas and data % replicas == 0 and shard in ("auto", data // replicas) else []
 
     def _schedules(self, pipeline: int, accumulation: int, blocks: int) -> Sequence[tuple[ScheduleName, int]]:
         if pipeline == 1:
@@ -308,7 +289,6 @@ class Planner:
 
 
 def _most(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
-    """Return the change of `part` that moves most to a tier, or else the last one."""
     on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
     return (on or part)[-1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle
+from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import counted
@@ -47,26 +47,25 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
 
 def _table(plan: Plan, rows: Sequence[Sequence[PlanRow]], width: int | None, title: str = "layout") -> list[str]:
     columns = (title, "step", "memory", "of", "host", "disk", "longest", "as fast")
-    cells = [_cells(plan, row, others) for row, *others in rows]
+    cells = []
+    for estimate, *others in ([row.estimate for row in alike] for alike in rows):
+        longest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
+        least = min((each.device_bytes for each in others), default=0)
+        cells.append(
+            (
+                str(estimate.layout),
+                human_seconds(estimate.seconds),
+                human_bytes(estimate.device_bytes),
+                f"{estimate.device_bytes / plan.room.critical:.0%}",
+                human_bytes(estimate.host_bytes) if estimate.host_bytes else "",
+                human_bytes(estimate.disk) if estimate.disk else "",
+                f"{longest.replace('_', ' ')} {estimate.phases[longest] / estimate.seconds:.0%}",
+                f"{len(others):,} more, from {human_bytes(least)}" if others else "",
+            )
+        )
     used = [at for at in range(len(columns)) if any(row[at] for row in cells)]
     shown = [[row[at] for at in used] for row in cells]
     return table_lines([columns[at] for at in used], shown, right=columns[1:6], width=width)
-
-
-def _cells(plan: Plan, row: PlanRow, others: Sequence[PlanRow]) -> tuple[str, ...]:
-    estimate = row.estimate
-    least = min((each.estimate.device_bytes for each in others), default=0)
-    longest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
-    return (
-        str(estimate.layout),
-        human_seconds(estimate.seconds),
-        human_bytes(estimate.device_bytes),
-        f"{estimate.device_bytes / plan.room.critical:.0%}",
-        human_bytes(estimate.host_bytes) if estimate.host_bytes else "",
-        human_bytes(estimate.disk) if estimate.disk else "",
-        f"{longest.replace('_', ' ')} {estimate.phases[longest] / estimate.seconds:.0%}",
-        f"{len(others):,} more, from {human_bytes(least)}" if others else "",
-    )
 
 
 def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
@@ -135,20 +134,21 @@ def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Chart]:
     estimates = [row.estimate for row in plan.rows[:shown]]
     memory = [{name: nbytes / GIB for name, nbytes in each.device.items()} for each in estimates]
     times = [{str(phase): seconds for phase, seconds in each.phases.items()} for each in estimates]
-    figures = []
-    for rows, colors in ((memory, COLORS), (times, COLORS[::-1])):
+
+    def bars(rows: Sequence[Mapping[str, float]], colors: Sequence[str]) -> Any:
         figure = go.Figure(layout=LAYOUT)
         numbers = list(range(1, len(rows) + 1))
-        for color, name in zip(cycle(colors), dict.fromkeys(name for row in rows for name in row), strict=False):
+        for color, name in zip(cycle(colors), dict.fromkeys(chain(*rows)), strict=False):
             lengths = [row.get(name, 0.0) for row in rows]
             figure.add_bar(y=numbers, x=lengths, orientation="h", marker_color=color, name=name)
         figure.update_layout(barmode="stack", hovermode="closest")
         figure.update_yaxes(autorange="reversed", tickmode="array", tickvals=numbers, showgrid=False)
-        figure.update_xaxes(showgrid=True)
-        figures.append(figure)
-    if max(each.device_bytes for each in estimates) > 0.3 * plan.room.critical:
-        figures[0].add_vline(x=plan.room.critical / GIB, line_dash="dot")
-    return [
-        Chart("memory", "Highest memory of a rank", "GiB, by row", figures[0], False, False),
-        Chart("seconds", "Time of a step", "seconds, by row", figures[1], False, False),
+        return figure.update_xaxes(showgrid=True)
+
+    charts = [
+        Chart("memory", "Highest memory of a rank", "GiB, by row", bars(memory, COLORS), False, False),
+        Chart("seconds", "Time of a step", "seconds, by row", bars(times, COLORS[::-1]), False, False),
     ]
+    if max(each.device_bytes for each in estimates) > 0.3 * plan.room.critical:
+        charts[0].figure.add_vline(x=plan.room.critical / GIB, line_dash="dot")
+    return charts

@@ -51,11 +51,10 @@ class Subject:
         self.model_name = type(model).__name__
         self.parameters = sum(each.numel() for each in model.parameters())
         self.zero = exempted(engine_options(config, accumulation=1), config, model)
+        meshes = [MeshShape(tensor=tensor, shard=shard) for tensor, shard in product((1, 2), (1, 2))]
         self._refused_meshes = {
-            axes: _refused(partial(require_layout_fits, model, MeshShape(tensor=axes[0], shard=axes[1]), trains=True))[
-                0
-            ]
-            for axes in product((1, 2), (1, 2))
+            (mesh.tensor, mesh.shard): _refused(partial(require_layout_fits, model, mesh, trains=True))[0]
+            for mesh in meshes
         }
         """The reason why the model cannot be trained, by whether tensor ranks and data ranks are 1 or more, with 2 for more."""
         self._refusals: dict[Layout, str] = {}
@@ -65,11 +64,11 @@ class Subject:
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         rules = config.parallel.plan or {}
         self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute, device=device, rules=rules)
-        self._trace_exactly = cache(lambda micro, **options: tracer.trace(batches(micro), **options))
-        self._traced, self.cut = cache(self._trace_of), cache(self._cut_into)
+        self.trace, self.cut = cache(self._trace), cache(self._cut)
+        """The trace of a microbatch of so many samples on a tensor rank, and the blocks of each of so many stages."""
         self.units = cache(lambda tensor: tracer.plan(self.zero, tensor).units)
         """All units of a tensor rank; raises `LayoutError` for a model that cannot be divided over tensor ranks."""
-        self.stage_units = cache(self._units_of_stages)
+        self.stage_units = cache(self._stage_units)
         self._alike: dict[tuple[int, ...], UnitLayouts] = {}
         self._layouts = cache(_layouts_of)
 
@@ -106,26 +105,20 @@ class Subject:
         rules = self.config.parallel.plan or {}
         return _refused(lambda: require_equal_when_divided(self._whole, rules, sequence=False))[0]
 
-    def trace(self, tensor: int, micro: int, *, sequence: bool = False, recompute: Mode = "none") -> Trace:
-        """Return the trace of a microbatch of `micro` samples on one tensor rank. Raises as `Tracer.trace` does."""
-        found: Trace = self._traced(micro, tensor=tensor, sequence=sequence, recompute=recompute)
-        return found
-
-    def can_trace(self, tensor: int, **options: Any) -> bool:
+    def can_trace(self, tensor: int, *, sequence: bool = False, recompute: Mode = "none") -> bool:
         """True if blocks support sequence parallelism or activation checkpointing, as the options of a trace say."""
-        return not _refused(partial(self.trace, tensor, 1, **options))[0]
+        return not _refused(lambda: self.trace(tensor, 1, sequence, recompute))[0]
 
-    def _trace_of(self, micro: int, **options: Any) -> Trace:
+    def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode) -> Trace:
         if micro in _TRACED_SAMPLES:
-            return self._trace_exactly(micro, **options)
-        one, other = (self._trace_exactly(size, **options) for size in _TRACED_SAMPLES)
-        return _extrapolated(one, other, micro)
+            return self._tracer.trace(self._batches(micro), tensor=tensor, sequence=sequence, recompute=recompute)
+        one, two = (self.trace(tensor, size, sequence, recompute) for size in _TRACED_SAMPLES)
+        return _extrapolated(one, two, micro)
 
-    def _cut_into(self, stages: int) -> tuple[range, ...]:
-        """Raise `LayoutError` for a model that cannot be divided into so many stages."""
+    def _cut(self, stages: int) -> tuple[range, ...]:
         given = self.config.parallel.stages
         if stages == 1:
-            counts: Sequence[int] = (len(self.trace(1, 1).segments) - 2,)
+            counts: Sequence[int] = (len(self.trace(1, 1, False, "none").segments) - 2,)
         elif self._costs is None:
             raise LayoutError(self._not_cut)
         elif given is not None and len(given) == stages:
@@ -141,7 +134,7 @@ class Subject:
         own = [blocks[index] for index in cut[stage]]
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]
 
-    def _units_of_stages(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> UnitLayouts:
+    def _stage_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> UnitLayouts:
         """Return the layouts of the units of a rank with these stages, for `parts` data ranks; equal ones are one object."""
         units: Sequence[UnitPlan] = self.units(tensor)
         if len(cut) > 1 and (anatomy := self._anatomy) is not None:
@@ -182,7 +175,7 @@ def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
         return first if isinstance(first, str) else first + (micro - 1) * (second - first)
 
     def work(first: Work, second: Work) -> Work:
-        if [count for _, count in first.products] != [count for _, count in second.products]:
+        if len(first.products) != len(second.products):
             # A loop over tokens, as in the loss: twice the tokens take twice the iterations.
             return second * (micro // 2)
         pairs = {each.name: (getattr(first, each.name), getattr(second, each.name)) for each in fields(Work)}
@@ -206,9 +199,8 @@ _SIZES = ("kept", "forward_peak", "backward_peak", "output")
 def tokens_of(config: TrainerConfig) -> Batches:
     """Return a factory of token microbatches for the configuration's task. Raises `ConfigError` for a task without text data."""
     head, length = config.model.head, config.data.sequence_length
-    ids = {"causal_lm": "labels", "masked_lm": "labels", "seq2seq_lm": "labels", "token_classification": "labels"}
-    single = {"sequence_classification": "labels", "question_answering": "start_positions"}
-    if head not in ids and head not in single:
+    single = head in ("sequence_classification", "question_answering")
+    if not single and head not in ("causal_lm", "masked_lm", "seq2seq_lm", "token_classification"):
         raise ConfigError(
             f"{head}: what its data look like is not known from the configuration alone; plan it through the trainer, which has "
             "them: Trainer(..., train_dataset=...).plan()",
@@ -221,10 +213,8 @@ def tokens_of(config: TrainerConfig) -> Batches:
         batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if config.data.tokenizer in (None, BYTES) and head == "causal_lm":
             batch.pop("attention_mask")
-        places = torch.zeros(micro, dtype=torch.long) if head in single else torch.zeros_like(tokens)
-        batch["labels" if head != "question_answering" else "start_positions"] = places
-        if head == "question_answering":
-            batch["end_positions"] = places
+        targets = ("start_positions", "end_positions") if head == "question_answering" else ("labels",)
+        batch |= dict.fromkeys(targets, torch.zeros(micro, dtype=torch.long) if single else torch.zeros_like(tokens))
         if config.data.separates:
             batch["position_ids"] = torch.arange(length).expand(micro, length).contiguous()
         return batch

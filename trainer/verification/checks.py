@@ -120,7 +120,6 @@ class _MaskRecorder(Recorder):
 
 
 def _check_dropout(each: Verification) -> Found:
-    """Train two steps with dropout."""
     mesh, folder = each.mesh, Path(each.subject.config.run.output_dir)
     subject = shrink(each.config, each.inputs, mesh, folder, dropout=True)
     config = exact(subject.config)

@@ -91,10 +91,6 @@ class Observer(Recorder):
         self.step = 1
         self._outputs: dict[str, list[list[Tensor]]] = {}
         self._sums: list[tuple[float, int]] = []
-        self._places: dict[str, int] = {
-            name: -max((plain.order.get(user, -1) for user in users), default=-1) for name, users in plain.users.items()
-        }
-        """The parameters in the order of backward, assumed to reverse the order of finished forwards."""
 
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
@@ -130,7 +126,7 @@ class Observer(Recorder):
                 return  # The gradient was consumed inside backward.
             size = float("inf") if found is None else apart(found.cpu(), gradient, whole)
             self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
-            self._note("gradient", name, size, place=self._places[name])
+            self._note("gradient", name, size, place=self.plain.places[name])
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
         self._compare_passes(trainer)
@@ -171,13 +167,14 @@ class Observer(Recorder):
                 whole = part_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
                 size = apart(own, whole, rate * part.length**0.5)
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
-                self._note(kind, name, size, place=self._places.get(name, 0))
+                self._note(kind, name, size, place=self.plain.places.get(name, 0))
 
     def _compare_passes(self, trainer: Any) -> None:
         """Compare the sums of losses and the outputs of modules of this rank's microbatches."""
         turns, plain = own_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
         # With correct outputs of all modules, the error is after the last of them: in the head, or in its loss.
-        head = max((name for name in self.plain.order if name), key=self.plain.order.__getitem__, default="")
+        plain_order = self.plain.order
+        head = max((name for name in plain_order if name), key=plain_order.__getitem__, default="")
         for (total, count), turn in zip(self._sums, turns, strict=False):
             wanted, targets = plain.sums[turn]
             size = float("inf") if count != targets else relative(total, wanted)
@@ -189,17 +186,12 @@ class Observer(Recorder):
             for call, found in enumerate(calls[: expected * len(turns)]):
                 turn = turns[call // expected]
                 whole = plain.outputs[turn][name][call % expected]
-                for pair in zip(found, whole, strict=True) if len(found) == len(whole) else ():
-                    self._compare_output(trainer, name, turn, *pair)
-
-    def _compare_output(self, trainer: Any, name: str, microbatch: int, own: Tensor, whole: Tensor) -> None:
-        # Modules of another stage are missing.
-        elsewhere = trainer.run.model.divided.pipeline is not None and bool(own.isnan().all())
-        share = None if elsewhere else _share(trainer, name, whole, own)
-        if share is not None:
-            self.compared += 1
-            size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
-            self._note("output", name, size, place=self.plain.order.get(name, 0), microbatch=microbatch)
+                for own, all_ in zip(found, whole, strict=True) if len(found) == len(whole) else ():
+                    share = _share(trainer, name, all_, own)
+                    if share is not None:
+                        self.compared += 1
+                        size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
+                        self._note("output", name, size, place=plain_order.get(name, 0), microbatch=turn)
 
 
 @dataclass(kw_only=True)
@@ -343,10 +335,12 @@ def relative(found: float, wanted: float) -> float:
 
 def _share(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
     """Return this rank's share of a whole output: all of it, a part of the sequence, or a part of the features of a divided layer;
-    None where the share is unknown."""
+    None where the share is unknown, and for a module of another stage, whose output is NaN."""
+    divided: Divided = trainer.run.model.divided
+    if divided.pipeline is not None and bool(own.isnan().all()):
+        return None
     if own.shape == whole.shape:
         return whole
-    divided: Divided = trainer.run.model.divided
     dims = [dim for dim, (here, all_) in enumerate(zip(own.shape, whole.shape, strict=False)) if here != all_]
     if own.dim() != whole.dim() or len(dims) != 1 or divided.tensor is None:
         return None

@@ -65,8 +65,8 @@ class PlainRun:
     """The averaged weights at the end; empty without `ema`."""
     order: Mapping[str, int]
     """The position of each module in the order of finished forwards."""
-    users: Mapping[str, tuple[str, ...]]
-    """The modules that hold each parameter, by parameter name."""
+    places: Mapping[str, int]
+    """The position of each parameter in the order of backward, assumed to reverse the order of finished forwards."""
 
     @property
     def losses(self) -> list[float]:
@@ -152,13 +152,13 @@ class _Loop:
                     for name, value in steps[-1].parameters.items()
                 }
         end_watch()
-        users: dict[str, tuple[str, ...]] = {}
-        ids = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        order = {name: place for place, name in enumerate(self.order)}
+        last: dict[int, int] = {}
         for name, module in self.model.named_modules():
             for parameter in module.parameters(recurse=False):
-                users[ids[id(parameter)]] = (*users.get(ids[id(parameter)], ()), name)
-        order = {name: place for place, name in enumerate(self.order)}
-        return PlainRun(initial=initial, steps=steps, average=average, order=order, users=users)
+                last[id(parameter)] = max(last.get(id(parameter), -1), order.get(name, -1))
+        places = {name: -last[id(parameter)] for name, parameter in self.model.named_parameters()}
+        return PlainRun(initial=initial, steps=steps, average=average, order=order, places=places)
 
     def _step(self, number: int, watched: Collection[int]) -> PlainStep:
         step = PlainStep()

@@ -296,7 +296,7 @@ def wandb_offline(mesh: Mesh, folder: str) -> None:
     """The rows and the configuration that wandb's callback keeps under either."""
     import wandb
 
-    from tests.support.wandb_log import config, files, rows
+    from tests.support.wandb_log import files, rows, started
 
     found = {}
     how = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
@@ -310,6 +310,6 @@ def wandb_offline(mesh: Mesh, folder: str) -> None:
         (path,) = files(directory)
         kept = [dict(sorted(timeless(row).items())) for row in rows(path)]
         kept = [{key: each for key, each in row.items() if key[0] != "_" and each is not None} for row in kept]
-        found[name] = [kept, {key: config(path).get(key) for key in ("max_steps", "model_type")}]
+        found[name] = [kept, {key: started(path)[1].get(key) for key in ("max_steps", "model_type")}]
     assert len(found["theirs"][0]) == 5
     near(found["ours"], found["theirs"])

@@ -2,6 +2,7 @@
 
 import math
 import time
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +53,8 @@ def timeless(values: dict[str, Any]) -> dict[str, Any]:
     return {name: None if name.endswith(("runtime", "per_second")) else value for name, value in values.items()}
 
 
-def _event(name: str) -> Any:
-    def method(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.note(name, args, state, control, **kwargs)
-
-    return method
-
-
 for _name in EVENTS:
-    setattr(Recorder, _name, _event(_name))
+    setattr(Recorder, _name, partialmethod(Recorder.note, _name))
 
 
 class StopAtLoss(Seeing):

@@ -1,29 +1,35 @@
-"""Layouts, what they need and take, and their order."""
+"""Plans: the fastest layout that fits stands first, none by hand beats it, and thousands of ranks take no more work than a few."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from model_zoo.small_models import small_model
+from plan_bar import BARS, MODELS, tried
 
 from tests.unit.planning.test_machine import MACHINE, SMALL
 from tests.unit.tools.browser import Browser, find_browser, looks_of
+from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
-from zeromesh.offload import Purpose
+from zeromesh.offload import Purpose, TierChoice
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.planning.auto import fixed_fields, subject_of
+from zeromesh.trainer.planning import auto, estimate
+from zeromesh.trainer.planning.auto import fixed_fields, settle, subject_of
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, Estimator
 from zeromesh.trainer.planning.layouts import FIELDS, Layout, with_layout
-from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.planner import GIB, Planner
+from zeromesh.trainer.planning.machine import Machine, find_machine
+from zeromesh.trainer.planning.planner import GIB, Plan, Planner
 from zeromesh.trainer.planning.report import plan_charts, plan_json, plan_lines, plan_picture
 from zeromesh.trainer.planning.subject import Subject
+from zeromesh.trainer.planning.tracing.trace import Tracer
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import predict_memory
 
@@ -35,16 +41,43 @@ _MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-_KEYS = ("data.sequence_length=32", "batch.global_size=8", "precision.compute=float32")
+_KEYS = (f"model.config={_MODEL}", "data.sequence_length=32", "batch.global_size=8")
+_HOST = TierChoice(tier="host")
 
 
-def _config(**model: Any) -> TrainerConfig:
-    return load_config(None, [f"model.config={ {**_MODEL, **model} }", *_KEYS])
+def _config(*keys: str) -> TrainerConfig:
+    return load_config(None, [*_KEYS, "precision.compute=float32", *keys])
+
+
+def _on_card(*keys: str) -> Subject:
+    return subject_of(load_config(None, [*_KEYS, *keys]), device="cuda")
 
 
 @pytest.fixture(scope="module")
 def subject() -> Subject:
     return subject_of(_config())
+
+
+@pytest.fixture(scope="module")
+def on_card() -> Subject:
+    return _on_card()
+
+
+def _small(memory: int) -> Machine:
+    """The machine with so many bytes of memory, on which libraries take none."""
+    return Machine.model_validate({**SMALL, "host": {**SMALL["host"], "memory_bytes": memory}, "disk": None})  # type: ignore[dict-item]
+
+
+def _card(memory: float = 1 << 34, *, disk: bool = True) -> Machine:
+    """A card with so much of the memory that a layout needs, on which libraries take none."""
+    card = find_machine("a10", devices=2)
+    device = card.device.model_copy(update={"memory_bytes": int(memory)})
+    library = card.library.model_copy(update={"device": 0})
+    return card.model_copy(update={"device": device, "library": library, "disk": card.disk if disk else None})
+
+
+def _lines(plan: Plan) -> str:
+    return "\n".join(plan_lines(plan))
 
 
 def test_a_model_of_pictures_is_cut_as_its_own_data_show() -> None:
@@ -57,27 +90,17 @@ def test_a_model_of_pictures_is_cut_as_its_own_data_show() -> None:
     subject.close()
 
 
-def _small(memory: int) -> Machine:
-    """The machine with so many bytes of memory, on which libraries take none."""
-    return Machine.model_validate({**SMALL, "host": {**SMALL["host"], "memory_bytes": memory}, "disk": None})  # type: ignore[dict-item]
-
-
-def test_states_are_those_of_the_formula(subject: Subject) -> None:
-    estimate = Estimator(subject, MACHINE, 2).estimate(Layout(shard=2, stage=2, micro=1, accumulation=4))
+def test_states_and_units_are_those_of_the_whole_model(subject: Subject) -> None:
+    found = Estimator(subject, MACHINE, 2).estimate(Layout(shard=2, stage=2, micro=1, accumulation=4))
     options = replace(subject.zero, stage=2, accumulation=4)
     model = build_model(_config().model, 0, load_tokenizer("bytes")).model
-    plan = plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of)
-    wanted = predict_memory(plan, options, parts=2, transport="shared")
+    rules, compute = GroupRules(options.optimizer).group_of, options.precision.compute
+    wanted = predict_memory(plan_model(model, compute, rules), options, parts=2, transport="shared")
     for purpose in (Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENTS, Purpose.GRADIENT_BUCKETS):
         # Small blocks are units of their own here, whose buckets are filled up each.
-        assert estimate.device.get(purpose.value, 0) == pytest.approx(wanted.terms.get(purpose, 0), rel=0.02)
-
-
-def test_units_follow_each_other_as_in_the_whole_model(subject: Subject) -> None:
-    """Units that are gathered ahead are there together: a head stands after the blocks, and not beside the embedding."""
-    model = build_model(_config().model, 0, load_tokenizer("bytes")).model
-    rules = GroupRules(subject.zero.optimizer).group_of
-    whole = plan_model(model, subject.zero.precision.compute, rules, ModelCuts(chunks=2))
+        assert found.device.get(purpose.value, 0) == pytest.approx(wanted.terms.get(purpose, 0), rel=0.02)
+    # Units that are gathered ahead are there together: a head stands after the blocks, and not beside the embedding.
+    whole = plan_model(model, compute, rules, ModelCuts(chunks=2))
     assert [unit.module for unit in subject.units(1)] == [unit.module for unit in whole.units]
 
 
@@ -85,37 +108,54 @@ def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:
     plan = Planner(subject, MACHINE).plan(2)
     places = [(float(f"{row.estimate.seconds:.3g}"), row.estimate.device_bytes) for row in plan.rows if row.fits]
     assert places[:40] == sorted(places)[:40]  # Schedules of later ones are not simulated.
-    kinds = {(row.estimate.layout.shard, row.estimate.layout.tensor, row.estimate.layout.pipeline) for row in plan.rows}
-    assert kinds == {(2, 1, 1), (1, 2, 1), (1, 1, 2)}
-    assert {row.estimate.layout.schedule for row in plan.rows} == {"1f1b", "zero_bubble", "interleaved"}
-    assert all(row.estimate.layout.ranks == 2 for row in plan.rows)
-    text = "\n".join(plan_lines(plan))
-    assert "the keys of the first row: parallel.pipeline=" in text
+    layouts = [row.estimate.layout for row in plan.rows]
+    assert {(each.shard, each.tensor, each.pipeline) for each in layouts} == {(2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    assert {each.schedule for each in layouts} == {"1f1b", "zero_bubble", "interleaved"}
+    assert all(each.ranks == 2 for each in layouts)
+    assert "the keys of the first row: parallel.pipeline=" in _lines(plan)
     assert len(plan_json(plan)) == len(plan.rows)
 
 
-def test_what_does_not_fit_says_what_it_lacks(subject: Subject) -> None:
+def test_layouts_that_do_not_fit_say_what_they_lack(subject: Subject, on_card: Subject) -> None:
     plan = Planner(subject, _small(2 << 20)).plan(2)
     assert plan.best is None
     assert all("of 1.0 MiB, most of it" in row.lacks for row in plan.rows)
-    assert "nothing fits" in "\n".join(plan_lines(plan))
+    assert "nothing fits" in _lines(plan)
+    without = _lines(Planner(on_card, _card(disk=False)).plan(1))
+    assert "states on files: not possible: the machine has no disk; add disk with read" in without
+    assert "no disk" not in _lines(Planner(on_card, _card()).plan(1))
 
 
 def test_more_microbatches_keep_less(subject: Subject) -> None:
     estimator = Estimator(subject, MACHINE, 2)
     one, many = (estimator.estimate(Layout(micro=micro, accumulation=8 // micro, stage=1)) for micro in (1, 8))
-    kept = ACTIVATIONS
-    assert 7 < many.device[kept] / one.device[kept] < 9
+    assert 7 < many.device[ACTIVATIONS] / one.device[ACTIVATIONS] < 9
     recomputed = estimator.estimate(Layout(micro=8, stage=1, recompute="block"))
-    assert recomputed.device[kept] < many.device[kept] / 2
+    assert recomputed.device[ACTIVATIONS] < many.device[ACTIVATIONS] / 2
     assert recomputed.seconds > many.seconds
 
 
-def test_ranks_that_nothing_divides_are_one_error(subject: Subject) -> None:
-    with pytest.raises(ConfigError, match="3 ranks do not fill hosts of 2"):
-        Planner(subject, MACHINE).plan(3)
-    with pytest.raises(ConfigError, match="no layout has 2 ranks with tensor 3"):
-        Planner(subject, MACHINE, fixed={"tensor": 3}).plan(2)
+def test_rows_that_a_plan_cannot_tell_apart_are_one(on_card: Subject) -> None:
+    lines = plan_lines(Planner(on_card, find_machine("h100")).plan(2))
+    steps = [line.split(" ms")[0].split()[-1] for line in lines[3:] if " ms" in line]
+    assert len(set(steps)) >= len(steps) - 1  # The row with the least memory may have the time of another.
+    assert "0.9" not in "\n".join(line for line in lines if "times as fast" in line)
+
+
+# Keys of the configuration
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fixed", "said"),
+    [
+        (3, {}, "3 ranks do not fill hosts of 2"),
+        (2, {"tensor": 3}, "no layout has 2 ranks with tensor 3"),
+        (2, {"replicate": 2, "shard": 2}, "no layout has 2 ranks with replicate 2, shard 2"),
+    ],
+)
+def test_ranks_that_nothing_divides_are_one_error(subject: Subject, ranks: int, fixed: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Planner(subject, MACHINE, fixed=fixed).plan(ranks)
 
 
 def test_given_keys_stay_as_they_are(subject: Subject) -> None:
@@ -124,6 +164,25 @@ def test_given_keys_stay_as_they_are(subject: Subject) -> None:
     assert fixed == {"pipeline": 2, "stage": 1}
     plan = Planner(subject, MACHINE, fixed=fixed).plan(2)
     assert {(row.estimate.layout.pipeline, row.estimate.layout.stage) for row in plan.rows} == {(2, 1)}
+    for shard, replicas in ((1, 2), (2, 1)):
+        plan = Planner(subject, MACHINE, fixed={"shard": shard, "tensor": 1, "pipeline": 1, "micro": 1}).plan(2)
+        assert {row.estimate.layout.replicate for row in plan.rows} == {replicas}
+
+
+def test_a_plan_holds_what_a_run_takes_alone() -> None:
+    """Adapters are on data axes alone, and keys that a configuration joins to others leave layouts out."""
+    adapters = Planner(_on_card("model.lora={rank: 2}"), _card(), fixed={"micro": 1}).plan(2)
+    assert {row.estimate.layout.tensor * row.estimate.layout.pipeline for row in adapters.rows} == {1}
+    assert "a model with adapters is shared out over data axes alone" in _lines(adapters)
+
+    def values(field: str, keys: tuple[str, ...], ranks: int = 2, memory: int = 1 << 34) -> set[Any]:
+        rows = Planner(_on_card(*keys), _card(memory), fixed={"micro": 1}).plan(ranks).rows
+        return {getattr(row.estimate.layout, field) for row in rows}
+
+    assert {tier.tier for tier in values("activations", ("model.compile=true",), 1, 1 << 18)} == {"none"}
+    inside = ("optimizer.in_backward=true", "run.clip_norm=0", "run.on_nonfinite=stop")
+    assert "zero_bubble" not in values("schedule", inside)
+    assert values("tensor", ("precision.linear=float8",)) == {1}
 
 
 def test_keys_of_a_layout_make_a_configuration() -> None:
@@ -133,6 +192,9 @@ def test_keys_of_a_layout_make_a_configuration() -> None:
     settled = with_layout(config, layout, set(FIELDS))
     assert settled.parallel.auto == ()
     assert (settled.parallel.tensor, settled.parallel.schedule, settled.batch.micro_size) == (2, "zero_bubble", 2)
+    moved = with_layout(config, Layout(optimizer=_HOST, parameters=TierChoice(tier="host", fraction=0.5))).offload
+    assert moved.parameters.fraction == 0.5
+    assert load_config(None, [*_KEYS, "zero.stage=3", "offload.optimizer=host"]).offload.optimizer == moved.optimizer
 
 
 def test_auto_is_short_for_a_place_in_a_list() -> None:
@@ -140,6 +202,99 @@ def test_auto_is_short_for_a_place_in_a_list() -> None:
     assert config.parallel.auto == ("batch.micro_size", "zero.stage")
     with pytest.raises(ConfigError, match=r"parallel\.auto"):
         load_config(None, ["parallel.auto=[run.seed]"])
+
+
+def test_auto_takes_keys_that_are_not_given_where_nothing_else_fits(
+    on_card: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(None, [*_KEYS, "parallel=auto", "batch.micro_size=8"])
+    layout = Layout(stage=1, micro=8, recompute="block")
+    needed = Planner(on_card, _card(1 << 40))._estimator.estimate(layout).device_bytes
+    monkeypatch.setattr(auto, "machine_here", lambda *_: _card(needed / 0.95 + 64))
+    settled, _ = settle(config, UserInputs(), read_environment())
+    assert settled.batch.micro_size == 8
+    assert settled.model.activation_checkpointing != "none"
+
+
+# Layouts by hand
+
+
+# States on a file beside parameters on the host; the others take too long here.
+@pytest.mark.parametrize(
+    "bar", [BARS[8], pytest.param(BARS[9], marks=pytest.mark.full)], ids=["8B on 16GB", "8B on 16GB with adapters"]
+)
+def test_a_plan_is_no_slower_than_a_layout_by_hand(bar: object) -> None:
+    result = tried(bar)  # type: ignore[arg-type]
+    assert not result.lacks
+    assert not result.beaten
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_states_and_parameters_leave_one_card_as_they_leave_many(on_card: Subject, ranks: int) -> None:
+    layout = Layout(shard=ranks, stage=3, accumulation=8 // ranks, recompute="block", optimizer=_HOST, parameters=_HOST)
+    needed = Planner(on_card, _card(1 << 40))._estimator.estimate(layout)
+    plan = Planner(on_card, _card(needed.device_bytes / 0.95 + 64)).plan(ranks)
+    assert plan.best is not None
+    assert plan.best.estimate.seconds <= needed.seconds
+    assert plan.least.estimate.device_bytes == min(row.estimate.device_bytes for row in plan.rows if row.fits)
+    assert str(plan.least.estimate.layout) in _lines(plan)
+
+
+# Many ranks: traces, simulations and sums are counted, not timed.
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the dear parts of a plan are called."""
+    found: Counter[str] = Counter()
+
+    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return call(*args, **kwargs)
+
+        return counted
+
+    parts = ((Tracer, "trace"), (Estimator, "_chunk"), (estimate, "MemoryModel"), (estimate, "simulate"))
+    for owner, name in parts:
+        monkeypatch.setattr(owner, name, counting(name, getattr(owner, name)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layers", "ranks", "fixed", "traces"),
+    [
+        # For 1, 2, 4 and 8 tensor ranks 1 and 2 samples, and once whether blocks can be recomputed.
+        pytest.param(8, 8, {"recompute": "none"}, 4 * 2 + 1, id="8 layers"),
+        # For 1, 2, 4 and 8 tensor ranks: nothing, some or all recomputed; 1 and 2 samples.
+        pytest.param(80, 512, {}, 4 * 3 * 2, id="80 layers", marks=pytest.mark.full),
+    ],
+)
+def test_more_ranks_take_no_more_traces(
+    calls: Counter[str], layers: int, ranks: int, fixed: dict[str, Any], traces: int
+) -> None:
+    keys = ["data.sequence_length=4096", "batch.global_size=2048", "precision.compute=bfloat16"]
+    model = {**MODELS["70B"], "num_hidden_layers": layers}
+    planner = Planner(
+        subject_of(load_config(None, [f"model.config={model}", *keys]), device="cuda"),
+        find_machine("h100"),
+        fixed=fixed,
+    )
+    some = planner.plan(ranks)
+    assert calls["trace"] == traces
+    calls.clear()
+    many = planner.plan(4096)
+    assert calls["trace"] == 0
+    assert many.best is not None
+    assert many.best.estimate.layout.ranks == 4096
+    assert len(many.rows) < 4096 / ranks * len(some.rows)
+    # Few schedules are simulated, and what ranks and stages of many layouts have in common is worked out once.
+    layouts = [row.estimate.layout for row in many.rows]
+    assert 0 < calls["simulate"] <= 48
+    assert calls["MemoryModel"] < sum(min(each.pipeline, 5) for each in layouts) / 4
+    assert calls["_chunk"] < sum(each.pipeline * each.chunks for each in layouts) / 50
+    if layers == 80:
+        assert min(len(some.rows), len(many.rows)) > 5000
 
 
 # The picture: everything drawn is in the plan.
@@ -154,11 +309,7 @@ def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
     assert sum(seconds.values()) == pytest.approx(best.seconds)
     # No color without a name beside it: each chart has a legend of its own.
     assert all(each.showlegend is not False for figure in (memory, times) for each in figure.data)
-
-
-def test_the_layouts_stand_in_a_table(subject: Subject) -> None:
-    """Whole, however narrow the screen is, and the page loads nothing."""
-    plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
+    # The layouts stand in a table, whole, however narrow the screen is, and the page loads nothing.
     page = plan_picture(plan, shown=3)
     for row in plan.rows[:3]:
         assert f"<td>{row.estimate.layout}</td>" in page
@@ -167,8 +318,7 @@ def test_the_layouts_stand_in_a_table(subject: Subject) -> None:
 
 @pytest.mark.skipif(find_browser() is None, reason="there is no Chromium on this machine")
 def test_it_fits_a_phone_and_a_wide_screen(subject: Subject, tmp_path: Path) -> None:
-    plan = Planner(subject, MACHINE, fixed={}).plan(4)
     page = tmp_path / "plan.html"
-    page.write_text(plan_picture(plan), encoding="utf-8")
+    page.write_text(plan_picture(Planner(subject, MACHINE, fixed={"micro": 1}).plan(4)), encoding="utf-8")
     with Browser(str(find_browser()), tmp_path / "browser") as browser:
         assert looks_of(browser, page) == []

@@ -119,7 +119,7 @@ def test_tensor_ranks_exchange_what_they_divide() -> None:
     whole = trace_microbatch(model, batch, make_loss(model), torch.float32)
     part = trace_microbatch(model, batch, make_loss(model), torch.float32, tensor=2)
     block = part.segments[2]
-    assert sum(count for _, count in block.forward.exchanges) == 2
+    assert len(block.forward.exchanges) == 2
     assert block.forward.flops == pytest.approx(whole.segments[2].forward.flops / 2, rel=1e-6)
     assert block.kept < whole.segments[2].kept
 

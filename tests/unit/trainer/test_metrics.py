@@ -8,6 +8,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,8 +21,7 @@ from zeromesh.errors import StorageError
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.console import Console, step_line
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
-from zeromesh.trainer.monitoring.tracking import evaluation_row, missed_rows
-from zeromesh.trainer.trackers.backends import Place
+from zeromesh.trainer.monitoring.tracking import evaluation_row
 
 
 def refuse_constant(name: str) -> None:
@@ -58,9 +58,9 @@ def test_every_line_is_strict_json(tmp_path_factory: pytest.TempPathFactory, val
 
 
 def test_numbers_of_torch_and_numpy_are_numbers(tmp_path: Path) -> None:
-    numbers = {"step": np.int64(3), "loss": torch.tensor(float("nan")), "norms": torch.tensor([1.0, 2.0])}
     with MetricsWriter(tmp_path / "m.jsonl") as writer:
-        writer.write({**numbers, "path": tmp_path})
+        tensors = {"loss": torch.tensor(float("nan")), "norms": torch.tensor([1.0, 2.0])}
+        writer.write({"step": np.int64(3), **tensors, "path": tmp_path})
     (line,) = read_metrics(tmp_path / "m.jsonl")
     assert abs(line.pop("time") - time.time()) < 60
     assert line == {"step": 3, "loss": "nan", "norms": [1.0, 2.0], "path": str(tmp_path)}
@@ -75,32 +75,10 @@ def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
 
 
-@pytest.mark.parametrize("end", ["", '{"step": 9, "lo'])
-def test_the_lines_of_some_steps(tmp_path: Path, end: str) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [*({"step": step, "loss": 0.5} for step in range(1, 6)), {"of": "none"}, {"step": 6, "loss": "nan"}]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + end)
-    before = Place(2, evaluation=True)
-    assert [row.place.step for row in missed_rows(tmp_path, before, 5)] == [3, 4, 5]
-    assert math.isnan(missed_rows(tmp_path, Place(5), 6)[0].values["train/loss"])
-    assert missed_rows(tmp_path, Place(6), 9) == missed_rows(tmp_path / "nowhere", Place(0), 9) == []
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(StorageError, match="cannot be read"):
-        missed_rows(tmp_path, Place(0), 9)
-
-
 def test_resuming_removes_the_steps_that_come_again(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    lines: list[dict[str, Any]] = [
-        {"event": "start"},
-        {"step": 1},
-        {"step": 2},
-        {"step": 2, "eval_loss": 1.0},
-        {"step": 3},
-    ]
     with MetricsWriter(path) as writer:
-        for record in lines:
+        for record in ({"event": "start"}, {"step": 1}, {"step": 2}, {"step": 2, "eval_loss": 1.0}, {"step": 3}):
             writer.write(record)
     with MetricsWriter(path, keep_through=2) as writer:
         writer.write({"step": 3, "again": True})
@@ -159,32 +137,23 @@ def test_piped_output_is_one_plain_line_per_logged_step() -> None:
     assert "\x1b" not in stream.getvalue()
 
 
-class Stream(io.StringIO):
-    """A stream that says it is a terminal, or none, and whose reader may have gone."""
-
-    def __init__(self, *, is_terminal: bool = True, error: Exception | None = None) -> None:
-        super().__init__()
-        self.is_terminal, self.error = is_terminal, error
+class FakeTerminal(io.StringIO):
+    """A stream that says it is a terminal."""
 
     def isatty(self) -> bool:
-        return self.is_terminal
-
-    def write(self, text: str) -> int:
-        if self.error is not None:
-            raise self.error
-        return super().write(text)
+        return True
 
 
 @pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Stream:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
     for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
-    return Stream()
+    return FakeTerminal()
 
 
-def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: Stream) -> None:
+def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> None:
     with Console(terminal) as console:
         console.start(total_steps=10, first_step=4)
         console.step(metrics(5))
@@ -200,7 +169,7 @@ def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: Stream) -> None:
 
 
 def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
-    terminal: Stream, monkeypatch: pytest.MonkeyPatch
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zeromesh.trainer.monitoring.console._REFRESH_SECONDS", 0.0)
     with Console(terminal) as console:
@@ -225,13 +194,14 @@ def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
     assert not plain.getvalue()
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("kind", [io.StringIO, FakeTerminal])
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "full"), ValueError("closed file")])
 @pytest.mark.usefixtures("terminal")
 def test_a_stream_that_fails_silences_the_console_and_nothing_else(
-    is_terminal: bool, error: Exception, caplog: pytest.LogCaptureFixture
+    kind: type[io.StringIO], error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), Console(Stream(is_terminal=is_terminal, error=error)) as console:
+    stream: Any = Mock(wraps=kind(), write=Mock(side_effect=error))
+    with caplog.at_level(logging.WARNING), Console(stream) as console:
         console.note("hello")
         console.start(total_steps=3)
         console.step(metrics(1))
@@ -282,10 +252,10 @@ def test_units_are_for_people(shown: str, expected: str) -> None:
 
 def test_a_tracker_has_the_values_of_each_evaluation_set_below_its_name() -> None:
     values = {"loss": 3.0, "a_loss": 1.0, "a_runtime": 0.5, "a_b_loss": 5.0, "a_b_runtime": 0.25}
-    named = {f"eval_{name}": value for name, value in values.items()}
-    row = evaluation_row({"step": 7, **named, "eval_a_text": "x", "time": 1.0})
+    line = {f"eval_{name}": value for name, value in values.items()}
+    row = evaluation_row({"step": 7, **line, "eval_a_text": "x", "time": 1.0})
     assert row.place.step == 7
-    wanted = {"loss": 3.0, "a/loss": 1.0, "a/runtime": 0.5, "a_b/loss": 5.0, "a_b/runtime": 0.25}
-    assert row.values == {f"eval/{name}": value for name, value in wanted.items()}
+    names = ("eval/loss", "eval/a/loss", "eval/a/runtime", "eval/a_b/loss", "eval/a_b/runtime")
+    assert row.values == dict(zip(names, values.values(), strict=True))
     of_one_set = evaluation_row({"step": 1, "eval_loss": 1.0, "eval_runtime": 2.0})
     assert of_one_set.values == {"eval/loss": 1.0, "eval/runtime": 2.0}

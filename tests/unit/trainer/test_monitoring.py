@@ -1,42 +1,18 @@
-"""What a person reads of a run: a plan beside what was measured, who waits for whom and why, how long a start takes."""
+"""Figures about ranks and times: who waits for whom and why, who is slow, a plan beside what was measured, the parts of a start."""
 
-import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from zeromesh.trainer.monitoring import step_metrics
 from zeromesh.trainer.monitoring.plan_check import PlanCheck, comparison_lines
-from zeromesh.trainer.monitoring.rank_waits import blames, sentences, verdicts
+from zeromesh.trainer.monitoring.rank_waits import Stragglers, blames, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, now, process_began, sentence
 
 MIB = 1 << 20
 
-
-def compared(*, forward: float = 0.2, peak: int = 100, moments: int = 10, master: int = 0) -> dict[str, Any]:
-    """A plan of 0.3 seconds and 100 MiB, beside these seconds and MiB."""
-    check = PlanCheck(
-        layout="shard 2",
-        phases={"forward": 0.2, "backward": 0.1},
-        memory={"device": {"moments": 10 * MIB}, "host": {"master": 20 * MIB}},
-        peak=100 * MIB,
-    )
-    for seconds in (9.0, forward, forward):  # The first step does not count.
-        check.add(seconds + 0.1, {"forward": seconds, "backward": 0.1})
-    device = {"moments": moments * MIB, "activations": 7 * MIB, **({"master": master * MIB} if master else {})}
-    return check.record({"device": device, "host": {"master": 20 * MIB}}, peak * MIB)
-
-
-def test_every_term_is_beside_what_was_measured() -> None:
-    record = compared(master=5)
-    assert record["seconds"] == [pytest.approx(0.3), pytest.approx(0.3)]
-    assert record["phases"]["forward"] == [0.2, 0.2]
-    # What was measured and not predicted counts too; what nobody counts is the rest of the peak.
-    wanted = {"moments": [10 * MIB, 10 * MIB], "master": [0, 5 * MIB], "uncounted": [90 * MIB, 85 * MIB]}
-    assert record["memory"] == {"device": wanted, "host": {"master": [20 * MIB, 20 * MIB]}}
-    shown = [line.split() for line in comparison_lines(compared(forward=0.4, peak=130))]
-    assert ["step:", "forward", "200", "ms", "400", "ms", "-50%"] in shown
-    assert ["highest", "memory", "100.0", "MiB", "130.0", "MiB", "-23%"] in shown
+# Waits, from rows as `StateMonitor` writes them
 
 
 def row(rank: int, activity: str = "backward", waits: list[int] | None = None, **more: Any) -> dict[str, Any]:
@@ -50,50 +26,43 @@ def means(data: float, compute: float, communication: float, between: float = 0.
     return {"recent": {"steps": 10, **found}}
 
 
-def causes(*rows: dict[str, Any]) -> list[tuple[int | None, str, tuple[int, ...]]]:
-    return [(each.rank, each.cause, each.waiting) for each in blames(rows)]
+@pytest.mark.parametrize(
+    ("rows", "wanted"),
+    [
+        ([row(0), row(1, "data")], []),
+        # The rank at the end of a chain is named, with what it does.
+        ([row(0, waits=[1]), row(1, waits=[2]), row(2, "data")], [(2, "data", (0, 1))]),
+        ([row(0, waits=[1]), row(1, "forward")], [(1, "compute", (0,))]),
+        ([row(0, waits=[1]), row(1, "optimizer", disk="write of 'x' for 3 seconds")], [(1, "disk", (0,))]),
+        ([row(0, waits=[1]), row(1, failure="OSError: x")], [(1, "failed", (0,))]),
+        ([row(0, waits=[1]), row(1, "forward", stopped=True)], [(1, "stopped", (0,))]),
+        ([row(0, waits=[1]), row(1, "idle")], [(1, "between steps", (0,))]),
+        # All have come, or all wait for each other.
+        ([row(0, waits=[]), row(1, waits=[])], [(None, "link", (0, 1))]),
+        ([row(0, waits=[1]), row(1, waits=[0])], [(None, "each other", (0, 1))]),
+        # A transfer among some, while a third is late, is not what is waited for.
+        ([row(0, waits=[1, 2]), row(1, waits=[]), row(2, "data")], [(2, "data", (0,)), (None, "link", (1,))]),
+    ],
+)
+def test_who_waits_for_whom_and_why(rows: list[dict[str, Any]], wanted: list[Any]) -> None:
+    assert [(each.rank, each.cause, each.waiting) for each in blames(rows)] == wanted
 
 
-def test_nobody_waits() -> None:
-    assert blames([row(0), row(1, "data")]) == []
-
-
-def test_the_rank_at_the_end_of_a_chain_is_named_with_what_it_does() -> None:
-    assert causes(row(0, waits=[1]), row(1, waits=[2]), row(2, "data")) == [(2, "data", (0, 1))]
-    assert causes(row(0, waits=[1]), row(1, "forward")) == [(1, "compute", (0,))]
-    assert causes(row(0, waits=[1]), row(1, "optimizer", disk="write of 'x' for 3 seconds")) == [(1, "disk", (0,))]
-    assert causes(row(0, waits=[1]), row(1, failure="OSError: x")) == [(1, "failed", (0,))]
-    assert causes(row(0, waits=[1]), row(1, "forward", stopped=True)) == [(1, "stopped", (0,))]
-    assert causes(row(0, waits=[1]), row(1, "idle")) == [(1, "between steps", (0,))]
-
-
-def test_all_have_come_or_all_wait_for_each_other() -> None:
-    assert causes(row(0, waits=[]), row(1, waits=[])) == [(None, "link", (0, 1))]
-    assert causes(row(0, waits=[1]), row(1, waits=[0])) == [(None, "each other", (0, 1))]
-    # A transfer among some, while a third is late, is not what is waited for.
-    assert causes(row(0, waits=[1, 2]), row(1, waits=[]), row(2, "data")) == [(2, "data", (0,)), (None, "link", (1,))]
+def test_waits_and_the_latest_steps_as_sentences() -> None:
     assert sentences(blames([row(0, waits=[1]), row(1, "data")])) == [
         "rank 0 waits for rank 1: data (rank 1 is doing data, for 3.0 s)"
     ]
-
-
-def test_a_slow_rank_and_the_cause() -> None:
     slow = verdicts([row(0, **means(0.01, 0.1, 0.2)), row(1, **means(0.2, 0.1, 0.01)), row(2, **means(0.01, 0.1, 0.2))])
     assert slow == ["the others wait for rank 1 190 ms a step, because of data: 200 ms there, 10 ms elsewhere"]
     (slow,) = verdicts([row(0, **means(0.01, 0.1, 0.2)), row(1, **means(0.01, 0.3, 0.01))])
     assert "rank 1 200 ms a step, because of computation: 300 ms there" in slow
     (slow,) = verdicts([row(0, **means(0.01, 0.1, 0.2)), row(1, **means(0.01, 0.1, 0.01, between=0.2))])
     assert "because of what is between steps" in slow
-
-
-def test_a_slow_link_is_the_rank_with_the_least_communication() -> None:
+    # A slow link is the rank with the least communication.
     traffic = {"shard": {"all-gather": {"seconds": 0.25, "bytes": 2**20}, "all-reduce": {"seconds": 0.01, "bytes": 9}}}
     (line,) = verdicts([row(0, **means(0.01, 0.1, 0.3)), row(1, **means(0.01, 0.1, 0.31))], traffic)
     assert line.startswith("the link takes 300 ms of a step of 420 ms")
     assert line.endswith("on rank 0 most in all-gather over shard (250 ms, 1.0 MiB)")
-
-
-def test_even_ranks_and_a_single_one() -> None:
     assert verdicts([row(0, **means(0.01, 0.1, 0.001)), row(1, **means(0.01, 0.1, 0.002))]) == [
         "no rank is late: a step takes 112 ms, of which the link has 1 ms"
     ]
@@ -101,7 +70,85 @@ def test_even_ranks_and_a_single_one() -> None:
     assert verdicts([row(0, recent=None), row(1, recent=None)]) == []
 
 
-def test_parts_follow_each_other_and_end_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+# Slow ranks
+
+
+def looks(busy: Sequence[float], count: int, steps: int = 1) -> dict[int, str]:
+    """The lines by number of so many looks, one after so many steps, whose ranks are at work for `busy` seconds a step."""
+    looker = Stragglers()
+    looker.add(9.0, 0.0)  # The first step is not looked at.
+    lines = {}
+    for look in range(1, count + 1):
+        for _ in range(steps):
+            looker.add(0.4, 0.4 - busy[0])
+        assert looker.busy == pytest.approx(busy[0])
+        lines[look] = looker.look(look * steps, busy)
+    return {look: line for look, line in lines.items() if line}
+
+
+@pytest.mark.parametrize(
+    ("busy", "count", "steps", "when", "said"),
+    [
+        ([0.1, 0.11, 0.35, 0.1], 139, 1, [10, 110], "rank 2 is slow: over 10 steps it was at work for 350 ms"),
+        # Seconds are those of one step, however rarely ranks are looked at.
+        ([0.1, 0.35], 3, 6, [2], "rank 1 is slow: over 12 steps it was at work for 350 ms"),
+        ([0.1, 0.14], 39, 1, [], ""),
+        ([0.001, 0.01], 39, 1, [], ""),
+        ([0.2], 39, 1, [], ""),
+        # A twentieth of a second is the least that is named, however many times as long it is.
+        ([0.01, 0.059], 10, 1, [], ""),
+        ([0.01, 0.061], 10, 1, [10], "rank 1 is slow: over 10 steps it was at work for 61 ms"),
+    ],
+)
+def test_a_slow_rank_is_named_once_in_a_hundred_steps(
+    busy: list[float], count: int, steps: int, when: list[int], said: str
+) -> None:
+    found = looks(busy, count, steps)
+    assert list(found) == when
+    whole = f"{said} a step, the others for {1000 * busy[0]:.0f} ms, and waited for it"
+    assert all(line == whole for line in found.values())
+
+
+def test_a_rank_is_never_at_work_for_less_than_no_time() -> None:
+    looker = Stragglers()
+    for _ in range(3):
+        looker.add(0.1, 0.4)
+    assert looker.busy == 0.0
+
+
+# A plan beside what was measured
+
+
+def compared(*, forward: float = 0.2, peak: int = 100, master: int = 0) -> dict[str, Any]:
+    """A plan of 0.3 seconds and 100 MiB, beside these seconds and MiB."""
+    check = PlanCheck(
+        layout="shard 2",
+        phases={"forward": 0.2, "backward": 0.1},
+        memory={"device": {"moments": 10 * MIB}, "host": {"master": 20 * MIB}},
+        peak=100 * MIB,
+    )
+    for seconds in (9.0, forward, forward):  # The first step does not count.
+        check.add(seconds + 0.1, {"forward": seconds, "backward": 0.1})
+    device = {"moments": 10 * MIB, "activations": 7 * MIB, **({"master": master * MIB} if master else {})}
+    return check.record({"device": device, "host": {"master": 20 * MIB}}, peak * MIB)
+
+
+def test_every_term_of_a_plan_is_beside_what_was_measured() -> None:
+    record = compared(master=5)
+    assert record["seconds"] == [pytest.approx(0.3), pytest.approx(0.3)]
+    assert record["phases"]["forward"] == [0.2, 0.2]
+    # What was measured and not predicted counts too; what nobody counts is the rest of the peak.
+    wanted = {"moments": [10 * MIB, 10 * MIB], "master": [0, 5 * MIB], "uncounted": [90 * MIB, 85 * MIB]}
+    assert record["memory"] == {"device": wanted, "host": {"master": [20 * MIB, 20 * MIB]}}
+    shown = [line.split() for line in comparison_lines(compared(forward=0.4, peak=130))]
+    assert ["step:", "forward", "200", "ms", "400", "ms", "-50%"] in shown
+    assert ["highest", "memory", "100.0", "MiB", "130.0", "MiB", "-23%"] in shown
+
+
+# The time before the first step ends, by its parts
+
+
+def test_parts_of_a_start_follow_each_other_and_end_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter((13.0, 100.0, 102.5, 104.0))
     monkeypatch.setattr(step_metrics, "now", lambda: next(clock))
     times = StartTimes(10.0)
@@ -116,12 +163,15 @@ def test_parts_follow_each_other_and_end_with_the_first_step(monkeypatch: pytest
     assert sentence(times.parts) == "7.0 s (launch 1.0, imports 2.0, data 2.5, first step 1.5)"
 
 
-def test_parts_too_short_to_matter_are_counted_and_not_shown() -> None:
-    assert sentence({"data": 0.04, "first step": 1.06}) == "1.1 s (first step 1.1)"
-    assert sentence({"data": 0.01}) == "0.0 s"
+@pytest.mark.parametrize(
+    ("parts", "shown"),
+    # Parts too short to matter are counted and not shown.
+    [({"data": 0.04, "first step": 1.06}, "1.1 s (first step 1.1)"), ({"data": 0.01}, "0.0 s"), ({}, "0.0 s")],
+)
+def test_a_start_as_a_sentence(parts: dict[str, float], shown: str) -> None:
+    assert sentence(parts) == shown
 
 
 def test_the_clock_is_that_of_all_processes() -> None:
     """The launcher's time is compared with that of its workers."""
     assert 0 <= now() - process_began() < 86400
-    assert re.fullmatch(r"0\.0 s", sentence({}))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -48,30 +47,16 @@ class _SegmentSpan:
     peak: int
     end: int = 0
     output: int = 0
-    products: list[Product] = field(default_factory=list)
-    exchanges: list[TensorExchange] = field(default_factory=list)
-    moved: int = 0
-    operations: int = 0
-
-    @property
-    def work(self) -> Work:
-        return Work(
-            products=_counted(self.products),
-            exchanges=_counted(self.exchanges),
-            moved=self.moved,
-            operations=self.operations,
-        )
-
-
-def _counted(run: Iterable[Any]) -> tuple[tuple[Any, int], ...]:
-    return tuple((each, sum(1 for _ in group)) for each, group in groupby(run))
+    work: Work = field(default_factory=Work)
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Executes operators without values, and counts bytes and work."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        """`device` is the kind of device of the run."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._on_cpu = device == "cpu"
         self._live = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._spans: list[_SegmentSpan] = []
@@ -112,9 +97,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._spans.append(_SegmentSpan(name=name, backward=backward, begin=self._live, peak=self._live))
 
     @property
-    def exchanges(self) -> list[TensorExchange]:
-        """The exchanges between tensor ranks in the present segment."""
-        return self._spans[-1].exchanges
+    def work(self) -> Work:
+        """The work of the present part of a segment."""
+        return self._spans[-1].work
 
     def segments(self) -> list[Segment]:
         """Return the segments in the order of forward. Operators between two blocks count towards the later one."""
@@ -165,16 +150,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out, made, cost = call_without_values(func, args, dict(kwargs or {}))
+        out, made, cost = call_without_values(func, args, dict(kwargs or {}), on_cpu=self._on_cpu)
         for tensor in made:
             self._hold(tensor)
         if cost is not None:
-            span = self._spans[-1]
-            span.operations += 1
+            self.work.operations += 1
             if isinstance(cost, Product):
-                span.products.append(cost)
+                self.work.products.append(cost)
             else:
-                span.moved += cost
+                self.work.moved += cost
         return out
 
 
@@ -192,5 +176,5 @@ class TracedExchange(Exchange):
             shape[dim] = sum(lengths) if kind is ExchangeKind.GATHER else lengths[0]
         made = tensor.new_empty(shape)
         if self.meter is not None:
-            self.meter.exchanges.append(TensorExchange(kind.collective.value, max(made.nbytes, tensor.nbytes)))
+            self.meter.work.exchanges.append(TensorExchange(kind.collective.value, max(made.nbytes, tensor.nbytes)))
         return Pending(lambda: made)

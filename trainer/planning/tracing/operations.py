@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -45,53 +45,60 @@ class TensorExchange(NamedTuple):
     """Bytes of the whole tensor: the reduced one, the gathered one, or the one that is reduced before it is scattered."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Work:
-    """The work of one pass through a part of a model."""
+    """The work of one pass through a part of a model, with its products and exchanges in the order of execution."""
 
-    products: tuple[tuple[Product, int], ...] = ()
-    """The products in the order of execution, each with its number of repetitions."""
+    products: list[Product] = field(default_factory=list)
     moved: int = 0
     """Bytes that all other operators read and write."""
     operations: int = 0
     """The number of launched operators, products included."""
-    exchanges: tuple[tuple[TensorExchange, int], ...] = ()
+    exchanges: list[TensorExchange] = field(default_factory=list)
 
     @property
     def flops(self) -> float:
         """Floating-point operations of the products."""
-        return sum(count * product.flops for product, count in self.products)
+        return sum(product.flops for product in self.products)
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            products=self.products + other.products,
-            moved=self.moved + other.moved,
-            operations=self.operations + other.operations,
-            exchanges=self.exchanges + other.exchanges,
-        )
+        return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Work)})
 
     def __mul__(self, times: int) -> Work:
-        return Work(
-            products=tuple((product, times * count) for product, count in self.products),
-            moved=times * self.moved,
-            operations=times * self.operations,
-            exchanges=tuple((exchange, times * count) for exchange, count in self.exchanges),
-        )
+        return Work(**{each.name: times * getattr(self, each.name) for each in fields(Work)})
 
 
 def call_without_values(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_cpu: bool
 ) -> tuple[Any, Sequence[Tensor], Product | int | None]:
     """Call an operator so that floating-point results have no values, and integer results do.
 
-    Returns the result, its tensors, and the cost: matrix products, or else the bytes that it moves; None for a view.
+    Returns the result, its tensors, and the cost: matrix products, or else the bytes that it moves; None for a view. A CPU has
+    instructions for products of 16-bit matrices alone: its other operators, fused attention included, convert to float32 and back,
+    and take as long as float32 ones.
     """
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
         return tensors[0].dtype == torch.bool or 1, (), None
     out = _without_floats(func, args, kwargs, tensors)
     made = [each for each in pytree.tree_leaves(out) if isinstance(each, Tensor)]
-    return out, made, _cost_of(func, args, tensors, out, made)
+    if _is_view(func):
+        return out, made, None
+    touched = {id(each): each for each in (*tensors, *made)}.values()
+    kernel = func.overloadpacket
+    if kernel not in _FLOPS:
+        return (
+            out,
+            made,
+            sum(_bytes_moved(each, least=4 if on_cpu and each.is_floating_point() else 1) for each in touched),
+        )
+    moved, dtype = sum(map(_bytes_moved, touched)), (made[0] if made else tensors[0]).dtype
+    if on_cpu and kernel in _FUSED:
+        dtype = torch.promote_types(dtype, torch.float32)
+    weight = _WEIGHTS.get(kernel)
+    around = 0 if weight is None else moved - _bytes_moved(args[weight])
+    name = str(dtype).removeprefix("torch.")
+    return out, made, Product(name, _FLOPS[kernel](*args, out_val=out), moved, around)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -160,26 +167,10 @@ def _chosen(func: Any, args: Any, like: Tensor) -> Tensor:
     return (torch.arange(like.numel()) % max(1, places)).to(like.dtype).view(like.shape)
 
 
-def _cost_of(
-    func: Any, args: tuple[Any, ...], tensors: Sequence[Tensor], out: Any, made: Sequence[Tensor]
-) -> Product | int | None:
-    if _is_view(func):
-        return None
-    moved = sum(map(_bytes_moved, {id(each): each for each in (*tensors, *made)}.values()))
-    kernel = func.overloadpacket
-    if kernel not in _FLOPS:
-        return moved
-    dtype = str(made[0].dtype if made else tensors[0].dtype).removeprefix("torch.")
-    flops = _FLOPS[kernel](*args, out_val=out)
-    weight = _WEIGHTS.get(kernel)
-    around = 0 if weight is None else moved - _bytes_moved(args[weight])
-    return Product(dtype, flops, moved, around)
-
-
-def _bytes_moved(tensor: Tensor) -> int:
-    """Return the bytes read or written for a tensor; expanded dims are counted once."""
+def _bytes_moved(tensor: Tensor, least: int = 1) -> int:
+    """Return the bytes read or written for a tensor, `least` for an element; expanded dims are counted once."""
     shape = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-    return math.prod(shape) * tensor.itemsize
+    return math.prod(shape) * max(tensor.itemsize, least)
 
 
 @cache
@@ -193,15 +184,18 @@ def _is_view(func: Any) -> bool:
 
 _aten: Any = torch.ops.aten
 _registry: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
+_FUSED = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _registry[_aten._scaled_dot_product_flash_attention],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
 _FLOPS: Mapping[Any, Callable[..., int]] = {
     **_registry,
     _aten.addmm_: _registry[_aten.addmm],
     # Experts, and the gradients of their products.
     _aten._grouped_mm: lambda one, other, *_, out_val: 2 * math.prod(one.shape[-2:]) * other.shape[-1],
-    _aten._scaled_dot_product_flash_attention_for_cpu: _registry[_aten._scaled_dot_product_flash_attention],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
+    **_FUSED,
 }
 _WEIGHTS = {_aten.mm: 1, _aten.addmm: 2, _aten.addmm_: 2, _aten._grouped_mm: 1, _aten.convolution: 1}
 """The index of the weight argument of operators that multiply activations by a weight."""

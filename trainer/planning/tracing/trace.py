@@ -149,7 +149,7 @@ class Tracer:
         blocks = {name: block for name, block in model.named_modules() if block in known}
         if recompute != "none":
             enable_activation_checkpointing(model, recompute, blocks=block_modules(model))
-        meter = exchange.meter = Meter()
+        meter = exchange.meter = Meter(self._device)
         for name, block in blocks.items():
             undo.callback(override(block, "forward", partial(meter.run, name, block.forward)))
         for parameter in model.parameters():
@@ -223,24 +223,19 @@ def _shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
             for index, kind in enumerate(kinds)
         ]
         found += [(f"{path}.{index}", f"{path}.{stand}") for index, stand in enumerate(stands)]
-        if len(kept) < len(own):
-            _replace_list(model, path, nn.ModuleList([own[index][1] for index in kept]), undo)
+        if len(kept) == len(own):
+            continue
+        parent_path, _, leaf = path.rpartition(".")
+        modules = model.get_submodule(parent_path)._modules
+        undo.callback(modules.__setitem__, leaf, module)
+        modules[leaf] = nn.ModuleList([own[index][1] for index in kept])
+        configs = {id(each): each for every in model.modules() if (each := getattr(every, "config", None)) is not None}
+        for config in configs.values():
+            if getattr(config, "num_hidden_layers", None) == len(own):
+                # `attribute_map` may give the field another name.
+                config.num_hidden_layers = len(kept)
+                undo.callback(setattr, config, "num_hidden_layers", len(own))
     return found
-
-
-def _replace_list(model: nn.Module, path: str, made: nn.ModuleList, undo: ExitStack) -> None:
-    """Replace a list by a shorter one, and its length in configurations."""
-    parent_path, _, leaf = path.rpartition(".")
-    parent = model.get_submodule(parent_path)
-    old: Any = model.get_submodule(path)
-    parent._modules[leaf] = made
-    undo.callback(parent._modules.__setitem__, leaf, old)
-    configs = {id(each): each for module in model.modules() if (each := getattr(module, "config", None)) is not None}
-    for config in configs.values():
-        if getattr(config, "num_hidden_layers", None) == len(old):
-            # `attribute_map` may give the field another name.
-            config.num_hidden_layers = len(made)
-            undo.callback(setattr, config, "num_hidden_layers", len(old))
 
 
 _NUMBERS = re.compile(r"idx|index|number|layer_id")
