@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zeromesh.comm.shm_transport import open_transport
-from zeromesh.comm.transport import BufferRequest, RingRequest, Transport, choose_transport
+from zeromesh.comm.transport import BufferRequest, Transport, choose_transport
 from zeromesh.errors import ConfigError
 from zeromesh.flat.redistribute import one_after_another, redistribute, replicated
 from zeromesh.intervals import Interval
@@ -32,8 +32,7 @@ def _open(
 ) -> Transport:
     request = BufferRequest(name="b", padded=length, dtype=dtype, persistent=persistent)
     empty = BufferRequest(name="none", padded=0, dtype=dtype, persistent=persistent)
-    ring = RingRequest(slots=slots, nbytes=_LENGTH * 8)
-    return open_transport(name, mesh.shard, mesh.device, [request, empty], ring)
+    return open_transport(name, mesh.shard, mesh.device, [request, empty], slots, _LENGTH * 8)
 
 
 def two_on_one_device(mesh: Mesh) -> list[str]:

@@ -152,7 +152,7 @@ class _ThreadExchange(Exchange):
     def _start(self, kind: ExchangeKind, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         self._left[self.index] = tensor.detach()
         self._barrier.wait()
-        result = self._combine(kind, list(self._left), dim, lengths)
+        result = self._combine(kind, list(self._left), dim)
         self._barrier.wait()
         return Pending(lambda: result)
 

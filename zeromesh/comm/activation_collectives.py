@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.comm.shared_ring import ABOUT, SharedRing
+from zeromesh.comm.shm_transport import ABOUT, SharedRing
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
 from zeromesh.mesh.collectives import CollectiveCall
@@ -80,8 +80,8 @@ class Pending:
 class Exchange:
     """Collectives on activations of any dtype and shape over a process set.
 
-    All ranks call the same methods in the same order, with equal dtypes and shapes (except along `dim`, where `sizes` gives each
-    rank's length); results may be waited for in any order, or never. A tensor must not change until its result has been waited for.
+    All ranks call the same methods in the same order, with equal dtypes and shapes (except along the `dim` of a gather with
+    `sizes`); results may be waited for in any order, or never. A tensor must not change until its result has been waited for.
     Sums run in rank order and are bitwise equal on all ranks; 16-bit tensors are summed in fp32 and rounded once (except by NCCL).
     Nothing is recorded for autograd.
     """
@@ -112,68 +112,53 @@ class Exchange:
             )
         return self._start(ExchangeKind.GATHER, tensor, dim, lengths)
 
-    def reduce_scatter_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        """Sum over the ranks and give each rank its slice along `dim`: equal slices, or slices of the lengths in `sizes`.
+    def reduce_scatter_async(self, tensor: torch.Tensor, dim: int) -> Pending:
+        """Sum over the ranks and give each rank its slice along `dim`, all of one length.
 
         Raises:
-            LayoutError: when `dim` cannot be divided into these slices.
+            LayoutError: when the ranks do not divide `dim`.
         """
-        dim = _dim(tensor, dim)
-        length, size = tensor.shape[dim], self.size
-        where = f"scattered sum of {list(tensor.shape)} along dim {dim}"
-        if sizes is None and length % size:
-            raise LayoutError(f"{where}: {length} is no multiple of {size} ranks; give `sizes`")
-        lengths = (length // size,) * size if sizes is None else tuple(sizes)
-        if len(lengths) != size or sum(lengths) != length or min(lengths) < 0:
-            raise LayoutError(f"{where}: sizes are {list(lengths)}; allowed are {size} that add up to {length}")
-        return self._start(ExchangeKind.SCATTERED_SUM, tensor, dim, lengths)
+        dim, size = _dim(tensor, dim), self.size
+        if tensor.shape[dim] % size:
+            where = f"scattered sum of {list(tensor.shape)} along dim {dim}"
+            raise LayoutError(f"{where}: {tensor.shape[dim]} is no multiple of {size} ranks")
+        return self._start(ExchangeKind.SCATTERED_SUM, tensor, dim)
 
-    def _shapes(
-        self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: Sequence[int]
-    ) -> list[tuple[int, ...]]:
+    def _shapes(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         shape = tuple(tensor.shape)
-        if kind is not ExchangeKind.GATHER:
-            return [shape] * self.size
-        return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
+        return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths] or [shape] * self.size
 
-    def _combine(self, kind: ExchangeKind, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
+    def _combine(self, kind: ExchangeKind, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
         if kind is ExchangeKind.GATHER:
             return torch.cat(parts, dim)
         if kind is ExchangeKind.SCATTERED_SUM:
-            start = sum(lengths[: self.index])
-            parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
+            parts = [part.chunk(self.size, dim)[self.index] for part in parts]
         return sum_in_ranks(parts)
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        """Begin an exchange; `lengths` are the lengths that each rank sends or receives along `dim`, if the kind has one.
+        """Begin an exchange; `lengths` are those of the ranks' tensors in a gather along `dim`.
 
         On a device it never writes into the caller's tensor, which autograd may have saved.
         """
         tensor, size = tensor.detach(), self.size
         if self._members is None:
-            return Pending(lambda: self._combine(kind, [tensor], dim, lengths))
+            return Pending(lambda: self._combine(kind, [tensor], dim))
         on_device = self._members.on_stream
-        if kind is ExchangeKind.SCATTERED_SUM and on_device and len(set(lengths)) == 1:
-            pieces = torch.stack(torch.split(tensor, lengths[0], dim))
-            out = torch.empty_like(pieces[0])
-            return self._begin(self._members, kind, Collective.REDUCE_SCATTER, out, pieces, lambda: out)
-        if kind is ExchangeKind.SCATTERED_SUM and not on_device:
-            parts = list(torch.split(tensor, list(lengths), dim))
-            own, sent = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
-            received, counts = sent.new_empty(size, own.numel()), [part.numel() for part in parts]
-            result = lambda: sum_in_ranks([part.view(own.shape) for part in received])  # noqa: E731
-            return self._begin(self._members, kind, Collective.ALL_TO_ALL, received, sent, result, sent=counts)
+        if kind is ExchangeKind.SCATTERED_SUM:
+            pieces = torch.stack(tensor.chunk(size, dim))
+            out = torch.empty_like(pieces[0] if on_device else pieces)
+            row = Collective.REDUCE_SCATTER if on_device else Collective.ALL_TO_ALL
+            result = lambda: out if on_device else sum_in_ranks(list(out))  # noqa: E731
+            return self._begin(self._members, kind, row, out, pieces, result)
         own = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
-        if kind is not ExchangeKind.GATHER and on_device:
-            cut = (dim, sum(lengths[: self.index]), lengths[self.index]) if lengths else None
-            result = lambda: own if cut is None else own.narrow(*cut).contiguous()  # noqa: E731
-            return self._begin(self._members, kind, Collective.ALL_REDUCE, own, own, result)
-        shapes = self._shapes(kind, tensor, dim, lengths)
+        if kind is ExchangeKind.SUM and on_device:
+            return self._begin(self._members, kind, Collective.ALL_REDUCE, own, own, lambda: own)
+        shapes = self._shapes(tensor, dim, lengths)
         sizes = list(map(math.prod, shapes))
         if on_device or (kind is ExchangeKind.GATHER and dim == 0):
             whole = tensor.new_empty(sum(sizes))
             parts = [part.view(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
-            result = lambda: self._combine(kind, parts, dim, lengths) if dim else whole.view(-1, *tensor.shape[1:])  # noqa: E731
+            result = lambda: self._combine(kind, parts, dim) if dim else whole.view(-1, *tensor.shape[1:])  # noqa: E731
             return self._begin(self._members, kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
         # This rank's part is used where it is, since nothing writes to it.
         moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
@@ -182,8 +167,8 @@ class Exchange:
         parts = list(others.split_with_sizes(sizes))
         parts[self.index] = own
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
-        times = moved / max(1, others.numel())
+        result = lambda: self._combine(kind, parts, dim)  # noqa: E731
+        times = moved / others.numel() if others.numel() else 1.0  # An exchange of nothing is one, too.
         return self._begin(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
 
     def _begin(
@@ -245,14 +230,13 @@ class SharedExchange(Exchange):
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
-        shapes = self._shapes(kind, tensor, dim, lengths)
+        shapes = self._shapes(tensor, dim, lengths)
         what = f"{kind.phrase} of activations over axis {self._group.name}"
         about = [_about(kind, dtype, shape, dim, lengths) for shape in shapes]
         self._group.require_member()
         with traffic.timed(kind.collective):
-            if (
-                oldest := ring.oldest()
-            ) >= 0:  # All ranks must have consumed the entry that is about to be overwritten.
+            # All ranks must have consumed the entry that is about to be overwritten.
+            if (oldest := ring.next - ring.room) >= 0:
                 found = self._flying.get(oldest)
                 if found is not None and (arriving := found()) is not None:
                     arriving.settle()
@@ -271,7 +255,7 @@ class SharedExchange(Exchange):
                 except StorageError:  # The memory of an ended rank cannot be mapped any more.
                     self._group.watch.examine(self._group.ranks, what)
                     raise
-                return self._combine(kind, parts, dim, lengths)
+                return self._combine(kind, parts, dim)
 
         def consume() -> None:
             self._flying.pop(sequence, None)

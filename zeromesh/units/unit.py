@@ -444,9 +444,12 @@ class InplaceWrites:
 
 
 def _written(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
-    # All buckets are asked, since each records its finding.
-    names = [(unit, bucket.written()) for unit in units if unit.phase is Phase.LIVE for bucket in unit.buckets]
-    return [(unit, name) for unit, name in names if name is not None]
+    found = []
+    for unit in units:
+        for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
+            if (name := bucket.written()) is not None:  # All buckets are asked, since each records its finding.
+                found.append((unit, name))
+    return found
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:

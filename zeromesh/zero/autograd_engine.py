@@ -217,9 +217,8 @@ class AutogradPasses(Passes):
                 self._hold(unit)
                 return
             self._begin_backward(graph)
-            self._need_in_backward(
-                self.units[0]
-            )  # Its parts are entered without a hook where they were called by themselves.
+            # Its parts are entered without a hook where they were called by themselves.
+            self._need_in_backward(self.units[0])
         if graph.progress is self._progress:
             self.before_backward(unit, place)
         else:
@@ -259,9 +258,8 @@ class AutogradPasses(Passes):
 
     def _begin_backward(self, graph: _Graph) -> None:
         self._require_current(graph)
-        if (
-            self.step.used
-        ):  # A backward that passes through, as to a generator, may come before gradients are forgotten.
+        # A backward that passes through, as to a generator, may come before gradients are forgotten.
+        if self.step.used:
             self.step = StepGradients(mixed=True)
         step = self.step
         if step.clipped:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.shm_transport import open_transport
-from zeromesh.comm.transport import RingRequest, Transport
+from zeromesh.comm.transport import Transport
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
@@ -260,13 +260,13 @@ class ZeroEngine:
         needed, name = self._needed_slot_bytes(), self.reduction.name
         if needed <= self._slot_bytes or name == "local":
             return
-        ring = RingRequest(slots=self.options.gradient_slots, nbytes=needed)
-        wider = open_transport(name, self.mesh.shard, self.mesh.device, (), ring)
+        slots = self.options.gradient_slots
+        wider = open_transport(name, self.mesh.shard, self.mesh.device, (), slots, needed)
         self._passes.gradients.use(wider.reducer)
         if self._wider is not None:
             self._wider.close()
         self._wider, self._slot_bytes = wider, needed
-        self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, ring.slots, needed))
+        self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, slots, needed))
 
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
         """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order.

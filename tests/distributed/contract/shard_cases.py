@@ -30,8 +30,6 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Block(nn.Module):
-    """Large enough to be a unit."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -57,8 +55,6 @@ class Backbone(nn.Module):
 
 
 class Net(nn.Module):
-    """With a parameter of the root's own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.backbone, self.head = Backbone(), nn.Linear(WIDTH, LABELS)
@@ -69,7 +65,6 @@ class Net(nn.Module):
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """With a group that is not decayed."""
     groups = [[p for n, p in model.named_parameters() if ("bias" in n) == biases] for biases in (True, False)]
     return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}], lr=1e-2)
 
@@ -123,7 +118,6 @@ def sides(mesh: Mesh, stage: int, frozen: str = "", **options: Any) -> tuple[Sid
 
 
 def apart(ours: Side, plain: Side) -> float:
-    """How far the parameters are from each other, by name."""
     wanted = dict(plain.model.named_parameters())
     return max(float((value - wanted[name]).abs().max()) for name, value in zeromesh.state_dict(ours.model))
 
@@ -240,7 +234,6 @@ def unused(side: Side, step: int) -> None:
 
 
 def unused_by_others(side: Side, step: int) -> None:
-    """One rank alone has gradients of the last block."""
     for place, batch in zip(side._places, side.batches(step), strict=True):
         side.model.backbone.used = 3 if place == 0 else 2
         (side.share * mse(side.model, batch)).backward()
@@ -458,7 +451,6 @@ def refused(mesh: Mesh, stage: int) -> dict[str, str]:
 
 
 def deferred(mesh: Mesh, stage: int) -> float:
-    """How far a model that was built on meta comes from one that has its values, with buffers."""
     with torch.device("meta"):
         model = llama()
     model, _ = zeromesh.shard(model, stage=stage)
@@ -470,7 +462,6 @@ def deferred(mesh: Mesh, stage: int) -> float:
 
 
 def copies(mesh: Mesh) -> dict[str, Any]:
-    """Copies of a model are ordinary, and leave its gradients alone."""
     ours, plain = sides(mesh, 3)
     names = [name for name, _ in ours.model.named_parameters()]
     ours.backward(0)

@@ -9,7 +9,7 @@ import torch
 
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.shm_transport import open_transport
-from zeromesh.comm.transport import BufferRequest, RingRequest
+from zeromesh.comm.transport import BufferRequest
 from zeromesh.flat.redistribute import one_after_another, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Transfer
@@ -67,7 +67,6 @@ def exchanges(mesh: Mesh) -> dict[str, bool]:
         uneven = [1, 3]
         ragged = [part.narrow(1, 0, length) for part, length in zip(parts, uneven, strict=True)]
         made["gather uneven"] = exchange.all_gather_async(ragged[index], 1, sizes=uneven), torch.cat(ragged, 1)
-        made["scatter uneven"] = exchange.reduce_scatter_async(mine, 1, sizes=uneven), total.split(uneven, 1)[index]
         for name, (pending, wanted) in made.items():
             result = pending.wait()
             apart = not result.numel() or result.untyped_storage().data_ptr() != mine.untyped_storage().data_ptr()
@@ -111,7 +110,7 @@ def gathers_from_files(mesh: Mesh, seconds: float) -> list[bool]:
     """Gathers whose shards are read at once on rank 0, and within `seconds` on rank 1, with a reduction amid them."""
     group = mesh.shard
     requests = [BufferRequest(name=name, padded=_LENGTH, dtype=torch.float64, persistent=False) for name in "abc"]
-    transport = open_transport("nccl", group, mesh.device, requests, RingRequest(slots=2, nbytes=_LENGTH * 8))
+    transport = open_transport("nccl", group, mesh.device, requests, 2, _LENGTH * 8)
     parts = [_values(rank, (_LENGTH // group.size,), mesh.device) for rank in range(group.size)]
     out = torch.zeros(_LENGTH // group.size, dtype=torch.float64, device=mesh.device)
     shard = _Slow(parts[mesh.rank], mesh.rank * seconds)

@@ -5,8 +5,7 @@ import torch
 
 from tests.support.workers import Outcome, PoolOptions, Workers
 from zeromesh.comm.activation_collectives import Exchange
-from zeromesh.comm.shared_ring import IN_FLIGHT
-from zeromesh.errors import LayoutError
+from zeromesh.comm.shm_transport import IN_FLIGHT
 from zeromesh.offload.memory.allocation import PAGE
 
 KINDS = ["shared", "gloo"]
@@ -16,7 +15,7 @@ KINDS = ["shared", "gloo"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_collective_gives_what_one_process_computes(workers: Workers, kind: str, size: int) -> None:
     for found in workers.run(size, "exchange_cases:collectives", kind=kind):
-        assert len(found) > 130
+        assert len(found) >= 130
         assert [name for name, equal in found.items() if not equal] == []
 
 
@@ -32,7 +31,6 @@ def test_results_are_waited_for_in_any_order(workers: Workers, kind: str) -> Non
 def test_what_does_not_fit_is_refused(workers: Workers, kind: str) -> None:
     for found in workers.run(2, "exchange_cases:refusals", kind=kind):
         assert "LayoutError: scattered sum of [3, 5] along dim 0: 3 is no multiple of 2 ranks" in found["scatter"]
-        assert "allowed are 2 that add up to 3" in found["scatter sizes"]
         assert "sizes are [1, 1]; allowed are 2 of them" in found["gather sizes"]
         assert "a tensor of shape [3, 5] has no dim 2" in found["dim"]
         assert "asked for twice" in found["twice"]
@@ -49,8 +47,6 @@ def test_alone_everything_is_a_copy() -> None:
         result = pending.wait()
         assert torch.equal(result, tensor)
         assert result.data_ptr() != tensor.data_ptr()
-    with pytest.raises(LayoutError, match="allowed are 1 that add up to 2"):
-        exchange.reduce_scatter_async(tensor, 0, sizes=[1])
 
 
 def test_slots_are_used_again(workers: Workers) -> None:
@@ -91,7 +87,7 @@ def test_a_rank_that_is_late_is_named(workers: Workers, kind: str) -> None:
     [
         ("other collective", "sum of float32 [4, 6]", "gather along dim 1 of float32 [4, 6]"),
         ("other shape", "sum of float32 [4, 6]", "sum of float32 [3, 6]"),
-        ("other shares", "scattered sum along dim 0 of float32 [4, 6]", "scattered sum along dim 0 of float32 [4, 6]"),
+        ("other shares", "gather along dim 0 of float32 [4, 6]", "gather along dim 0 of float32 [4, 6]"),
     ],
 )
 def test_ranks_that_exchange_something_else_are_named(workers: Workers, fault: str, first: str, second: str) -> None:

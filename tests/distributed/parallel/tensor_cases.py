@@ -149,8 +149,8 @@ class Counting:
     def all_gather_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         return self._note("gather", tensor, self._inner.all_gather_async(tensor, dim, sizes=sizes))
 
-    def reduce_scatter_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        return self._note("reduce_scatter_async", tensor, self._inner.reduce_scatter_async(tensor, dim, sizes=sizes))
+    def reduce_scatter_async(self, tensor: torch.Tensor, dim: int) -> Pending:
+        return self._note("reduce_scatter_async", tensor, self._inner.reduce_scatter_async(tensor, dim))
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> Any:

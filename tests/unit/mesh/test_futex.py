@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from zeromesh.comm.shared_ring import Futex
+from zeromesh.comm.shm_transport import Futex
 
 
 @pytest.fixture

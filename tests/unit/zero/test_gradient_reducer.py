@@ -21,7 +21,6 @@ UNITS, SHAPES, SLOTS = 32, ((4, 3), (5,)), 2
 
 
 def bucket_of(number: int, ranks: int = 2) -> Bucket:
-    """A bucket of two bfloat16 parameters that is divided among ranks."""
     specs = [
         ParameterSpec(fqn=f"{number}.{place}", shape=shape, dtype=torch.bfloat16, requires_grad=True)
         for place, shape in enumerate(SHAPES)
@@ -75,8 +74,6 @@ class StreamReducer(Reducer):
 
 
 class Shards:
-    """Gives gradient shards whose memory holds anything."""
-
     first = True
 
     def order(self) -> None:
@@ -99,7 +96,6 @@ def reducer_of(ring: Any, options: ZeroOptions, ranks: int) -> tuple[GradientRed
 
 
 def arrive(reducer: GradientReducer, bucket: Bucket, value: float, places: Sequence[int] = (1, 0)) -> None:
-    """Bring the gradients of a bucket as autograd does."""
     for place in places:
         bucket.parameters[place].grad = torch.full(SHAPES[place], value, dtype=torch.bfloat16)
         reducer.take(bucket, place)

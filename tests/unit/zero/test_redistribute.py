@@ -72,7 +72,6 @@ def _values(placement: Spans) -> torch.Tensor:
 
 @st.composite
 def placements(draw: st.DrawFn, numel: int, ranks: int) -> FlatPlacement:
-    """Every element is somewhere, some on several ranks, in any order."""
     cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=6))})
     pieces = [Interval(start=start, end=end) for start, end in itertools.pairwise(cuts)]
     held: list[list[Interval]] = [[] for _ in range(ranks)]
