@@ -198,15 +198,13 @@ def when(entries: Entries, text: str) -> float:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_reductions_start_and_end_while_backward_goes_on(workers: Workers, transport: str, stage: int) -> None:
-    case = "test_overlap:reductions"
-    for entries in workers.run(2, case, transport=transport, stage=stage, overlap=True):
+    for entries in workers.run(2, "test_overlap:reductions", transport=transport, stage=stage, overlap=True):
         assert place(entries, "launch blocks.3") < place(entries, "gradient 2")
         assert place(entries, "finish blocks.3") < place(entries, "gradient 0")
 
 
 def test_without_overlap_reductions_wait_for_the_end_of_backward(workers: Workers) -> None:
-    case = "test_overlap:reductions"
-    for entries in workers.run(2, case, transport="shared", stage=2, overlap=False):
+    for entries in workers.run(2, "test_overlap:reductions", transport="shared", stage=2, overlap=False):
         names = [name for _, name in entries]
         assert all(not name.startswith("launch") for name in names[: names.index("flush")])
 
@@ -219,10 +217,9 @@ def test_a_delayed_peer_blocks_backward_when_it_holds_the_slots(
     workers: Workers, way: tuple[str, int], slots: int
 ) -> None:
     """The gradients of one more unit stay where autograd put them; a rank that went on would end with all of them in memory."""
-    case = "test_overlap:delayed_peer"
     arguments = {"transport": way[0], "stage": way[1], "slots": slots}
-    delayed = workers.run(2, case, **arguments, seconds=0.5)
-    undelayed = workers.run(2, case, **arguments, seconds=0.0)
+    delayed = workers.run(2, "test_overlap:delayed_peer", **arguments, seconds=0.5)
+    undelayed = workers.run(2, "test_overlap:delayed_peer", **arguments, seconds=0.0)
     assert [rank["digest"] for rank in delayed] == [rank["digest"] for rank in undelayed]
     quick, slow = (rank["entries"] for rank in delayed)
     began = when(slow, "gradient 3")
@@ -237,8 +234,7 @@ def test_a_delayed_peer_blocks_backward_when_it_holds_the_slots(
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_the_next_unit_is_gathered_before_the_present_one_computes(workers: Workers, transport: str) -> None:
-    case = "test_overlap:gathers"
-    for found in workers.run(2, case, transport=transport, prefetch=1, delay=""):
+    for found in workers.run(2, "test_overlap:gathers", transport=transport, prefetch=1, delay=""):
         entries = found["entries"]
         backward = entries[place(entries, "forward 3") :]
         for number in range(3):
@@ -248,8 +244,7 @@ def test_the_next_unit_is_gathered_before_the_present_one_computes(workers: Work
 
 
 def test_without_prefetch_a_unit_is_gathered_when_it_is_needed(workers: Workers) -> None:
-    case = "test_overlap:gathers"
-    for found in workers.run(2, case, transport="gloo", prefetch=0, delay=""):
+    for found in workers.run(2, "test_overlap:gathers", transport="gloo", prefetch=0, delay=""):
         entries = found["entries"]
         for number in range(3):
             assert place(entries, f"gather blocks.{number + 1}") > place(entries, f"forward {number}")
@@ -257,9 +252,8 @@ def test_without_prefetch_a_unit_is_gathered_when_it_is_needed(workers: Workers)
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_a_prefetch_does_not_wait_for_a_delayed_peer(workers: Workers, transport: str) -> None:
-    case = "test_overlap:gathers"
-    delayed = workers.run(2, case, transport=transport, prefetch=1, delay="blocks.2")
-    undelayed = workers.run(2, case, transport=transport, prefetch=1, delay="")
+    delayed = workers.run(2, "test_overlap:gathers", transport=transport, prefetch=1, delay="blocks.2")
+    undelayed = workers.run(2, "test_overlap:gathers", transport=transport, prefetch=1, delay="")
     assert [rank["digest"] for rank in delayed] == [rank["digest"] for rank in undelayed]
     quick, slow = (rank["entries"] for rank in delayed)
     late = when(slow, "delayed")
@@ -272,8 +266,7 @@ def test_a_prefetch_does_not_wait_for_a_delayed_peer(workers: Workers, transport
 def test_at_most_one_unit_and_the_prefetched_are_live(
     workers: Workers, model: str, checkpointing: str, prefetch: int
 ) -> None:
-    case = "test_overlap:live_units"
-    for found in workers.run(2, case, model=model, prefetch=prefetch, checkpointing=checkpointing):
+    for found in workers.run(2, "test_overlap:live_units", model=model, prefetch=prefetch, checkpointing=checkpointing):
         assert found["live"] == 1 + prefetch
 
 
@@ -292,5 +285,6 @@ def test_nobody_writes_what_a_delayed_peer_still_reads(
 ) -> None:
     """On shared memory an update, or giving pages back, waits until all have read."""
     arguments = {"stage": stage, "transport": transport, "budget": budget, "in_backward": in_backward}
-    case = "test_overlap:late_reader"
-    assert workers.run(2, case, **arguments, seconds=0.05) == workers.run(2, case, **arguments, seconds=0.0)
+    assert workers.run(2, "test_overlap:late_reader", **arguments, seconds=0.05) == workers.run(
+        2, "test_overlap:late_reader", **arguments, seconds=0.0
+    )

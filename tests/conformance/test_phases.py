@@ -33,8 +33,7 @@ LEGAL = {
 }
 
 
-def refusal(call: Callable[[], object], kind: type[Exception] = PhaseError) -> str:
-    return error_of(call, kind)
+refusal = partial(error_of, kind=PhaseError)
 
 
 def resting_parameters(mesh: Mesh, transport: str, budget: int | None) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def phases(mesh: Mesh, stage: int, transport: str) -> dict[str, Any]:
     wrong = Phase.LIVE if unit.phase is Phase.RESTING else Phase.GATHERING
     found = {"transition": refusal(lambda: unit.enter(wrong)), "unit": unit.name}
     found["outside"] = refusal(lambda: model(input_ids=ids))
-    found["unknown"] = refusal(lambda: engine.state.parameter("no.such"), LayoutError)
+    found["unknown"] = refusal(lambda: engine.state.parameter("no.such"), kind=LayoutError)
     run.step(0)
     found["outside later"] = refusal(lambda: model.model(input_ids=ids))
     with engine.evaluation():
@@ -156,11 +155,11 @@ def interrupted_call(mesh: Mesh) -> dict[str, Any]:
     run.step(0)
     bad = torch.full((1, 4), VOCABULARY + 5, device=mesh.device)
     with torch.no_grad():
-        error = refusal(lambda: run.model(input_ids=bad), Exception)
+        error = refusal(lambda: run.model(input_ids=bad), kind=Exception)
         again = (
             run.model(input_ids=torch.ones(1, 4, dtype=torch.long, device=mesh.device)).logits.isfinite().all().item()
         )
-        refusal(lambda: run.model(input_ids=bad), Exception)
+        refusal(lambda: run.model(input_ids=bad), kind=Exception)
     norm = run.step(1).grad_norm
     run.close()
     return {"error": bool(error), "again": again, "norm": norm}

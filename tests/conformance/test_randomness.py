@@ -80,7 +80,7 @@ def test_dropout_does_something_and_changes_from_step_to_step(laboratory: Labora
     alone = laboratory.train(1, DROPOUT, Layout(accumulation=4), QUIET)
     without = laboratory.reference(Problem(model="gpt2", steps=5, samples=8))
     assert all(abs(a - b) > 1e-4 for a, b in zip(alone.losses, without.losses, strict=True))
-    (seeds,) = laboratory.workers.run(1, "test_randomness:dropout_masks")
+    (seeds,) = laboratory.workers.run(1, "tests.conformance.test_randomness:dropout_masks")
     assert len(set(seeds["masks"])) == len(seeds["masks"])
 
 
@@ -88,7 +88,9 @@ def test_dropout_does_something_and_changes_from_step_to_step(laboratory: Labora
 @pytest.mark.parametrize(("size", "budget"), [(1, None), (2, None), (2, 0)])
 def test_recomputation_draws_the_same_dropout(laboratory: Laboratory, size: int, budget: int | None, kind: str) -> None:
     """`checkpoint(block, x)` runs the block's hooks again in backward, a checkpointed `forward` does not."""
-    for result in laboratory.workers.run(size, "test_randomness:recomputed_dropout", budget=budget, kind=kind):
+    for result in laboratory.workers.run(
+        size, "tests.conformance.test_randomness:recomputed_dropout", budget=budget, kind=kind
+    ):
         assert result["plain"] == result["recomputed"]
 
 

@@ -268,7 +268,6 @@ class SharedExchange(Exchange):
     def _part(
         self, rank: int, sequence: int, about: list[int], shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the tensor that the rank at position `rank` published as exchange `sequence`."""
         slot, other = self._ring.read(rank, sequence)
         if other == about:
             return slot.seen(shape, dtype)

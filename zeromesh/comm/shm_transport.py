@@ -126,7 +126,7 @@ class Counters:
                     futex.wait(seen, seconds)
                     return
 
-        self._group.watch.wait(lambda: self.reached(value), behind(), what, pause, behind)
+        self._group.watch.wait(lambda: self.reached(value), behind(), what, pause, behind, looks=0)
 
 
 def shared_segments(
@@ -354,7 +354,6 @@ class SharedBuffer(GatherBuffer):
             counters.wait(self._generation, f"{purpose} ({self._what})" if purpose else self._what)
 
     def _finish_reading(self, reading: Transfer) -> None:
-        """Publish this rank's shard, once it has arrived from its tier."""
         reading.wait()
         self._reading = None
         self._written.set(self._generation)

@@ -238,7 +238,6 @@ class HeadPass:
         return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute `out` [chunk, vocab] = hidden [chunk, hidden] @ weight.T + bias."""
         if self.product == hidden.dtype:
             if self.bias is None:
                 torch.mm(hidden, self.weight.t(), out=out)

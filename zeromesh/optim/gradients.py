@@ -248,7 +248,6 @@ class GradientReducer:
             self._hand_over(bucket)
 
     def _hand_over(self, bucket: Bucket) -> None:
-        """Start the sum over replicas of a bucket that is summed over its shard group, and offload it."""
         # As far as this rank knows: `find_missing` asks the others.
         bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
         if not self._last:

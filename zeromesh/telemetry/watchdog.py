@@ -289,10 +289,16 @@ class Watchdog:
         what: str,
         pause: Callable[[float], None] | None = None,
         behind: Callable[[], list[int]] | None = None,
+        *,
+        looks: int = 200,
     ) -> None:
         """Wait until `done()`, a condition that peers make true in shared memory. `pause` sleeps for some seconds or until a
-        change; None: poll. `behind` returns the late ranks; None: the board tells them."""
+        change; None: poll. `behind` returns the late ranks; None: the board tells them. Nothing is recorded of a wait that is over
+        within the first `looks`."""
         self.begun += 1
+        for _ in range(looks):
+            if done():
+                return
         self._wait(done, peers, what, pause, behind=behind)
 
     def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:

@@ -231,7 +231,6 @@ class AutogradPasses(Passes):
         super().on_gradient(unit, bucket, index, parameter)
 
     def _accumulates(self) -> bool:
-        """Return True if the autograd call that is running accumulates gradients into parameters."""
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():

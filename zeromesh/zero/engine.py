@@ -256,7 +256,6 @@ class ZeroEngine:
         return slot_bytes(trained, self.options, self.mesh.device)
 
     def _widen_slots(self) -> None:
-        """Reduce through larger slots if a newly trained bucket does not fit into the present ones."""
         needed, name = self._needed_slot_bytes(), self.reduction.name
         if needed <= self._slot_bytes or name == "local":
             return
@@ -304,7 +303,6 @@ class ZeroEngine:
         return found[: len(scalars)], squares
 
     def _sum_squares(self) -> float:
-        """Sum the squared norm of all gradients, with the loss scale in it, over the world; all ranks call it."""
         total = torch.tensor([self.read_step()[1]], dtype=torch.float64)
         return float(self.mesh.world.all_reduce(total, "sum of the gradient norm"))
 
@@ -345,7 +343,6 @@ class ZeroEngine:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Inside the block the optimizer changes the shards; afterwards the model's parameters are updated from them."""
         self._mixed = True
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):

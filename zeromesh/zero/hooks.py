@@ -262,7 +262,6 @@ def _hooked(edge: Edge, call: UnitCall) -> bool:
 
 
 def _viewed(node: Any) -> torch.Tensor | None:
-    """The leaf that a node's output is a view of, if all nodes up to the leaf are views."""
     while node.name() in _VIEWS and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     variable: torch.Tensor | None = getattr(node, "variable", None)

@@ -115,7 +115,6 @@ class MemoryModel:
         return sum(self.files.values())
 
     def _place(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
-        """Count shards, gradients and buffers of transfers on their tiers."""
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
         # On a CPU the host's memory is the device's.
         hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
@@ -132,7 +131,6 @@ class MemoryModel:
         hosted[Purpose.STAGING] += THREAD_BYTES if files.total() else 0
 
     def _own(self, layout: BucketLayout) -> int:
-        """Return the number of elements that a rank updates."""
         return layout.padded if self._replicated else layout.shard_length
 
     def _resting(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:

@@ -155,7 +155,6 @@ class Passes:
         self.end()
 
     def _enter_backward(self, forward: PassProgress) -> None:
-        """Continue in the pass of the forward that has just run, or begin a new pass."""
         if self.mode is not PassMode.FORWARD or self._progress is not forward:
             self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward)
         self.mode = PassMode.BACKWARD

@@ -116,7 +116,7 @@ def fresh_numbers(mesh: Mesh, folder: str) -> dict[str, Any]:
     return found
 
 
-CASE = "test_randomness:fresh_numbers"
+CASE = "tests.distributed.contract.test_randomness:fresh_numbers"
 
 
 def test_numbers_are_fresh_and_do_not_depend_on_the_layout(workers: Workers, tmp_path: Path) -> None:

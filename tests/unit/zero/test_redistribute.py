@@ -3,7 +3,7 @@
 import itertools
 import threading
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -81,13 +81,15 @@ def placements(draw: st.DrawFn, numel: int, ranks: int) -> FlatPlacement:
     return tuple(map(tuple, held))
 
 
+def _moved(threads: _Threads, before: FlatPlacement, after: FlatPlacement) -> list[Any]:
+    return threads.run(lambda index, group: redistribute(_values(before[index]), before, after, group, "test"))
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), ranks=st.integers(1, 4), numel=st.integers(1, 40))
 def test_any_placement_becomes_any_other(data: st.DataObject, ranks: int, numel: int) -> None:
     before, after = (data.draw(placements(numel, ranks)) for _ in range(2))
-    found = _Threads(ranks).run(
-        lambda index, group: redistribute(_values(before[index]), before, after, cast(Any, group), "test")
-    )
+    found = _moved(_Threads(ranks), before, after)
     assert [each.tolist() for each in found] == [_values(each).tolist() for each in after]
 
 
@@ -106,15 +108,13 @@ def test_a_change_of_placement_is_a_collective(
     before: FlatPlacement, after: FlatPlacement, collectives: list[Collective]
 ) -> None:
     threads = _Threads(2)
-    threads.run(lambda index, group: redistribute(_values(before[index]), before, after, cast(Any, group), "test"))
+    _moved(threads, before, after)
     assert threads.started == [collectives] * 2
 
 
 def test_what_no_rank_holds_is_refused() -> None:
     before, after = on_one_rank(4, 2, 0), on_one_rank(6, 2, 1)
-    found = _Threads(2).run(
-        lambda index, group: redistribute(_values(before[index]), before, after, cast(Any, group), "test")
-    )
+    found = _moved(_Threads(2), before, after)
     assert all(isinstance(each, LayoutError) and "no rank holds element 4" in str(each) for each in found)
 
 
@@ -126,5 +126,5 @@ def test_columns_of_ranks_become_the_whole_tensor() -> None:
     regions = [Region(shape=(3, 6), dims=((Interval(start=0, end=3),), each)) for each in columns]
     whole = torch.arange(18.0).view(3, 6)
     local = [torch.cat([whole[:, each.start : each.end] for each in taken], 1).reshape(-1) for taken in columns]
-    found = _Threads(2).run(lambda index, group: join_regions(local[index], regions, cast(Any, group), "test"))
+    found = _Threads(2).run(lambda index, group: join_regions(local[index], regions, group, "test"))
     assert all(torch.equal(each, whole) for each in found)
