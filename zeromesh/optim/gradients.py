@@ -514,7 +514,7 @@ class ReplicaGroups:
         self._sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
         if mesh.model_size == 1:
             return
-        shared = sorted({bucket.spec.shared_by for bucket in buckets} - {()})
+        shared = sorted({bucket.shared_by for bucket in buckets} - {()})
         sharers: dict[Positions, list[int]] = {}
         for rank, rows in enumerate(mesh.world.gather_json(shared, "who shares parameters")):
             for row in rows:
@@ -531,11 +531,11 @@ class ReplicaGroups:
 
     def counts(self, bucket: Bucket) -> bool:
         """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it and see the same samples."""
-        return all(self._coordinate[axis] == first for axis, first in bucket.spec.counted_at.items())
+        return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
 
     def sharers(self, bucket: Bucket) -> ProcessSet:
         """The ranks that share a bucket's elements, this rank included."""
-        return self._sets[bucket.spec.shared_by]
+        return self._sets[bucket.shared_by]
 
     def all_reduce_async(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
         """Start to sum a gradient shard in place over the ranks that share it. Returns a call that waits for the sum; None if no

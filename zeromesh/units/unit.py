@@ -164,6 +164,7 @@ class Bucket:
         """The index of the bucket's unit."""
         self.spec = layout.first
         self.dtype = self.spec.dtype
+        self.shared_by, self.counted_at = self.spec.shared_by, self.spec.counted_at
         self.nbytes = layout.nbytes
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
         self.parameters = tuple(parameters)

@@ -153,7 +153,7 @@ class AutogradPasses(Passes):
     # Forward
 
     def _begin_users_pass(self, module: nn.Module) -> None:
-        if not torch.is_grad_enabled() or self._mesh.shape.divides("blocks"):
+        if not torch.is_grad_enabled() or self._in_stages:
             super()._begin_users_pass(module)
             return
         if not self.step.backwards or self.step.used:

@@ -99,6 +99,8 @@ class Passes:
         self._chunks = chunks or [built.units]
         self.mode = PassMode.IDLE
         self._mesh = mesh
+        self._in_stages = mesh.shape.divides("blocks")
+        """True if this rank has but some stages of the model."""
         self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._options = options
@@ -312,7 +314,7 @@ class Passes:
             self._progress.calls += 1
             # Backward enters a pipeline stage at the output of its last block, not at that of the root.
             kept = unit.index in self._lasting.get(self._kind, ())
-            if kept or (unit.index == 0 and self._mesh.shape.divides("blocks")):
+            if kept or (unit.index == 0 and self._in_stages):
                 self._progress.held.add(unit.index)
             self.need(unit)
         self.writes.look_at(unit, len(self.units))
@@ -365,7 +367,7 @@ class Passes:
             self._need_in_backward(self.units[index])
 
     def _begin_users_pass(self, module: nn.Module) -> None:
-        if self._mesh.shape.divides("blocks"):
+        if self._in_stages:
             raise PhaseError(
                 "the model was called by itself, and this rank has but some stages of it; use trainer.evaluate(), or call it "
                 "when fit has made it whole"

@@ -68,38 +68,27 @@ def caught_in_gathered(mesh: Mesh, layout: dict[str, Any]) -> dict[str, Any]:
     return {**train(Layout(**layout), [after_steps(look)]), "seen": seen}
 
 
-class Scaled(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+def hooked(change: Callable[[Any], object]) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model = Stack()
+        change(model)
+        return model
+
+    return build
 
 
-class Masked(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        mask = torch.arange(WIDTH) % 2
-        self.blocks[1].down.weight.register_hook(lambda gradient: gradient * mask)
+def change_in_place(parameter: Any) -> None:
+    parameter.grad.mul_(-3)
 
 
-class InPlace(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head.bias.register_post_accumulate_grad_hook(self.change)
-
-    @staticmethod
-    def change(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.mul_(-3)
+def mask(model: Any) -> None:
+    kept = torch.arange(WIDTH) % 2
+    model.blocks[1].down.weight.register_hook(lambda gradient: gradient * kept)
 
 
-class Counted(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-        torch.autograd.graph.register_multi_grad_hook([self.stem.weight, self.head.weight], self.count)
-
-    def count(self, gradients: Any) -> None:
-        self.seen += 1
+def count(model: Any) -> None:
+    model.seen = []
+    torch.autograd.graph.register_multi_grad_hook([model.stem.weight, model.head.weight], model.seen.append)
 
 
 class Listed(Stack):
@@ -130,19 +119,26 @@ class ParameterLists(nn.Module):
         return self.head(values)
 
 
-HOOKED = (Scaled, Masked, InPlace, Counted, Listed, ParameterLists)
+HOOKED: dict[str, Callable[[], nn.Module]] = {
+    "Scaled": hooked(lambda model: model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)),
+    "Masked": hooked(mask),
+    "InPlace": hooked(lambda model: model.head.bias.register_post_accumulate_grad_hook(change_in_place)),
+    "Counted": hooked(count),
+    "Listed": Listed,
+    "ParameterLists": ParameterLists,
+}
 
 
 def given_as_callables(mesh: Mesh, layout: dict[str, Any]) -> dict[str, Any]:
     """Models with hooks and lists, built by the trainer: differences from a plain loop that begins with the same weights."""
     torch.set_default_dtype(torch.float64)
     try:
-        return {build.__name__: _built_by_trainer(build, Layout(**layout)) for build in HOOKED}
+        return {name: _built_by_trainer(build, Layout(**layout)) for name, build in HOOKED.items()}
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _built_by_trainer(build: type[nn.Module], layout: Layout) -> dict[str, Any]:
+def _built_by_trainer(build: Callable[[], nn.Module], layout: Layout) -> dict[str, Any]:
     case = Case(name="own", build=build, config={"batch": {"micro_size": 4}})
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -151,7 +147,7 @@ def _built_by_trainer(build: type[nn.Module], layout: Layout) -> dict[str, Any]:
         first = {name: value.detach().clone() for name, value in trainer.state_dict()}
         trainer.fit()
         found = {name: value.detach().clone() for name, value in trainer.state_dict()}
-        seen = getattr(trainer.model, "seen", None)
+        seen = len(getattr(trainer.model, "seen", ()))
 
     def begin() -> nn.Module:
         model = build()
@@ -163,9 +159,9 @@ def _built_by_trainer(build: type[nn.Module], layout: Layout) -> dict[str, Any]:
 
 def hooks_refused(mesh: Mesh) -> str:
     with torch.device("meta"):
-        model = Masked()
+        model = HOOKED["Masked"]()
     with tempfile.TemporaryDirectory() as folder:
-        config = Case(name="own", build=Masked).settings(folder, Layout(stage=3))
+        config = Case(name="own", build=HOOKED["Masked"]).settings(folder, Layout(stage=3))
         return error_of(lambda: Trainer(model, config, samples()).fit(), LayoutError)
 
 
