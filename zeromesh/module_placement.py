@@ -138,7 +138,8 @@ def _on_own_ranks(forward: Callable[..., Any], exchange: _ModuleExchange, /, *ar
     leaves, spec = pytree.tree_flatten((args, kwargs))
     at = _differentiable(leaves)
     if at:
-        entered = _apply(_AtHome, _views, exchange.send, *(leaves[index] for index in at))
+        views: _Move = lambda tensors: [each.view_as(each) for each in tensors]  # noqa: E731
+        entered = _apply(_AtHome, views, exchange.send, *(leaves[index] for index in at))
         for index, tensor in zip(at, entered, strict=True):
             leaves[index] = tensor
     args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -152,13 +153,7 @@ def _on_own_ranks(forward: Callable[..., Any], exchange: _ModuleExchange, /, *ar
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [each.view_as(each) for each in tensors]
-
-
 class _OnOtherRanks(Stub):
-    """The stub of a module that lives on a process set without this rank."""
-
     def __init__(self, module: nn.Module, exchange: _ModuleExchange) -> None:
         shape = meta_copy(module)
         super().__init__(shape)

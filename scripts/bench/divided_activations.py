@@ -55,7 +55,7 @@ class AloneExchange(Exchange):
     def all_gather_async(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         return Pending(lambda: torch.cat([tensor.detach()] * self.size, dim))
 
-    def reduce_scatter_async(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+    def reduce_scatter_async(self, tensor: Tensor, dim: int) -> Pending:
         return Pending(lambda: tensor.detach().chunk(self.size, dim)[self.index].clone())
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from safetensors.torch import save_file
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Ledger, Purpose, Tier, tensor_bytes
+from zeromesh.offload import Ledger, Purpose, Tier, resident_bytes, tensor_bytes
 from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
@@ -26,7 +28,22 @@ from zeromesh.zero.engine import ZeroEngine
 
 from . import reference
 from .models import SUBJECTS, Batch
-from .recipe import Extra, Layout, Problem
+from .recipe import SMALL, Extra, Layout, Problem
+
+
+def leaks(mesh: Mesh, stage: int, transport: str, runs: int) -> dict[str, list[int]]:
+    files, mappings, resident = [], [], []
+    layout = Layout(stage=stage, transport=transport)
+    for _ in range(runs):
+        run = Run.start(mesh, SMALL, layout)
+        run.step(0)
+        run.close()
+        del run
+        gc.collect()
+        files.append(len(os.listdir("/proc/self/fd")))
+        mappings.append(Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:"))
+        resident.append(resident_bytes())
+    return {"files": files, "mappings": mappings, "resident": resident}
 
 
 @dataclass
@@ -72,12 +89,10 @@ class Run:
         return [(start, reference.part(batch, start, start + micro)) for start in starts]
 
     def batch_of(self, step: int) -> Batch:
-        """The global batch of a step, where this rank computes."""
         batch = reference.batch_of(self.problem, step)
         return {name: values.to(self.mesh.device) for name, values in batch.items()}
 
     def step(self, number: int, *, before_update: Callable[[], None] | None = None, factor: float = 1.0) -> StepOutcome:
-        """One training step; `factor` multiplies the loss."""
         subject, batch = SUBJECTS[self.problem.model], self.batch_of(number)
         count = subject.count(batch)
         parts = self.microbatches(number)
@@ -102,12 +117,10 @@ class Run:
         return outcome
 
     def loss_of(self, micro: Batch, factor: float) -> torch.Tensor:
-        """The sum of a microbatch's losses, times `factor`."""
         with self.problem.arithmetic():
             return SUBJECTS[self.problem.model].loss_sum(self.model, micro) * factor
 
     def evaluate(self) -> float:
-        """Loss of the whole first batch, by this rank, with the parameters as they are now."""
         subject, batch = SUBJECTS[self.problem.model], self.batch_of(0)
         work = [MicrobatchWork(batch=batch)]
         with self.problem.arithmetic():
@@ -123,13 +136,11 @@ class Run:
         return {name: tensor.clone().cpu() for name, tensor in self.engine.state.parameters()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Whole gradients by name, one by one."""
         state = self.engine.state
         found = {name: state.gradient(name) for name in state.names()}
         return {name: tensor.cpu() for name, tensor in found.items() if tensor is not None}
 
     def digest(self) -> str:
-        """Of every bit of this rank's share: master weights and moments. Gaps hold zeros."""
         tensors: list[torch.Tensor] = []
         for unit in self.engine.units:
             for bucket in unit.buckets:
@@ -147,7 +158,6 @@ class Run:
 def train(
     mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], extra: dict[str, Any], out: str = ""
 ) -> dict[str, Any]:
-    """Train by the engine. Rank 0 writes gradients and parameters to `out`."""
     more, gradients, digests = Extra(**extra), {}, []
     run = Run.start(mesh, Problem(**problem), Layout(**layout))
 
@@ -204,7 +214,6 @@ def reference_run(mesh: Mesh, problem: dict[str, Any], out: str) -> dict[str, An
 
 
 def save(path: str, gradients: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> None:
-    """Both in one file; it appears whole. Tied parameters and empty ones may come under any name."""
     tensors = {f"gradient/{name}": tensor.contiguous() for name, tensor in gradients.items()}
     tensors |= {f"parameter/{name}": tensor.contiguous().clone() for name, tensor in parameters.items()}
     save_file(tensors, f"{path}.part")
@@ -212,7 +221,6 @@ def save(path: str, gradients: dict[str, torch.Tensor], parameters: dict[str, to
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """A hash of the bits of tensors."""
     found = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         found.update(tensor_bytes(tensor).numpy().tobytes())
@@ -227,7 +235,6 @@ def _checkpoint_activations(model: Any, kind: str) -> None:
 
 
 def _inspect(run: Run) -> None:
-    """Everything that a user may do between steps."""
     run.evaluate()
     run.parameters()
     name = run.engine.state.names()[-1]

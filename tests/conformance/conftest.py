@@ -17,7 +17,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def laboratory(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    """Runs problems in the session's workers."""
     return Laboratory(workers, tmp_path_factory.mktemp("conformance"))
 
 

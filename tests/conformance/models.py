@@ -31,8 +31,6 @@ _SMALL = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A model to train, its data and its loss."""
-
     build: Callable[[], Any]
     batch: Callable[[torch.Generator, int], dict[str, torch.Tensor]]
     """Of so many samples."""
@@ -48,7 +46,6 @@ def llama(**changes: Any) -> Any:
 
 
 def gpt2(dropout: float = 0.0, layers: int = 2) -> Any:
-    """Tied embeddings."""
     rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     sizes = {"n_embd": 32, "n_layer": layers, "n_head": 4, "n_positions": 32, "vocab_size": VOCABULARY}
     none = {"bos_token_id": None, "eos_token_id": None}
@@ -72,14 +69,12 @@ def moe(layers: int = 2) -> Any:
 
 
 def qwen3(layers: int = 2) -> Any:
-    """Norms of each head's queries and keys."""
     return tf.Qwen3ForCausalLM(
         tf.Qwen3Config(**_SMALL, num_hidden_layers=layers, num_key_value_heads=2, head_dim=8, use_cache=False)
     )
 
 
 def gemma(layers: int = 2) -> Any:
-    """Tied embeddings that are scaled, and a norm of its own kind."""
     return tf.GemmaForCausalLM(
         tf.GemmaConfig(**_SMALL, num_hidden_layers=layers, num_key_value_heads=2, head_dim=8, use_cache=False)
     )
@@ -118,8 +113,6 @@ def lora(layers: int = 2) -> Any:
 
 
 class Residual(nn.Module):
-    """x + f(x) with two convolutions."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.norm = nn.GroupNorm(4, channels)
@@ -178,19 +171,15 @@ class Stack(nn.Module):
 
 
 def stack(layers: int = 3, size: int = 32) -> Stack:
-    """Equal blocks, each called once."""
     return Stack([Feedforward(size, 2 * size + 1) for _ in range(layers)], list(range(layers)), size)
 
 
 def reused() -> Stack:
-    """One block is called twice, another between the calls."""
     return Stack([Feedforward(32, 65) for _ in range(2)], [0, 1, 0], 32)
 
 
 @dataclass
 class Hidden:
-    """What a block returns that has a type of its own, unknown to PyTorch."""
-
     hidden: torch.Tensor
     penalty: torch.Tensor
 

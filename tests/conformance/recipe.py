@@ -30,8 +30,6 @@ DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is trained; the layout of ranks cannot change its result."""
-
     model: str = "llama"
     optimizer: str = "adamw"
     clip: float = 0.0
@@ -48,12 +46,10 @@ class Problem:
     """Whether what models cast to float32 by name is float64 too: a sum in another order may round there to another number."""
 
     def arithmetic(self) -> AbstractContextManager[object]:
-        """Around whatever computes the model."""
         return InFloat64() if self.wide else nullcontext()
 
     @property
     def key(self) -> str:
-        """A file name for what depends on this alone."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def settings(self) -> OptimizerSettings:
@@ -118,7 +114,6 @@ class Layout:
 
 
 def offload_options(text: str) -> OffloadOptions:
-    """What a layout's `offload` says."""
     words = text.split()
     choices: dict[str, Any] = {}
     for word in words:
@@ -135,8 +130,6 @@ def offload_options(text: str) -> OffloadOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extra:
-    """What a run does besides: where it looks at gradients, what goes wrong."""
-
     gradient_step: int = 3
     """Gradients are read at this step; -1 for never."""
     inspect_every: int = 0
@@ -146,5 +139,7 @@ class Extra:
 
 
 def as_arguments(problem: Problem, layout: Layout, extra: Extra) -> dict[str, Any]:
-    """The JSON arguments of a case."""
     return {"problem": asdict(problem), "layout": asdict(layout), "extra": asdict(extra)}
+
+
+SMALL = Problem(model="llama", steps=3, samples=12)

@@ -1,6 +1,7 @@
 """The other side of the comparison: one plain PyTorch process, the whole batch at once, torch's own optimizers."""
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ GRADIENT_STEP = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trained:
-    """What a run leaves behind. Gradients are those of `GRADIENT_STEP` before clipping."""
-
     losses: list[float]
     norms: list[float]
     final_loss: float
@@ -34,7 +33,6 @@ def build(problem: Problem) -> Any:
 
 
 def batch_of(problem: Problem, step: int) -> dict[str, torch.Tensor]:
-    """The global batch of a step."""
     return SUBJECTS[problem.model].batch(torch.Generator().manual_seed(1000 + step), problem.samples)
 
 
@@ -43,7 +41,6 @@ def part(batch: Batch, start: int, end: int) -> dict[str, torch.Tensor]:
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters to `dtype`; buffers stay as they are."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -85,22 +82,7 @@ def _groups(problem: Problem, model: nn.Module, weight_decay: float) -> list[dic
     plain: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            (plain if problem.decay and _matches(name, problem.model) else decayed).append(parameter)
+            patterns = SUBJECTS[problem.model].no_decay if problem.decay else ()
+            (plain if any(fnmatchcase(name, each) for each in patterns) else decayed).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
-
-
-def _matches(name: str, model: str) -> bool:
-    """Whether a `no_decay` pattern of the model names this parameter. Patterns here have stars at their ends only."""
-    for pattern in SUBJECTS[model].no_decay:
-        core = pattern.strip("*")
-        before, after = pattern.startswith("*"), pattern.endswith("*")
-        if before and after:
-            found = core in name
-        elif before:
-            found = name.endswith(core)
-        else:
-            found = name.startswith(core) if after else name == core
-        if found:
-            return True
-    return False

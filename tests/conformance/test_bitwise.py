@@ -38,7 +38,6 @@ SUBJECTS: dict[str, tuple[Problem, int, int]] = {
 
 @pytest.fixture(scope="module")
 def kept() -> dict[object, Result]:
-    """Results that several tests compare with."""
     return {}
 
 

@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from .checks import Laboratory, check_equal
-from .cover import Row, pairs_of, pairwise
+from .checks import Laboratory, Row, check_equal, check_same_bits, pairs_of, pairwise, whole_product
 from .models import MATRIX
-from .recipe import Layout, Problem
+from .recipe import Extra, Layout, Problem
 
 CORE: dict[str, list[Any]] = {
     "model": list(MATRIX),
@@ -64,7 +63,6 @@ def name_of(row: Row) -> str:
 
 
 def run_row(laboratory: Laboratory, row: Row) -> float:
-    """Train both ways and compare; returns the largest difference."""
     problem = Problem(**{name: row[name] for name in ("model", "optimizer", "clip", "decay")})
     names = ("stage", "accumulation", "budget", "overlap")
     transport = "auto" if row["size"] == 1 else row["transport"]
@@ -100,3 +98,33 @@ def test_whole_matrix(laboratory: Laboratory, row: Row, record_property: Callabl
     """What is recorded goes into the table of docs/conformance.md."""
     record_property("row", json.dumps({"model": row["model"], "column": f"stage {row['stage']}"}))
     record_property("difference", run_row(laboratory, row))
+
+
+# Shards inside a group, copies of the group: reduce-scatter inside, then a sum over the copies.
+
+
+@pytest.mark.parametrize(
+    ("stage", "transport", "accumulation"), whole_product(5, [0, 1, 2, 3], ["shared", "gloo"], [1, 4])
+)
+def test_two_copies_of_two_shards(laboratory: Laboratory, stage: int, transport: str, accumulation: int) -> None:
+    problem = Problem(model="odd", clip=0.3)
+    layout = Layout(stage=stage, transport=transport, accumulation=accumulation)
+    found = laboratory.train(4, problem, layout, replicate=2)
+    check_equal(found, laboratory.reference(problem), problem)
+
+
+@pytest.mark.parametrize(("stage", "model"), whole_product(2, [0, 2, 3], ["llama", "routed", "frozen"]))
+def test_copies_alone(laboratory: Laboratory, stage: int, model: str) -> None:
+    """No shards: plain data parallelism. In `routed`, ranks use different experts, so gradients arrive in different orders."""
+    problem = Problem(model=model, clip=0.3)
+    found = laboratory.train(2, problem, Layout(stage=stage, accumulation=4), replicate=2)
+    check_equal(found, laboratory.reference(problem), problem)
+
+
+@pytest.mark.parametrize(("stage", "size", "accumulation"), whole_product(3, [0, 3], [2, 4], [1, 4]))
+def test_the_optimizer_inside_backward(laboratory: Laboratory, stage: int, size: int, accumulation: int) -> None:
+    problem = Problem(model="llama", steps=4)
+    base = laboratory.train(size, problem, Layout(stage=stage, accumulation=accumulation), replicate=2)
+    layout = Layout(stage=stage, accumulation=accumulation, in_backward=True)
+    found = laboratory.train(size, problem, layout, Extra(gradient_step=-1), replicate=2)
+    check_same_bits(found, base, "losses", "parameters", "final_loss")

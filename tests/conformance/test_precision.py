@@ -1,14 +1,22 @@
 """Precisions below float64: written tolerances (docs/numerics.md), and what is exact in spite of rounding."""
 
+import copy
 import math
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from .checks import Laboratory, check_ranks_agree, check_same_bits, whole_product
-from .cover import Row, pairwise
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.zero.engine import ZeroEngine
+
+from . import reference
+from .cases import Run
+from .checks import Laboratory, Row, check_ranks_agree, check_same_bits, pairwise, whole_product
+from .models import SUBJECTS, Stack
 from .recipe import LEARNING_RATE, Extra, Layout, Problem
 from .test_matrix import CORE
 
@@ -19,6 +27,70 @@ FLOAT16_LOSS = 2e-3
 MAIN = ["llama", "gpt2", "bert", "moe", "frozen", "conv"]
 
 
+class WideNorm(nn.Module):
+    """A block in bf16 whose norm is kept in fp32, as its model wants it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.linear = nn.Linear(size, size).bfloat16()
+        self.out = nn.Linear(size, 3 * size).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(self.linear(self.norm(x.float()).bfloat16()))
+        return x + self.out(inner)[..., : x.shape[-1]]
+
+
+def mixed_dtypes(mesh: Mesh) -> dict[str, Any]:
+    """The engine, two microbatches a step, against a loop with fp32 master weights in one process."""
+    torch.manual_seed(5)
+    model = Stack([WideNorm(40) for _ in range(2)], [0, 1], 40)
+    for part in (model.embedding, model.head, model.norm):
+        part.bfloat16()
+    plain = copy.deepcopy(model)
+    problem = Problem(model="stack", decay=False, precision="bfloat16", steps=4, samples=8)
+    engine = ZeroEngine.build(model, mesh, Layout(stage=3).options(problem))
+    run = Run(mesh=mesh, problem=problem, layout=Layout(stage=3), model=model, engine=engine)
+    for step in range(problem.steps):
+        run.step(step)
+    wanted = _with_master_weights(plain, problem, mesh.data.size)
+    found = run.parameters()
+    dtypes = {str(bucket.dtype) for unit in engine.units for bucket in unit.buckets}
+    engine.close()
+    worst = max(float((found[name] - value).abs().max()) for name, value in wanted.items())
+    return {"dtypes": sorted(dtypes), "worst": worst, "moved": float((wanted["norm.weight"] - 1).abs().max())}
+
+
+def _with_master_weights(model: nn.Module, problem: Problem, microbatches: int) -> dict[str, torch.Tensor]:
+    """Mixed precision as it is written by hand: gradients of microbatches are added to fp32 in turn."""
+    subject = SUBJECTS[problem.model]
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
+    settings = problem.settings()
+    optimizer = torch.optim.AdamW(
+        list(masters.values()),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    for step in range(problem.steps):
+        batch = reference.batch_of(problem, step)
+        micro = problem.samples // microbatches
+        for start in range(0, problem.samples, micro):
+            loss = subject.loss_sum(model, reference.part(batch, start, start + micro))
+            loss.backward(torch.full_like(loss, 1.0 / subject.count(batch)))
+            for name, parameter in model.named_parameters():
+                gradient, master = parameter.grad, masters[name]
+                assert gradient is not None
+                master.grad = gradient.float() if start == 0 else master.grad + gradient  # type: ignore[operator]
+                parameter.grad = None
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(masters[name].data)
+    return {name: master.detach() for name, master in masters.items()}
+
+
 def idle(row: Row) -> set[str]:
     return {"transport"} if row.get("size") == 1 else set()
 
@@ -27,30 +99,23 @@ def name_of(row: Row) -> str:
     return "-".join(str(value) for value in row.values())
 
 
-def check_losses_in_float32(laboratory: Laboratory, row: Row) -> None:
+FACTORS = CORE | {"model": MAIN}
+COVER = pairwise({name: values for name, values in FACTORS.items() if name != "model"}, idle)
+DEFAULT = [{**row, "model": MAIN[number % len(MAIN)]} for number, row in enumerate(COVER)]
+ROWS = [pytest.param(row, id=name_of(row)) for row in DEFAULT] + [
+    pytest.param(row := dict(zip(FACTORS, values, strict=True)), id=f"all-{name_of(row)}", marks=pytest.mark.full)
+    for values in product(*FACTORS.values())
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_losses_in_float32(laboratory: Laboratory, row: Row) -> None:
     problem = Problem(model=row["model"], clip=0.3, precision="float32")
     transport = "auto" if row["size"] == 1 else row["transport"]
     layout = Layout(stage=row["stage"], accumulation=row["accumulation"], transport=transport)
     found, wanted = laboratory.train(row["size"], problem, layout, QUIET), laboratory.reference(problem)
     check_ranks_agree(found)
     assert found.losses == pytest.approx(wanted.losses, rel=FLOAT32_LOSS)
-
-
-FACTORS = CORE | {"model": MAIN}
-COVER = pairwise({name: values for name, values in FACTORS.items() if name != "model"}, idle)
-DEFAULT = [{**row, "model": MAIN[number % len(MAIN)]} for number, row in enumerate(COVER)]
-WHOLE = [dict(zip(FACTORS, values, strict=True)) for values in product(*FACTORS.values())]
-
-
-@pytest.mark.parametrize("row", DEFAULT, ids=name_of)
-def test_losses_in_float32(laboratory: Laboratory, row: Row) -> None:
-    check_losses_in_float32(laboratory, row)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("row", WHOLE, ids=name_of)
-def test_losses_in_float32_everywhere(laboratory: Laboratory, row: Row) -> None:
-    check_losses_in_float32(laboratory, row)
 
 
 @pytest.mark.parametrize(("model", "stage"), whole_product(4, ["llama", "gpt2", "conv"], [1, 2, 3]))
@@ -113,7 +178,7 @@ def test_float16_with_a_loss_scale(laboratory: Laboratory, stage: int, transport
 
 def test_mixed_dtypes_keep_their_own(laboratory: Laboratory) -> None:
     """Parameters wider than the rest lie in buckets of their own and are not rounded."""
-    (first, *_) = laboratory.workers.run(2, "tests.conformance.scenes:mixed_dtypes")
+    (first, *_) = laboratory.workers.run(2, "test_precision:mixed_dtypes")
     assert first["dtypes"] == ["torch.bfloat16", "torch.float32"]
     assert first["worst"] == 0.0
     assert first["moved"] > 0

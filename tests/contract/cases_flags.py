@@ -1,6 +1,7 @@
 """Cases about `requires_grad`, changed by callbacks while training goes on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,25 +10,18 @@ from torch.nn import functional as F
 
 from tests.contract.cases_units import Block, Stack
 from tests.contract.harness import WIDTH, Case
+from tests.support.plain import calling
 from zeromesh.trainer.callbacks.callback import Callback
 
 Flags = Callable[[Any, int], None]
 """Sets `requires_grad` of a model before a step, counted from 1."""
 
 
-class Flagging(Callback):
-    """Sets flags before each step."""
-
-    def __init__(self, flags: Flags) -> None:
-        self.flags = flags
-
-    def on_step_begin(self, trainer: Any, step: int) -> None:
-        self.flags(trainer.model, step)
+def flagging(flags: Flags) -> Callback:
+    return calling(on_step_begin=lambda trainer, step: flags(trainer.model, step))
 
 
 class Headed(Stack):
-    """All but the head is frozen."""
-
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
@@ -46,11 +40,7 @@ class Adapted(Block):
         return x + self.down(F.gelu(self.up(x) + x @ self.a @ self.b))
 
 
-class AdaptedStack(Stack):
-    """Frozen blocks with adapters."""
-
-    def __init__(self) -> None:
-        super().__init__(block=Adapted)
+AdaptedStack = partial(Stack, Adapted)
 
 
 def thaw(model: Any, step: int) -> None:
@@ -72,7 +62,6 @@ def parts(model: Any, step: int) -> None:
 
 
 def take_turns(model: Any, step: int) -> None:
-    """Blocks and the rest are trained in turn."""
     model.requires_grad_(step % 2 == 0)
     model.blocks.requires_grad_(step % 2 == 1)
 
@@ -99,12 +88,7 @@ def merge_some_at_two(model: Any, step: int) -> None:
 
 
 def flagged(name: str, build: Callable[[], nn.Module], flags: Flags) -> Case:
-    """A case whose flags change alike in both loops."""
-
-    def callbacks() -> Sequence[Any]:
-        return [Flagging(flags)]
-
-    return Case(name=name, build=build, callbacks=callbacks, before_step=flags)
+    return Case(name=name, build=build, callbacks=lambda: [flagging(flags)], before_step=flags)
 
 
 CASES = [

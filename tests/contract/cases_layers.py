@@ -10,12 +10,11 @@ from torch.nn import functional as F
 
 from tests.contract.cases_units import Block, Stack
 from tests.contract.harness import CLASSES, WIDTH, Batch, Case, Refusal, cross_entropy, plain_loop, samples
-from zeromesh import Callback, Trainer
+from tests.support.plain import after_steps
+from zeromesh import Trainer
 
 
 class Sparse(nn.Module):
-    """An embedding whose gradient is a sparse tensor."""
-
     def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(128, WIDTH, sparse=sparse)
@@ -26,8 +25,6 @@ class Sparse(nn.Module):
 
 
 class Bags(nn.Module):
-    """The same, of an embedding bag."""
-
     def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
         self.bag = nn.EmbeddingBag(128, WIDTH, sparse=sparse)
@@ -38,8 +35,6 @@ class Bags(nn.Module):
 
 
 class Complex(nn.Module):
-    """A block that multiplies in the frequency domain."""
-
     def __init__(self) -> None:
         super().__init__()
         self.filters = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) * 0.1)
@@ -49,8 +44,6 @@ class Complex(nn.Module):
 
 
 class Normed(nn.Module):
-    """Spectral norms, old and new."""
-
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.up = norm(nn.Linear(WIDTH, WIDTH))
@@ -61,26 +54,20 @@ class Normed(nn.Module):
 
 
 def scripted() -> nn.Module:
-    """Blocks are TorchScript."""
     return Stack(lambda: torch.jit.script(Block()))
 
 
 def traced() -> nn.Module:
-    """Blocks are traces."""
     return Stack(lambda: torch.jit.trace(Block().double(), torch.randn(2, WIDTH, dtype=torch.float64)))
 
 
 class ScriptInside(Block):
-    """A block of which a part is TorchScript."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up = torch.jit.script(nn.Linear(WIDTH, WIDTH))
 
 
 class ScriptedAll(nn.Module):
-    """Wraps a model that is TorchScript as a whole."""
-
     def __init__(self) -> None:
         super().__init__()
         self.inner = torch.jit.script(
@@ -92,7 +79,6 @@ class ScriptedAll(nn.Module):
 
 
 def gradient_penalty(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-    """The gradient with respect to the inputs is part of the loss."""
     values = batch["values"].clone().requires_grad_(True)
     total = F.cross_entropy(model(values), batch["classes"], reduction="sum")
     (gradient,) = torch.autograd.grad(total, values, create_graph=True)
@@ -108,14 +94,11 @@ def saliency(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
 
 
 def jvp(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-    """A forward derivative."""
     made, moved = torch.func.jvp(model, (batch["values"],), (torch.ones_like(batch["values"]),))
     return F.cross_entropy(made, batch["classes"], reduction="sum") + moved.pow(2).sum(), len(batch["classes"])
 
 
 def per_sample_gradients(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-    """`torch.func.grad` with respect to inputs."""
-
     def one(values: torch.Tensor) -> torch.Tensor:
         return model(values[None]).sum()
 
@@ -136,19 +119,14 @@ class Forces(Stack):
         return made + force.sum(dim=-1, keepdim=True)
 
 
-class Evaluates(Callback):
-    """Compares an evaluation in the middle of training with the loss of the gathered weights, in one process."""
-
-    def __init__(self, build: Any) -> None:
-        self.build = build
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
-        model = self.build().double()
-        model.load_state_dict(dict(trainer.state_dict()))
-        data = samples(7)
-        total, count = cross_entropy(model, {name: torch.stack([row[name] for row in data]) for name in data[0]})
-        found = trainer.evaluate(data)["eval_loss"]
-        assert abs(found - float(total.detach()) / count) < 1e-9, "the evaluation differs"
+def evaluates(trainer: Trainer, step: int) -> None:
+    """Compare an evaluation in the middle of training with the loss of the gathered weights, in one process."""
+    model = Forces().double()
+    model.load_state_dict(dict(trainer.state_dict()))
+    data = samples(7)
+    total, count = cross_entropy(model, {name: torch.stack([row[name] for row in data]) for name in data[0]})
+    found = trainer.evaluate(data)["eval_loss"]
+    assert abs(found - float(total.detach()) / count) < 1e-9, "the evaluation differs"
 
 
 def densely(build: Any) -> Any:
@@ -185,7 +163,7 @@ CASES = [
     Case(name="all scripted", build=ScriptedAll, refused=SCRIPT),
     Case(name="gradient penalty", build=Stack, loss=gradient_penalty),
     Case(name="saliency", build=Stack, loss=saliency),
-    Case(name="forces", build=Forces, callbacks=lambda: [Evaluates(Forces)]),
+    Case(name="forces", build=Forces, callbacks=lambda: [after_steps(evaluates)]),
     Case(name="forward derivatives", build=Stack, loss=jvp),
     Case(name="gradients of samples", build=Stack, loss=per_sample_gradients),
 ]

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.contract.cases_units import Block, Stack
 from tests.contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, cross_entropy, plain_loop, samples
-from tests.support.plain import Plain
-from zeromesh import Callback, Trainer
+from tests.support.plain import after_steps, calling, error_of
+from zeromesh import Trainer
 
 Found = tuple[torch.Tensor, int]
 
@@ -27,7 +27,6 @@ def _of(logits: torch.Tensor, batch: Batch) -> Found:
 
 
 def two_views(model: Any, batch: Batch) -> Found:
-    """The model runs twice, and both results are in the loss."""
     first, second = model(batch["values"]), model(-batch["values"])
     total, count = _of(first, batch)
     return total + (first - second).square().mean(dim=1).sum(), count
@@ -51,7 +50,6 @@ def half_known(model: Any, batch: Batch) -> Found:
 
 
 def recomputed(model: Any, batch: Batch) -> Found:
-    """The whole model is recomputed in backward."""
     logits: torch.Tensor = checkpoint(model, batch["values"], use_reentrant=False)
     return _of(logits, batch)
 
@@ -64,14 +62,12 @@ def drawn_beside(model: Any, batch: Batch) -> Found:
 
 
 def weighted(model: Any, batch: Batch) -> Found:
-    """Samples weigh differently, and the count is that of the weights."""
     weights = 1 + batch["classes"]
     losses = F.cross_entropy(model(batch["values"]), batch["classes"], reduction="none")
     return (losses * weights).sum(), int(weights.sum())
 
 
 def in_place(model: Any, batch: Batch) -> Found:
-    """The loss changes the batch and the logits in place."""
     logits = model(batch["values"].mul_(0.5).add_(0.1))
     return _of(logits.mul_(2), batch)
 
@@ -92,8 +88,6 @@ class EarlyExit(Stack):
 
 
 class Reversed(Stack):
-    """Blocks run in another order in every second step."""
-
     odd = True
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
@@ -104,7 +98,6 @@ class Reversed(Stack):
 
 
 def choose(model: Any, step: int) -> None:
-    """Say which kind of step comes."""
     model.odd = step % 2 == 1
 
 
@@ -127,43 +120,27 @@ class Recurrent(nn.Module):
 # Callbacks
 
 
-class Choosing(Callback):
-    """Says which kind of step comes."""
-
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
-        choose(trainer.model, step)
+CHOOSING = calling(on_step_begin=lambda trainer, step: choose(trainer.model, step))
 
 
-class Busy(Callback):
-    """Evaluates and reads between steps, and forgets to go back to training mode."""
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        held = samples(5)
-        trainer.evaluate(held)
-        with trainer.gathered(["head.weight"]):
-            assert not trainer.model.get_parameter("head.weight").isnan().any()
-        assert all(not value.isnan().any() for _, value in trainer.state_dict())
-        trainer.model.eval()
+def busy(trainer: Trainer, step: int) -> None:
+    """Evaluate and read between steps, and forget to go back to training mode."""
+    trainer.evaluate(samples(5))
+    with trainer.gathered(["head.weight"]):
+        assert not trainer.model.get_parameter("head.weight").isnan().any()
+    assert all(not value.isnan().any() for _, value in trainer.state_dict())
+    trainer.model.eval()
 
 
-class Failing(Callback):
-    """Has errors of its own, which it catches."""
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        for wrong in (lambda: trainer.gradient("nothing"), lambda: trainer.evaluate(3)):  # type: ignore[arg-type]
-            try:
-                wrong()
-            except (ValueError, RuntimeError, TypeError):
-                continue
-            raise AssertionError("nothing was refused")
+def failing(trainer: Trainer, step: int) -> None:
+    for wrong in (lambda: trainer.gradient("nothing"), lambda: trainer.evaluate(3)):  # type: ignore[arg-type]
+        assert error_of(wrong), "nothing was refused"
 
 
 # Datasets
 
 
 class Forking:
-    """Each sample is looked at by a child of the process first."""
-
     def __init__(self) -> None:
         self.samples = samples()
 
@@ -178,10 +155,6 @@ class Forking:
         return self.samples[index]
 
 
-def _plain_of_a_list(case: Case) -> Plain:
-    return plain_loop(Case(name=case.name, build=case.build, loss=case.loss, steps=case.steps, config=case.config))
-
-
 CASES = [
     Case(name="two calls of the model", build=Stack, loss=two_views),
     Case(name="the model as its own teacher", build=Stack, loss=own_teacher),
@@ -190,10 +163,15 @@ CASES = [
     Case(name="numbers drawn beside the model", build=Stack, loss=drawn_beside),
     Case(name="weighted samples", build=Stack, loss=weighted),
     Case(name="a batch changed in place", build=Stack, loss=in_place),
-    Case(name="early exits", build=EarlyExit, before_step=choose, callbacks=lambda: [Choosing()]),
-    Case(name="another order of blocks", build=Reversed, before_step=choose, callbacks=lambda: [Choosing()]),
+    Case(name="early exits", build=EarlyExit, before_step=choose, callbacks=lambda: [CHOOSING]),
+    Case(name="another order of blocks", build=Reversed, before_step=choose, callbacks=lambda: [CHOOSING]),
     Case(name="a block in a loop", build=Recurrent),
-    Case(name="evaluations in callbacks", build=Stack, callbacks=lambda: [Busy()]),
-    Case(name="errors caught in callbacks", build=Stack, callbacks=lambda: [Failing()]),
-    Case(name="a dataset that forks", build=Stack, dataset=Forking, plain=_plain_of_a_list),  # type: ignore[arg-type]
+    Case(name="evaluations in callbacks", build=Stack, callbacks=lambda: [after_steps(busy)]),
+    Case(name="errors caught in callbacks", build=Stack, callbacks=lambda: [after_steps(failing)]),
+    Case(
+        name="a dataset that forks",
+        build=Stack,
+        dataset=Forking,
+        plain=lambda case: plain_loop(replace(case, dataset=samples)),
+    ),  # type: ignore[arg-type]
 ]

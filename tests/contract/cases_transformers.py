@@ -14,7 +14,6 @@ Samples = list[dict[str, Any]]
 
 
 def texts(count: int = 23) -> Samples:
-    """Token ids, and labels at two places of each."""
     generator, found = torch.Generator().manual_seed(5), []
     for index in range(count):
         ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
@@ -24,7 +23,6 @@ def texts(count: int = 23) -> Samples:
 
 
 def masked(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-    """Sum and count of a masked language model's loss."""
     logits = model(input_ids=batch["input_ids"]).logits
     count = int((batch["labels"] != -100).sum())
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
@@ -32,7 +30,6 @@ def masked(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
 
 
 def pictures(count: int = 23) -> Samples:
-    """Pixels, classes, and depths of each pixel."""
     generator = torch.Generator().manual_seed(6)
     return [
         {
@@ -45,13 +42,11 @@ def pictures(count: int = 23) -> Samples:
 
 
 def classified(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-    """Sum and count of cross entropies."""
     logits = model(pixel_values=batch["pixel_values"]).logits
     return torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="sum"), len(batch["labels"])
 
 
 def depths(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-    """Sum and count of squared errors of depths."""
     found = model(pixel_values=batch["pixel_values"]).predicted_depth
     wanted = torch.nn.functional.interpolate(batch["depths"][:, None], found.shape[-2:])[:, 0]
     return (found - wanted).pow(2).mean(dim=(1, 2)).sum(), len(batch["depths"])
@@ -111,7 +106,6 @@ def glpn() -> Any:
 
 
 def of_texts(name: str, build: Callable[[], Any]) -> Case:
-    """A masked language model."""
     return Case(name=name, build=build, loss=masked, dataset=texts, config=STEADY)
 
 

@@ -8,7 +8,7 @@ import dataclasses
 import io
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, Refusal
-from zeromesh import Callback, Trainer
+from tests.support.plain import after_steps
+from zeromesh import Trainer
 
 
 class Block(nn.Module):
@@ -31,14 +32,38 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-class Stack(nn.Module):
-    """A stem, equal blocks, a head."""
+class Around(Block):
+    """Calls `before(block)` first, and returns `after(block, result)`."""
 
-    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = 3) -> None:
+    def __init__(
+        self,
+        *,
+        before: Callable[[Any], object] = lambda block: None,
+        after: Callable[[Any, torch.Tensor], Any] = lambda block, x: x,
+    ) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.before(self)
+        return self.after(self, super().forward(x))
+
+
+def called(block: Any, x: torch.Tensor) -> Any:
+    return block(x)
+
+
+class Stack(nn.Module):
+    """A stem, equal blocks that `call(block, x)` calls, a head."""
+
+    def __init__(
+        self, block: Callable[[], nn.Module] = Block, layers: int = 3, call: Callable[[Any, torch.Tensor], Any] = called
+    ) -> None:
         super().__init__()
         self.stem = nn.Linear(FEATURES, WIDTH)
         self.blocks = nn.ModuleList(block() for _ in range(layers))
         self.head = nn.Linear(WIDTH, CLASSES)
+        self.call = call
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         x = self.stem(values)
@@ -46,18 +71,13 @@ class Stack(nn.Module):
             x = self.call(block, x)
         return self.head(x)
 
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        """How a block is called."""
-        made: torch.Tensor = block(x)
-        return made
-
 
 # What blocks return
 
 
 @dataclasses.dataclass
 class Made:
-    """What a block returns, which PyTorch's pytrees do not know."""
+    """PyTorch's pytrees do not know it."""
 
     hidden: torch.Tensor
     extra: float = 0.0
@@ -69,8 +89,6 @@ class Holder:
 
 
 class Pair(NamedTuple):
-    """A named tuple."""
-
     hidden: torch.Tensor
     extra: torch.Tensor
 
@@ -84,36 +102,11 @@ class Slots:
         self.hidden = hidden
 
 
-class Returning(Block):
-    """A block whose result is wrapped into something."""
-
-    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.wrap = wrap
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.wrap(super().forward(x))
-
-
-class Unwrapping(Stack):
-    """Takes results out again."""
-
-    def __init__(
-        self, wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor], **named: Any
-    ) -> None:
-        super().__init__(partial(Returning, wrap), **named)
-        self.unwrap = unwrap
-
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.unwrap(block(x))
-
-
-class FrozenUnwrapping(Unwrapping):
-    """Blocks in the middle are frozen: no gradient arrives there, but what comes before needs one through them."""
-
-    def __init__(self, **named: Any) -> None:
-        super().__init__(**named)
-        self.blocks.requires_grad_(False)
+def returning(wrap: Callable[[torch.Tensor], Any], unwrap: Callable[[Any], torch.Tensor], *, frozen: bool) -> nn.Module:
+    """Blocks return wrapped results. Frozen ones get no gradient, but what comes before needs one through them."""
+    model = Stack(lambda: Around(after=lambda block, x: wrap(x)), call=lambda block, x: unwrap(block(x)))
+    model.blocks.requires_grad_(not frozen)
+    return model
 
 
 class Auxiliary(Block):
@@ -151,83 +144,30 @@ def auxiliary_loss(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
     return total + model.extra * len(batch["classes"]), len(batch["classes"])
 
 
+KEPT: list[torch.Tensor] = []
+"""What blocks hand on beside the module system."""
+
+
 class Hidden(Block):
-    """Hands its result on beside the module system."""
-
-    kept: ClassVar[list[torch.Tensor]] = []
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        Hidden.kept.append(super().forward(x))
+        KEPT.append(super().forward(x))
         return x
 
 
-class Closures(Stack):
-    """Takes the results that blocks have put elsewhere."""
-
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        block(x)
-        return Hidden.kept.pop()
+def by_closure(block: Any, x: torch.Tensor) -> torch.Tensor:
+    block(x)
+    return KEPT.pop()
 
 
-class Vmapped(Stack):
-    """Blocks under `torch.vmap`."""
-
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.vmap(block, randomness="different")(x)
+def keep_view(block: Any) -> None:
+    block.turned = block.up.weight.t()
 
 
-class ReturnsWeight(Block):
-    """Returns a view of its weight beside the result, for a penalty."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), self.up.weight.t()
-
-
-class UsesViews(Stack):
-    """Multiplies by the views that blocks have returned."""
-
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        x, weight = block(x)
-        return x + torch.tanh(x @ weight)
-
-
-class KeepsView(Block):
-    """Keeps a view of its weight as an attribute."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.turned = self.up.weight.t()
-        return super().forward(x)
-
-
-class UsesKeptViews(Stack):
-    """Multiplies by the views that blocks have kept."""
-
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        x = block(x)
-        return x + torch.tanh(x @ block.turned)
-
-
-class HidesView(Block):
-    """Puts a view of its weight where nobody looks."""
-
-    kept: ClassVar[list[torch.Tensor]] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        HidesView.kept.append(self.up.weight.t())
-        return super().forward(x)
-
-
-class UsesHiddenViews(Stack):
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        x = block(x)
-        return x + torch.tanh(x @ HidesView.kept.pop())
+def with_view(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x + torch.tanh(x @ weight)
 
 
 # Who reads whose weights
-
-
-class Penalized(Stack):
-    """Squares of all parameters are part of the loss."""
 
 
 def penalty(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
@@ -252,54 +192,30 @@ def detached_norm(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
 
 
 class TwoBlocks(Block):
-    """Uses the weight of the block before it as well."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = super().forward(x)
         other = self.__dict__.get("other")
         return x if other is None else x + torch.tanh(F.linear(x, other.up.weight))
 
 
-def reads_the_one_before() -> nn.Module:
-    """Each block reads a weight of the block before it."""
+def reads_another(step: int) -> nn.Module:
+    """Each block reads a weight of the block that is `step` places further."""
     model = Stack(TwoBlocks)
-    for block, before in zip(model.blocks[1:], model.blocks[:-1], strict=True):
-        block.__dict__["other"] = before
+    for block, other in zip(model.blocks[max(0, -step) :], model.blocks[max(0, step) :], strict=False):
+        block.__dict__["other"] = other
     return model
 
 
-def reads_the_next() -> nn.Module:
-    """Each block reads a weight of the block after it."""
-    model = Stack(TwoBlocks)
-    for block, after in zip(model.blocks[:-1], model.blocks[1:], strict=True):
-        block.__dict__["other"] = after
-    return model
+def by_weights(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """Computes with the weights of a block and never calls it."""
+    return x + F.linear(F.gelu(F.linear(x, block.up.weight, block.up.bias)), block.down.weight, block.down.bias)
 
 
-class NeverCalled(Stack):
-    """Computes with the weights of blocks and never calls them."""
-
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        return x + F.linear(F.gelu(F.linear(x, block.up.weight, block.up.bias)), block.down.weight, block.down.bias)
-
-
-class OwnMethod(Stack):
-    """Calls methods of blocks that are not forward."""
-
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        return x + block.down(F.gelu(block.up(x)))
-
-
-class Functional(Stack):
-    """Blocks through `functional_call` with their own parameters."""
-
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(block, dict(block.named_parameters()), (x,))
+def by_functional_call(block: Any, x: torch.Tensor) -> Any:
+    return torch.func.functional_call(block, dict(block.named_parameters()), (x,))
 
 
 class Ensemble(Stack):
-    """All blocks at once: their parameters stacked, under `vmap`."""
-
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         x = self.stem(values)
         stacked = {
@@ -315,27 +231,22 @@ class Ensemble(Stack):
 
 
 class ScaledFirst(Stack):
-    """A parameter of the root is read by the loss before any module runs, and calls go to a method."""
+    """A parameter of the root is read by the loss before any module runs."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
     def logits(self, values: torch.Tensor) -> torch.Tensor:
-        """What the loss calls instead of forward."""
         return Stack.forward(self, values * self.scale) * self.scale
 
 
 def by_method(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-    """The loss calls a method of the model."""
     return F.cross_entropy(model.logits(batch["values"]), batch["classes"], reduction="sum"), len(batch["classes"])
 
 
 class FunctionalHead(Stack):
-    """All of it functional: the loss reads parameters and calls no module."""
-
     def logits(self, values: torch.Tensor) -> torch.Tensor:
-        """Computes by functions alone."""
         x = F.linear(values, self.stem.weight, self.stem.bias)
         for block in self.blocks:
             x = x + F.linear(torch.tanh(F.linear(x, block.up.weight)), block.down.weight)
@@ -357,8 +268,6 @@ class Codebook(nn.Module):
 
 
 class Quantized(Stack):
-    """A penalty reads all tables."""
-
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         made = super().forward(values)
         return made + sum(block.table.pow(2).mean() for block in self.blocks)
@@ -378,8 +287,6 @@ class GradientReads(torch.autograd.Function):
 
 
 class ReadsInBackward(Stack):
-    """A function's backward reads the weight of a block that ran long before."""
-
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         x = self.stem(values)
         for number, block in enumerate(self.blocks):
@@ -391,8 +298,6 @@ class ReadsInBackward(Stack):
 
 
 class Nested(nn.Module):
-    """Layers are containers without a forward."""
-
     def __init__(self, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.stem = nn.Linear(FEATURES, WIDTH)
@@ -408,40 +313,22 @@ class Nested(nn.Module):
         return self.head(x)
 
 
-def lists() -> nn.Module:
-    return Nested(lambda: nn.ModuleList([Block(), nn.Linear(WIDTH, WIDTH)]))
-
-
-def dicts() -> nn.Module:
-    return Nested(lambda: nn.ModuleDict({"first": Block(), "second": nn.Linear(WIDTH, WIDTH)}))
-
-
-def parameter_lists() -> nn.Module:
-    return Nested(lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) * 0.1 for _ in range(2)))
-
-
-def deep_lists() -> nn.Module:
-    """Containers inside containers inside containers."""
-    return Nested(lambda: nn.ModuleList([nn.Sequential(Block(), nn.Sequential(Block(), Block()))]))
+CONTAINERS: dict[str, Callable[[], nn.Module]] = {
+    "lists": lambda: nn.ModuleList([Block(), nn.Linear(WIDTH, WIDTH)]),
+    "dicts": lambda: nn.ModuleDict({"first": Block(), "second": nn.Linear(WIDTH, WIDTH)}),
+    "parameter lists": lambda: nn.ParameterList(torch.randn(WIDTH, WIDTH) * 0.1 for _ in range(2)),
+    "sequentials in lists": lambda: nn.ModuleList([nn.Sequential(Block(), nn.Sequential(Block(), Block()))]),
+}
 
 
 class Namespace(nn.Module):
-    """A module of the user's own that only holds others."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = Block()
         self.gain = nn.Parameter(torch.ones(WIDTH))
 
 
-class Namespaced(Stack):
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        return block.first(x) * block.gain
-
-
 class OwnForward(Stack):
-    """A container whose instances have a forward of their own."""
-
     def __init__(self) -> None:
         super().__init__(lambda: nn.ModuleList([Block()]))
         for block in self.blocks:
@@ -455,8 +342,6 @@ class OwnForward(Stack):
 
 
 class Recomputed(Stack):
-    """Blocks are checkpointed by the model itself, each alone or all together."""
-
     def __init__(self, *, together: bool, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__(block)
         self.together = together
@@ -475,19 +360,14 @@ class Recomputed(Stack):
         return x
 
 
-class InPlace(Stack):
-    """Results of blocks are changed in place."""
-
-    def call(self, block: Any, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = block(x)
-        made += 1.0
-        made[:, :2] *= 2.0
-        return made
+def change_in_place(block: Any, x: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = block(x)
+    made += 1.0
+    made[:, :2] *= 2.0
+    return made
 
 
 class Twice(Stack):
-    """Blocks are called twice, the second time in reverse order."""
-
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         x = self.stem(values)
         for block in [*self.blocks, *reversed(self.blocks)]:
@@ -496,14 +376,9 @@ class Twice(Stack):
 
 
 class Alternating(Stack):
-    """Leaves a block out in every other call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
+    """A block has no influence on the result."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
         x = self.stem(values)
         for number, block in enumerate(self.blocks):
             x = block(x) if number != 1 else x + 0 * block(x).sum() + values.sum(dim=-1, keepdim=True)
@@ -522,22 +397,18 @@ class Gated(Block):
 
 
 def sharing() -> nn.Module:
-    """Two blocks share a weight."""
     model = Stack()
     model.blocks[2].up.weight = model.blocks[0].up.weight
     return model
 
 
 def same_block() -> nn.Module:
-    """One block stands in two places."""
     model = Stack()
     model.blocks[2] = model.blocks[0]
     return model
 
 
-class Parallel(nn.Module):
-    """Block's weights through a parametrization."""
-
+class Parametrized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
@@ -548,8 +419,6 @@ class Parallel(nn.Module):
 
 
 class Subclassed(nn.Parameter):
-    """A user's own class of parameters."""
-
     def doubled(self) -> torch.Tensor:
         return self * 2
 
@@ -564,8 +433,6 @@ class OwnParameters(Block):
 
 
 class Recurrent(nn.Module):
-    """An LSTM as a block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
@@ -589,17 +456,9 @@ class Attention(nn.Module):
 # Weights that forward writes
 
 
-class Written(Block):
-    """Changes a weight in forward, in one of the ways that users have."""
-
-    def __init__(self, write: Callable[[nn.Parameter], object]) -> None:
-        super().__init__()
-        self.write = write
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.write(self.up.weight)
-        return super().forward(x)
+def writing(write: Callable[[torch.Tensor], object]) -> nn.Module:
+    """Blocks change a weight in forward."""
+    return Stack(lambda: Around(before=torch.no_grad()(lambda block: write(block.up.weight))))
 
 
 class Tokens(nn.Module):
@@ -614,38 +473,21 @@ class Tokens(nn.Module):
         return self.head(self.embedding((values.abs() * 40).long() % 128).mean(dim=1))
 
     def get_input_embeddings(self) -> nn.Module:
-        """A unit of its own."""
         return self.embedding
-
-
-def clamped(weight: nn.Parameter) -> None:
-    """Through `.data`, which leaves no trace in version counters."""
-    weight.data.clamp_(-0.1, 0.1)
-
-
-def rolled(weight: nn.Parameter) -> None:
-    """The same numbers in other places, through `.data` too."""
-    weight.data.copy_(weight.data.roll(1, 0))
 
 
 # What callbacks see
 
 
-class Looks(Callback):
-    """Reads the model in a callback, in one of the ways that users have, and compares it with what the trainer gives."""
-
-    def __init__(self, look: Callable[[nn.Module], dict[str, torch.Tensor]]) -> None:
-        self.look = look
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
-        found = {name: value.clone() for name, value in self.look(trainer.model).items()}
-        wanted = {name: value.clone() for name, value in trainer.state_dict()}
-        assert found.keys() >= wanted.keys(), "names differ"
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted), "values differ"
+def looks(look: Callable[[nn.Module], dict[str, torch.Tensor]], trainer: Trainer, step: int) -> None:
+    """Compare what a way of reading the model in a callback finds with what the trainer gives."""
+    found = {name: value.clone() for name, value in look(trainer.model).items()}
+    wanted = {name: value.clone() for name, value in trainer.state_dict()}
+    assert found.keys() >= wanted.keys(), "names differ"
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted), "values differ"
 
 
 def saved_whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model through a file that pickles it."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -666,24 +508,18 @@ LOOKS: dict[str, Callable[[nn.Module], dict[str, torch.Tensor]]] = {
 AT_REST = Refusal(error="PhaseError", match="trainer.state_dict", stages=(3,), ranks=(2,))
 
 
-class Adds(Callback):
-    """Changes weights between steps."""
-
-    def __init__(self, change: Callable[[nn.Module, int], None]) -> None:
-        self.change = change
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
-        self.change(trainer.model, step)
-
-
 def clip_weights(model: nn.Module, step: int) -> None:
-    """As critics of GANs have it."""
     for parameter in model.parameters():
         parameter.data.clamp_(-0.05, 0.05)
 
 
 CHANGED = Refusal(error="PhaseError", match="changed in place during a pass", ranks=(2,))
 
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "renormed": lambda weight: weight.renorm_(2, 0, 0.5),
+    "clamped": lambda weight: weight.data.clamp_(-0.1, 0.1),  # `.data` leaves no trace in version counters.
+    "rolled": lambda weight: weight.data.copy_(weight.data.roll(1, 0)),  # The same numbers in other places.
+}
 _UNWRAPPED: Sequence[tuple[str, Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = (
     ("dataclass", Made, lambda made: made.hidden),
     ("object", Holder, lambda made: made.inner["hidden"][0]),
@@ -697,72 +533,88 @@ _UNWRAPPED: Sequence[tuple[str, Callable[[torch.Tensor], Any], Callable[[Any], t
 CASES = [
     Case(name="plain stack", build=Stack),
     *(
-        Case(name=f"blocks return a {name}", build=partial(Unwrapping, wrap, unwrap))
+        Case(
+            name=f"{'frozen ' * frozen}blocks return a {name}",
+            build=partial(returning, wrap, unwrap, frozen=frozen),
+        )
+        for frozen in (False, True)
         for name, wrap, unwrap in _UNWRAPPED
-    ),
-    *(
-        Case(name=f"frozen blocks return a {name}", build=partial(FrozenUnwrapping, wrap=wrap, unwrap=unwrap))
-        for name, wrap, unwrap in _UNWRAPPED
-        if name in ("dataclass", "object with slots")
+        if not frozen or name in ("dataclass", "object with slots")
     ),
     Case(name="auxiliary loss on self", build=WithAuxiliary, loss=auxiliary_loss, config={"batch": {"micro_size": 8}}),
     Case(name="auxiliary loss alone", build=partial(WithAuxiliary, OnlyAuxiliary), loss=auxiliary_loss),
-    Case(name="hidden in a list of the class", build=partial(Closures, Hidden)),
-    Case(name="vmap over a block", build=Vmapped),
-    Case(name="blocks return a view of a weight", build=partial(UsesViews, ReturnsWeight)),
-    Case(name="blocks keep a view of a weight", build=partial(UsesKeptViews, KeepsView)),
+    Case(name="hidden in a list of the class", build=partial(Stack, Hidden, call=by_closure)),
+    Case(
+        name="vmap over a block",
+        build=partial(Stack, call=lambda block, x: torch.vmap(block, randomness="different")(x)),
+    ),
+    Case(
+        name="blocks return a view of a weight",
+        build=partial(
+            Stack,
+            lambda: Around(after=lambda block, x: (x, block.up.weight.t())),
+            call=lambda block, x: with_view(*block(x)),
+        ),
+    ),
+    Case(
+        name="blocks keep a view of a weight",
+        build=partial(Stack, lambda: Around(before=keep_view), call=lambda block, x: with_view(block(x), block.turned)),
+    ),
     Case(
         name="blocks hide a view of a weight",
-        build=partial(UsesHiddenViews, HidesView),
+        build=partial(
+            Stack,
+            lambda: Around(before=lambda block: KEPT.append(block.up.weight.t())),
+            call=lambda block, x: with_view(block(x), KEPT.pop()),
+        ),
         refused=Refusal(error="PhaseError", match="a view of .* was used after it", stages=(3,)),
     ),
     Case(name="penalty over all parameters", build=Stack, loss=penalty),
     Case(name="penalty before the model", build=Stack, loss=penalty_first),
     Case(name="detached norms of parameters", build=Stack, loss=detached_norm),
-    Case(name="reads the block before", build=reads_the_one_before),
-    Case(name="reads the next block", build=reads_the_next),
-    Case(name="blocks never called", build=NeverCalled),
-    Case(name="methods of blocks", build=OwnMethod),
-    Case(name="functional call", build=Functional),
+    Case(name="reads the block before", build=partial(reads_another, -1)),
+    Case(name="reads the next block", build=partial(reads_another, 1)),
+    Case(name="blocks never called", build=partial(Stack, call=by_weights)),
+    Case(name="methods of blocks", build=partial(Stack, call=lambda block, x: x + block.down(F.gelu(block.up(x))))),
+    Case(name="functional call", build=partial(Stack, call=by_functional_call)),
     Case(name="ensemble under vmap", build=Ensemble),
     Case(name="parameter before the first module", build=ScaledFirst, loss=by_method),
     Case(name="functional head", build=FunctionalHead, loss=by_method),
     Case(name="codebooks", build=partial(Quantized, Codebook)),
     Case(name="weight read in backward", build=ReadsInBackward),
-    Case(name="lists in a list", build=lists),
-    Case(name="dicts in a list", build=dicts),
-    Case(name="parameter lists in a list", build=parameter_lists),
-    Case(name="sequentials in lists in a list", build=deep_lists),
-    Case(name="namespaces", build=partial(Namespaced, Namespace)),
+    *(Case(name=f"{name} in a list", build=partial(Nested, layer)) for name, layer in CONTAINERS.items()),
+    Case(name="namespaces", build=partial(Stack, Namespace, call=lambda block, x: block.first(x) * block.gain)),
     Case(name="a container with its own forward", build=OwnForward),
     Case(name="blocks recomputed", build=partial(Recomputed, together=False)),
     Case(name="blocks recomputed together", build=partial(Recomputed, together=True)),
     Case(name="gated blocks recomputed together", build=partial(Recomputed, together=True, block=Gated)),
-    Case(name="results changed in place", build=InPlace),
+    Case(name="results changed in place", build=partial(Stack, call=change_in_place)),
     Case(name="blocks called twice", build=Twice),
     Case(name="a block without influence", build=Alternating),
     Case(name="parameters multiplied directly", build=partial(Stack, Gated)),
     Case(name="a shared weight", build=sharing),
     Case(name="a block in two places", build=same_block),
-    Case(name="parametrized weights", build=partial(Stack, Parallel)),
+    Case(name="parametrized weights", build=partial(Stack, Parametrized)),
     Case(name="an own class of parameters", build=partial(Stack, OwnParameters)),
     Case(name="lstm blocks", build=partial(Stack, Recurrent)),
     Case(name="attention blocks", build=partial(Stack, Attention)),
-    Case(
-        name="weights renormed in forward",
-        build=partial(Stack, partial(Written, lambda w: w.renorm_(2, 0, 0.5))),
-        refused=CHANGED,
-    ),
-    Case(name="weights clamped in forward", build=partial(Stack, partial(Written, clamped)), refused=CHANGED),
-    Case(name="weights rolled in forward", build=partial(Stack, partial(Written, rolled)), refused=CHANGED),
     *(
-        Case(name=f"callback reads {name}", build=Stack, callbacks=partial(list, (Looks(look),)), refused=AT_REST)
+        Case(name=f"weights {name} in forward", build=partial(writing, write), refused=CHANGED)
+        for name, write in WRITES.items()
+    ),
+    *(
+        Case(
+            name=f"callback reads {name}",
+            build=Stack,
+            callbacks=partial(list, (after_steps(partial(looks, look)),)),
+            refused=AT_REST,
+        )
         for name, look in LOOKS.items()
     ),
     Case(
         name="weights clipped in a callback",
         build=Stack,
-        callbacks=lambda: [Adds(clip_weights)],
+        callbacks=lambda: [after_steps(lambda trainer, step: clip_weights(trainer.model, step))],
         after_step=clip_weights,
         refused=(
             AT_REST,

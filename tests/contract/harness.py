@@ -62,12 +62,10 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """Its part of a test's name."""
         released = "" if self.stage < 3 else "-kept" if self.kept else "-released"
         return f"s{self.stage}{released}-{self.transport if self.ranks > 1 else 'alone'}"
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """Its part of a configuration."""
         zero: dict[str, Any] = {"stage": self.stage}
         if self.stage == 3 and self.ranks > 1:
             zero["gathered_budget"] = 2**30 if self.kept else 0
@@ -95,13 +93,11 @@ class Refusal:
     ranks: tuple[int, ...] = (1, 2)
 
     def holds(self, layout: Layout) -> bool:
-        """Whether a layout refuses the case."""
         released = not self.released or (layout.stage == 3 and not layout.kept)
         return layout.stage in self.stages and layout.ranks in self.ranks and released
 
 
 def samples(count: int = 23) -> list[dict[str, torch.Tensor]]:
-    """`values` [24] in float64, and `classes`."""
     generator = torch.Generator().manual_seed(9)
     return [
         {
@@ -113,7 +109,6 @@ def samples(count: int = 23) -> list[dict[str, torch.Tensor]]:
 
 
 def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-    """Sum and count of `model(values)` against `classes`."""
     return F.cross_entropy(model(batch["values"]), batch["classes"], reduction="sum"), len(batch["classes"])
 
 
@@ -140,12 +135,10 @@ class Case:
     gradients: bool = True
 
     def refusal(self, layout: Layout) -> Refusal | None:
-        """The error that it ends with in a layout; None where it is equal."""
         all_of_them = self.refused if isinstance(self.refused, tuple) else (self.refused,)
         return next((each for each in all_of_them if each.holds(layout)), None)
 
     def settings(self, folder: str, layout: Layout) -> dict[str, Any]:
-        """The configuration of a run."""
         found = settings(folder, run={"max_steps": self.steps}, schedule={"name": "linear", "warmup_steps": 1})
         for sections in (layout.sections(), self.config):
             for name, section in sections.items():

@@ -23,6 +23,5 @@ def _parameters() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "layout"), _parameters())
 def test_contract(workers: Workers, name: str, layout: Layout) -> None:
-    """Equal to the plain loop, or refused by name."""
     results = workers.run(layout.ranks, "tests.contract.harness:run", name=name, layout=asdict(layout))
     check(results, cases()[name].refusal(layout))

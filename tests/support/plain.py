@@ -198,3 +198,36 @@ def compare(
         after(trainer)
     found = {"parameters": distance(state, plain.states[-1]), "gradients": watched.worst}
     return found | ({"losses": apart(report.losses, plain.losses)} if losses else {}), report
+
+
+def calling(**events: Callable[..., object]) -> Callback:
+    """A callback that calls each function at the event that it is named after."""
+    found = Callback()
+    vars(found).update(events)
+    return found
+
+
+def after_steps(look: Callable[[Any, int], object]) -> Callback:
+    """A callback that calls `look(trainer, step)` after each step."""
+    return calling(on_step_end=lambda trainer, step, metrics: look(trainer, step))
+
+
+def stopping(at: int) -> Callback:
+    """A callback that asks to stop after step `at`."""
+    return after_steps(lambda trainer, step: trainer.request(stop=step == at))
+
+
+def fitted(*arguments: Any, **named: Any) -> dict[str, torch.Tensor]:
+    """The parameters after a run of the trainer with these arguments."""
+    with Trainer(*arguments, **named) as trainer:
+        trainer.fit()
+        return {name: value.detach().clone() for name, value in trainer.state_dict()}
+
+
+def error_of(call: Callable[[], object], kind: type[Exception] = Exception) -> str:
+    """The class and the text of the error of this kind that a call raises; empty where it raises none."""
+    try:
+        call()
+    except kind as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

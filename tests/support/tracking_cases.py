@@ -22,7 +22,6 @@ from tests.support.waiting import wait_for
 from tests.support.wandb_log import files, rows
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.trackers import backends as backends_file
 
 ENVIRONMENT = {
     "WANDB_API_KEY": "planted0wandb0api0key0000000000000000000",
@@ -194,23 +193,6 @@ def planted(
         contextlib.chdir(folder),
     ):
         return tracked(mesh, folder=folder, steps=steps, backends=backends, sections=sections)
-
-
-
-    def start(self) -> None:
-        self.sent, _ = self._noted()
-
-    def log(self, row: TrackedRow) -> None:
-        self._note(row.place)
-        with open(self.run.folder("dummy.jsonl"), "a") as file:
-            file.write(json.dumps([row.place.step, sorted(row.values), row.values.get("train/loss")]) + "\\n")
-
-    def finish(self) -> None:
-        """Nothing is left."""
-
-
-TRACKERS["dummy"] = TrackerKind(make=DummyTracker, modules=("json",))
-'''
 
 
 def leaking(mesh: Mesh, *, folder: str, memory: bool) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.comm.shared_ring import ABOUT, SharedRing
+from zeromesh.comm.shm_transport import ABOUT, SharedRing
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
 from zeromesh.mesh.collectives import CollectiveCall
@@ -183,7 +183,7 @@ class Exchange:
         parts[self.index] = own
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
-        times = moved / max(1, others.numel())
+        times = moved / others.numel() if others.numel() else 1.0  # An exchange of nothing is one, too.
         return self._begin(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
 
     def _begin(
@@ -250,9 +250,8 @@ class SharedExchange(Exchange):
         about = [_about(kind, dtype, shape, dim, lengths) for shape in shapes]
         self._group.require_member()
         with traffic.timed(kind.collective):
-            if (
-                oldest := ring.oldest()
-            ) >= 0:  # All ranks must have consumed the entry that is about to be overwritten.
+            # All ranks must have consumed the entry that is about to be overwritten.
+            if (oldest := ring.next - ring.room) >= 0:
                 found = self._flying.get(oldest)
                 if found is not None and (arriving := found()) is not None:
                     arriving.settle()

@@ -91,7 +91,7 @@ class _Line:
     """One direction between two ranks: `pair` is their process set, the sender first."""
 
     def __init__(self, pair: ProcessSet, device: torch.device) -> None:
-        self._pair, self.device = pair, device
+        self.pair, self.device = pair, device
         self.known: dict[Hashable, Sequence[MessageSpec]] = {}
         """The specifications sent so far, by kind of message; equal on both ends."""
         self.queue: deque[Incoming] = deque()
@@ -101,13 +101,13 @@ class _Line:
     def start(self, tensor: torch.Tensor, what: str) -> Launched:
         # Bytes suit every backend, unlike dtypes; at least one, since an empty message could not be waited for.
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
-        index, received = self._pair.index, (len(flat), 0)
+        index, received = self.pair.index, (len(flat), 0)
         call = CollectiveCall(flat, flat[: received[index]], what, received, times=1.0 - index)
-        return self._pair.start(Collective.POINT_TO_POINT, call)
+        return self.pair.start(Collective.POINT_TO_POINT, call)
 
     def advance(self, wanted: Incoming | None = None) -> None:
         """Begin to receive messages of known shapes, in order; wait for the shapes of `wanted` and of the messages before it."""
-        while self.queue and self.queue[0].advance(block=self._pair.on_stream or wanted in self.queue):
+        while self.queue and self.queue[0].advance(block=self.pair.on_stream or wanted in self.queue):
             self.queue.popleft()
 
     def send(
@@ -139,21 +139,12 @@ class _Line:
         if len(self.known) > _KINDS:
             self.known.clear()
 
-    def close(self) -> None:
-        for group in self._pair.groups.values() if self._pair.groups else ():
-            leave_group(group, self._pair.works)
-
 
 class Channels:
     """This rank's channels to its neighbours in a process set: the ranks before and after it and, in a ring, the other end."""
 
     def __init__(
-        self,
-        group: ProcessSet,
-        device: torch.device,
-        *,
-        shape: MeshShape | None = None,
-        ring: bool = True,
+        self, group: ProcessSet, device: torch.device, *, shape: MeshShape | None = None, ring: bool = True
     ) -> None:
         """Open the channels, on all ranks of the world. `shape`: the mesh whose pipelines each open channels; None: only this
         set."""
@@ -222,7 +213,8 @@ class Channels:
         since leaving would wait for the collective in flight."""
         if not self.group.watch.in_doubt:
             for line in (*self._out.values(), *self._in.values()):
-                line.close()
+                for group in line.pair.groups.values() if line.pair.groups else ():
+                    leave_group(group, line.pair.works)
         self._out, self._in = {}, {}
 
 

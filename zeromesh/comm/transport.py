@@ -50,14 +50,6 @@ class BufferRequest:
     lead: int = 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingRequest:
-    """A request for `slots` gradient buffers of `nbytes` each, used in turn."""
-
-    slots: int
-    nbytes: int
-
-
 class GatherBuffer:
     """A flat buffer whose shards belong to the ranks of a group, filled by an all-gather.
 
@@ -86,11 +78,8 @@ class GatherBuffer:
         """Allocate the buffer; released buffers give their pages to `spare`."""
         count, dtype = request.padded, request.dtype
         self.persistent = request.persistent
-        self._what, self._group, self._queue = (
-            f"all-gather of {request.name}",
-            group,
-            deque() if queue is None else queue,
-        )
+        self._what, self._group = f"all-gather of {request.name}", group
+        self._queue = deque[GatherBuffer]() if queue is None else queue
         self._memory: ReleasableBuffer | None = None
         self._reading: Transfer | None = None
         self._flight: Launched | None = None
@@ -242,15 +231,14 @@ class Reducer:
     """
 
     def __init__(
-        self, device: torch.device = _CPU, group: ProcessSet | None = None, ring: RingRequest | None = None
+        self, device: torch.device = _CPU, group: ProcessSet | None = None, slots: int = 0, nbytes: int = 0
     ) -> None:
-        """Allocate the slots of `ring` on `device` for a group."""
+        """Allocate `slots` slots of `nbytes` each on `device` for a group."""
         self.on_stream = is_accelerator(device)
         self.finished = 0
-        slots, nbytes = (ring.slots, ring.nbytes) if ring is not None and group is not None else (0, 0)
         self._members = group
         self._send, self._receive = (
-            [allocate_lasting(nbytes, torch.uint8, device) for _ in range(count)]
+            [allocate_lasting(nbytes, torch.uint8, device) for _ in range(count if group is not None else 0)]
             for count in (slots, 0 if self.on_stream else slots)
         )
 
@@ -323,13 +311,14 @@ class Transport:
         group: ProcessSet,
         device: torch.device,
         requests: Sequence[BufferRequest],
-        ring: RingRequest,
+        slots: int,
+        nbytes: int,
     ) -> None:
         self.name = name
         self._spare, self._queue = SparePages(), deque[GatherBuffer]()
         members = None if name == "local" else group
         self.buffers = [GatherBuffer(each, device, self._spare, members, self._queue) for each in requests]
-        self.reducer = Reducer(device, members, ring)
+        self.reducer = Reducer(device, members, slots, nbytes)
 
     def poll(self) -> None:
         """Advance started work without waiting, at the end of a pass, when no gather follows at once."""

@@ -238,7 +238,6 @@ class HeadPass:
         return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute `out` [chunk, vocab] = hidden [chunk, hidden] @ weight.T + bias."""
         if self.product == hidden.dtype:
             if self.bias is None:
                 torch.mm(hidden, self.weight.t(), out=out)
@@ -332,7 +331,13 @@ class HeadPass:
                 weight = self.weight[block].to(self.product)
                 wide.addmm_(part, weight, beta=float(number > 0), alpha=self.seed)
             if self.grad_weight is not None:
-                _accumulate(self.grad_weight[block], part.t(), hidden, self.seed, first=first)
+                out, factor = self.grad_weight[block], part.t()
+                if out.dtype == factor.dtype:
+                    out.addmm_(factor, hidden, beta=0.0 if first else 1.0, alpha=self.seed)
+                elif first:
+                    out.copy_(torch.mm(factor, hidden)).mul_(self.seed)
+                else:
+                    out.add_(torch.mm(factor, hidden), alpha=self.seed)
             if self.grad_bias is not None:
                 self.grad_bias[block] += part.sum(dim=0, dtype=self.wide)
         if grad_hidden is not None and wide is not None and wide is not grad_hidden:
@@ -356,16 +361,6 @@ class HeadPass:
         if self.grad_hidden is not None and self.rows is not None:
             full = self.grad_hidden.new_zeros(self.shape)
             self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
-
-
-def _accumulate(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float, *, first: bool) -> None:
-    """Compute out = alpha a @ b, added to `out` unless `first`; `out` may have another dtype than the factors."""
-    if out.dtype == a.dtype:
-        out.addmm_(a, b, beta=0.0 if first else 1.0, alpha=alpha)
-    elif first:
-        out.copy_(torch.mm(a, b)).mul_(alpha)
-    else:
-        out.add_(torch.mm(a, b), alpha=alpha)
 
 
 def _picked(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

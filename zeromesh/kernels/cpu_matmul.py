@@ -192,6 +192,5 @@ def linear_grad_bias(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _is_widened(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if the product of `x` and `other` is computed in fp32."""
     narrow = x.dtype == other.dtype and x.dim() > 1 and x.numel() > 0
     return narrow and product_dtype(x.dtype, x.device.type) != x.dtype

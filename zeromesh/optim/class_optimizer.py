@@ -231,7 +231,6 @@ class WholeOptimizer(PieceOptimizer):
 
 
 def _like(example: Any, number: float) -> Any:
-    """Convert a number to the type of `example`: a tensor or a Python number."""
     return torch.tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
 
 
@@ -245,7 +244,6 @@ def _parts(name: str, state: Any) -> dict[str, Any]:
 
 
 def _of_parts(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> Any:
-    """Rebuild a state like `example` from `parts`, which are named as `_parts` names them."""
     if not hasattr(example, "__tensor_flatten__"):
         return parts[name].view(example.dtype) if example.dtype.itemsize == 1 else parts[name]
     names, context = example.__tensor_flatten__()

@@ -18,6 +18,7 @@ import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 
@@ -64,6 +65,7 @@ class GradientReducer:
         """True in a backward whose buckets are updated as soon as they are summed."""
         self._reducer = reducer
         self._options = options
+        self._wire_dtype = cache(partial(options.wire_dtype, on_device=reducer.on_stream))
         self._direct = mesh.shard.size == 1
         """True if the shard group is this rank alone, so that its own sums are the result."""
         self._mesh = mesh
@@ -100,10 +102,11 @@ class GradientReducer:
         self._reduce = reduce and not self._direct
         self._first = self.shards.first = first
         self._last, self._settled = last, settled
-        self._incomplete = Counter(bucket.unit for bucket in buckets)
+        self._incomplete.clear()
         self._queue.clear()
         self._arrivals = {}
         for bucket in buckets:
+            self._incomplete[bucket.unit] += 1
             arrivals = BucketArrivals(bucket, self._next_sequence, sum(bucket.training))
             self._arrivals[id(bucket)] = arrivals
             self._queue.append(arrivals)
@@ -158,7 +161,9 @@ class GradientReducer:
         rank has left the units that its peers may be waiting to update.
         """
         wait = wait or self._reducer.on_stream
-        while self._queue and not self._queue[0].missing and (wait or self._slot_of(self._queue[0]) is not None):
+        while self._queue and not (first := self._queue[0]).missing:
+            if not wait and first.filled is None and self._slot_of(first) is None:
+                break
             self._launch_next()
         while not self._reducer.on_stream and self._flying and self._flying[0][1].ready():
             self._finish_one()
@@ -188,6 +193,8 @@ class GradientReducer:
     def lacking(self, bucket: Bucket) -> frozenset[int]:
         """The numbers of a bucket's trained parameters that have had no gradient on this rank in the present step."""
         came = self.came.get(id(bucket), ())
+        if len(came) == sum(bucket.training):
+            return frozenset()
         return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
 
     def find_missing(self, buckets: Sequence[Bucket]) -> None:
@@ -203,9 +210,11 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         arrivals = self._queue.popleft()
-        while self._slot_of(arrivals) is None and self._flying:
+        while arrivals.filled is None and self._slot_of(arrivals) is None and self._flying:
             self._finish_one()
-        bucket, filled = arrivals.bucket, self._slot_of(arrivals, block=True)
+        bucket, filled = arrivals.bucket, arrivals.filled
+        if filled is None:
+            filled = self._slot_of(arrivals, block=True)
         self.shards.allocate(bucket)
         self._announce(bucket)
         if filled is None or bucket.grad is None:
@@ -239,7 +248,6 @@ class GradientReducer:
             self._hand_over(bucket)
 
     def _hand_over(self, bucket: Bucket) -> None:
-        """Start the sum over replicas of a bucket that is summed over its shard group, and offload it."""
         # As far as this rank knows: `find_missing` asks the others.
         bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
         if not self._last:
@@ -315,7 +323,7 @@ class GradientReducer:
         """Return a bucket's slot, `[padded]` in the dtype of the reduction; None while the ring has no free one."""
         if arrivals.filled is None and (slot := self._reducer.acquire(arrivals.sequence, block=block)) is not None:
             bucket = arrivals.bucket
-            dtype = self._options.wire_dtype(bucket.dtype, on_device=self._reducer.on_stream)
+            dtype = self._wire_dtype(bucket.dtype)
             arrivals.filled = slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
         return arrivals.filled
 
@@ -506,7 +514,7 @@ class ReplicaGroups:
         self._sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
         if mesh.model_size == 1:
             return
-        shared = sorted({bucket.spec.shared_by for bucket in buckets} - {()})
+        shared = sorted({bucket.shared_by for bucket in buckets} - {()})
         sharers: dict[Positions, list[int]] = {}
         for rank, rows in enumerate(mesh.world.gather_json(shared, "who shares parameters")):
             for row in rows:
@@ -523,11 +531,11 @@ class ReplicaGroups:
 
     def counts(self, bucket: Bucket) -> bool:
         """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it and see the same samples."""
-        return all(self._coordinate[axis] == first for axis, first in bucket.spec.counted_at.items())
+        return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
 
     def sharers(self, bucket: Bucket) -> ProcessSet:
         """The ranks that share a bucket's elements, this rank included."""
-        return self._sets[bucket.spec.shared_by]
+        return self._sets[bucket.shared_by]
 
     def all_reduce_async(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
         """Start to sum a gradient shard in place over the ranks that share it. Returns a call that waits for the sum; None if no

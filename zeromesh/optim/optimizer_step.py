@@ -452,7 +452,6 @@ class OptimizerStep:
                 self.gradients.shards.drop(bucket)
 
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
-        """Update a bucket's shard. `following` are the buckets that are updated next, as far as known."""
         self.before_change(bucket)
         self.last_order.append(bucket)
         self._mesh.post(Activity.OPTIMIZER, self._units[bucket.unit].index)

@@ -101,7 +101,7 @@ class Watchdog:
         """Set once an error has been raised to the caller."""
         self.on_beat: Callable[[], None] = lambda: None
         """Called by the heartbeat thread a few times a second."""
-        self.on_post: Callable[[], None] = lambda: None
+        self.on_post: Callable[[], None] | None = None
         """Called whenever this rank posts its activity."""
         self.on_request: Callable[[], None] = lambda: None
         """Called by the heartbeat thread when traces of all ranks are requested."""
@@ -148,14 +148,16 @@ class Watchdog:
         own = self.board.own
         if step is not None:
             self._step, own[MICROBATCH] = step + 1, 0
-        self.refuse()
+        if self.broken is not None:
+            self.refuse()
         self._doing = (activity, unit)
         state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
         if own[STATE] != state:  # Repeated posts of one state keep its start time.
             own[STATE], own[SINCE] = state, (now := time.monotonic_ns())
             self.ring.add(state, now)
         own[PROGRESS] += 1
-        self.on_post()
+        if self.on_post is not None:
+            self.on_post()
 
     def begin_microbatch(self, number: int) -> None:
         """Post the start of a microbatch of the step, counted from 0."""
@@ -287,11 +289,14 @@ class Watchdog:
         what: str,
         pause: Callable[[float], None] | None = None,
         behind: Callable[[], list[int]] | None = None,
+        *,
+        looks: int = 200,
     ) -> None:
         """Wait until `done()`, a condition that peers make true in shared memory. `pause` sleeps for some seconds or until a
-        change; None: poll. `behind` returns the late ranks; None: the board tells them."""
+        change; None: poll. `behind` returns the late ranks; None: the board tells them. Nothing is recorded of a wait that is over
+        within the first `looks`."""
         self.begun += 1
-        for _ in range(200):
+        for _ in range(looks):
             if done():
                 return
         self._wait(done, peers, what, pause, behind=behind)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.shm_transport import open_transport
-from zeromesh.comm.transport import BufferRequest, GatherBuffer, RingRequest, Transport, choose_transport
+from zeromesh.comm.transport import BufferRequest, GatherBuffer, Transport, choose_transport
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, build_layout
 from zeromesh.intervals import Interval
@@ -109,7 +109,7 @@ def build_units(
         for layout, kept in pairs
     ]
     trained = [layout for layout in flat if layout.first.requires_grad]
-    ring = RingRequest(slots=options.gradient_slots, nbytes=slot_bytes(trained, options, mesh.device))
+    ring = options.gradient_slots, slot_bytes(trained, options, mesh.device)
     leads = [_lead(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
     if options.offload.in_place:
         leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the memory, so they use one offset.
@@ -118,13 +118,13 @@ def build_units(
         for (layout, kept), lead in zip(pairs, leads, strict=True)
     ]
     if options.placements.optimizer is Placement.SHARDED:
-        transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, ring)
+        transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, *ring)
     else:  # Every rank updates all elements: parameters are never communicated, gradients are all-reduced.
-        transport = open_transport("local", mesh.shard, mesh.device, requests, ring)
-        reduction = open_transport(kind, mesh.shard, mesh.device, (), ring)
+        transport = open_transport("local", mesh.shard, mesh.device, requests, *ring)
+        reduction = open_transport(kind, mesh.shard, mesh.device, (), *ring)
     kept_bytes = sum(layout.nbytes for layout, kept in pairs if kept)
     tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
-    tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, ring.slots, ring.nbytes))
+    tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
     built = zip(transport.buffers, stored, strict=True)
     units = []

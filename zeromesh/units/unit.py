@@ -1,14 +1,6 @@
 """Units and their buckets at run time.
 
-The memory of a bucket of P elements over W ranks:
-
-    buffer.full   [P]     compute dtype   the transport's; parameters are views of it while the unit is live
-    master        [P/W]   master dtype    this rank's interval; a view of buffer.full where that is persistent and of equal dtype
-    copy          [P/W]   compute dtype   of master weights that are not gathered themselves: in buffer.full if that is persistent,
-                                          or on a tier where master weights are out of reach
-    grad          [P/W]   reduce dtype    sums of gradients over ranks and microbatches, if they are kept from step to step
-    grad_rest     [P/W]                   their tier between reduction and update, otherwise
-    partial       [P]     reduce dtype    this rank's sums over microbatches, in stages that reduce once per step
+docs/architecture.md has a table of the memory of a bucket, and of who owns it.
 
 [Note: Parameters at rest] A parameter at rest has a subclass of its class, whose `__torch_function__` receives every PyTorch
 operation on it. Queries of metadata (shape, dtype, gradient, hooks) are answered. Anything else calls `wake`, which makes the
@@ -172,6 +164,7 @@ class Bucket:
         """The index of the bucket's unit."""
         self.spec = layout.first
         self.dtype = self.spec.dtype
+        self.shared_by, self.counted_at = self.spec.shared_by, self.spec.counted_at
         self.nbytes = layout.nbytes
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
         self.parameters = tuple(parameters)
@@ -274,7 +267,6 @@ class Bucket:
         return self.layout.slots[min(changed)].spec.fqn if changed else None
 
     def _compare(self, noted: Sequence[torch.Tensor]) -> None:
-        """Compare the values with those recorded, on the device, and keep the result there."""
         same = torch.stack(list(noted)) == torch.stack([digest(view) for view in self._views])
         unchanged = same.to(torch.float32).cumprod(0).sum()
         self.first_changed = unchanged if self.first_changed is None else torch.minimum(self.first_changed, unchanged)
@@ -444,9 +436,12 @@ class InplaceWrites:
 
 
 def _written(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
-    # All buckets are asked, since each records its finding.
-    names = [(unit, bucket.written()) for unit in units if unit.phase is Phase.LIVE for bucket in unit.buckets]
-    return [(unit, name) for unit, name in names if name is not None]
+    found = []
+    for unit in units:
+        for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
+            if (name := bucket.written()) is not None:  # All buckets are asked, since each records its finding.
+                found.append((unit, name))
+    return found
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:

@@ -153,7 +153,7 @@ class AutogradPasses(Passes):
     # Forward
 
     def _begin_users_pass(self, module: nn.Module) -> None:
-        if not torch.is_grad_enabled() or self._mesh.shape.divides("blocks"):
+        if not torch.is_grad_enabled() or self._in_stages:
             super()._begin_users_pass(module)
             return
         if not self.step.backwards or self.step.used:
@@ -217,9 +217,8 @@ class AutogradPasses(Passes):
                 self._hold(unit)
                 return
             self._begin_backward(graph)
-            self._need_in_backward(
-                self.units[0]
-            )  # Its parts are entered without a hook where they were called by themselves.
+            # Its parts are entered without a hook where they were called by themselves.
+            self._need_in_backward(self.units[0])
         if graph.progress is self._progress:
             self.before_backward(unit, place)
         else:
@@ -232,7 +231,6 @@ class AutogradPasses(Passes):
         super().on_gradient(unit, bucket, index, parameter)
 
     def _accumulates(self) -> bool:
-        """Return True if the autograd call that is running accumulates gradients into parameters."""
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -259,9 +257,8 @@ class AutogradPasses(Passes):
 
     def _begin_backward(self, graph: _Graph) -> None:
         self._require_current(graph)
-        if (
-            self.step.used
-        ):  # A backward that passes through, as to a generator, may come before gradients are forgotten.
+        # A backward that passes through, as to a generator, may come before gradients are forgotten.
+        if self.step.used:
             self.step = StepGradients(mixed=True)
         step = self.step
         if step.clipped:

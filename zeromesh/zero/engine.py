@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from zeromesh.comm.shm_transport import open_transport
-from zeromesh.comm.transport import RingRequest, Transport
+from zeromesh.comm.transport import Transport
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
@@ -256,17 +256,16 @@ class ZeroEngine:
         return slot_bytes(trained, self.options, self.mesh.device)
 
     def _widen_slots(self) -> None:
-        """Reduce through larger slots if a newly trained bucket does not fit into the present ones."""
         needed, name = self._needed_slot_bytes(), self.reduction.name
         if needed <= self._slot_bytes or name == "local":
             return
-        ring = RingRequest(slots=self.options.gradient_slots, nbytes=needed)
-        wider = open_transport(name, self.mesh.shard, self.mesh.device, (), ring)
+        slots = self.options.gradient_slots
+        wider = open_transport(name, self.mesh.shard, self.mesh.device, (), slots, needed)
         self._passes.gradients.use(wider.reducer)
         if self._wider is not None:
             self._wider.close()
         self._wider, self._slot_bytes = wider, needed
-        self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, ring.slots, needed))
+        self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, slots, needed))
 
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
         """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order.
@@ -304,7 +303,6 @@ class ZeroEngine:
         return found[: len(scalars)], squares
 
     def _sum_squares(self) -> float:
-        """Sum the squared norm of all gradients, with the loss scale in it, over the world; all ranks call it."""
         total = torch.tensor([self.read_step()[1]], dtype=torch.float64)
         return float(self.mesh.world.all_reduce(total, "sum of the gradient norm"))
 
@@ -345,7 +343,6 @@ class ZeroEngine:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        """Inside the block the optimizer changes the shards; afterwards the model's parameters are updated from them."""
         self._mixed = True
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):

@@ -429,7 +429,6 @@ class FullState:
                 (bucket.show if unit.phase is Phase.LIVE else bucket.hide)()
 
     def _put(self, name: str, made: nn.Parameter, restore: ExitStack) -> None:
-        """Let `made` stand for a parameter in the model until the end of `restore`."""
         for table, leaf in self._places(name):
             if leaf in table:
                 restore.callback(table.__setitem__, leaf, table[leaf])
@@ -493,7 +492,6 @@ class FullState:
     def _from(
         self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """Broadcast a tensor from the ranks of a stage, which give `value`, to all ranks of the pipeline."""
         pipeline, numel = self._mesh.pipeline, prod(spec.shape)
         if value is None:
             value = torch.empty(0, dtype=dtype or spec.dtype, device=self._mesh.device)
@@ -521,7 +519,6 @@ class FullState:
         return None if shard is None or not bucket.trainable else self._whole(bucket, shard)
 
     def _whole(self, bucket: Bucket, shard: torch.Tensor | None = None) -> torch.Tensor:
-        """Gather a shard of a bucket, by default that of its weights."""
         shard = self._weights_of(bucket).load(self._mesh.device) if shard is None else shard
         layout, ranks = bucket.layout, self._mesh.shard
         held = of_bucket(layout, ranks.size, whole=shard.numel() == layout.padded)

@@ -161,11 +161,16 @@ def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) ->
     hooked tensors: those that require a gradient and are no leaves."""
 
     def hook(_gradient: torch.Tensor) -> None:
-        _outside_transforms(call)
+        if peek_interpreter_stack() is None:
+            call()
+        else:
+            _outside_transforms(call)
 
-    computed = [tensor for tensor in tensors if tensor.grad_fn is not None]
-    for tensor in computed:
-        tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    computed = []
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            computed.append(tensor)
     return computed
 
 
@@ -257,7 +262,6 @@ def _hooked(edge: Edge, call: UnitCall) -> bool:
 
 
 def _viewed(node: Any) -> torch.Tensor | None:
-    """The leaf that a node's output is a view of, if all nodes up to the leaf are views."""
     while node.name() in _VIEWS and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     variable: torch.Tensor | None = getattr(node, "variable", None)

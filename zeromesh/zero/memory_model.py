@@ -1,22 +1,10 @@
 """Predicts one rank's memory, by purpose, from the layout alone, before anything is allocated.
 
-For a bucket of P elements (padded) over W ranks, `own` = P / W elements, or P where every rank updates all (stage 0):
-
-    purpose             bytes
-    parameters          c P                at stages 0-2, and at stage 3 where they are kept between uses
-                        c P / W            the same where ranks share pages: they are counted once over all of them
-    master weights      m own              nothing where the kept parameters themselves are of the master dtype
-    moments             k m own            k of them by optimizer
-    averaged weights    m own              where there is an average of them (`ema`)
-    gradient shards     r own              or, where they live only inside backward, the largest few of them
-    partial gradients   r P                where microbatches are summed before one reduction
-    buckets in flight   slots x largest    twice over gloo, which receives into buffers of its own
-
-with c, m, r the bytes of the compute, master and reduce dtypes. At stage 3 parameters that are not kept come and go: at most the
+The table of docs/architecture.md says which tensors a bucket has. At stage 3 parameters that are not kept come and go: at most the
 root and `prefetch` + 1 units are gathered at once. Activations and the memory of libraries are not included.
 
-Offloaded to files, the master weights, moments and gradient shards are on disk, with another c own for the copy that is gathered.
-Memory then has the largest few gradient shards on their way, and the stream's buffers.
+Offloaded to files, the master weights, moments and gradient shards are on disk, with a copy in the compute dtype, which is
+gathered. Memory then has the largest few gradient shards on their way, and the stream's buffers.
 """
 
 from collections import Counter
@@ -127,7 +115,6 @@ class MemoryModel:
         return sum(self.files.values())
 
     def _place(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
-        """Count shards, gradients and buffers of transfers on their tiers."""
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
         # On a CPU the host's memory is the device's.
         hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
@@ -144,7 +131,6 @@ class MemoryModel:
         hosted[Purpose.STAGING] += THREAD_BYTES if files.total() else 0
 
     def _own(self, layout: BucketLayout) -> int:
-        """Return the number of elements that a rank updates."""
         return layout.padded if self._replicated else layout.shard_length
 
     def _resting(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:

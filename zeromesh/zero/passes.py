@@ -77,25 +77,6 @@ class PassProgress:
     """The number of calls of units in forward."""
     first_visits: dict[int, int] = field(default_factory=dict)
 
-    def visit(self, unit: int) -> None:
-        """Record a call of a unit in forward."""
-        self.first_visits.setdefault(unit, self.calls)
-        self.calls += 1
-
-    def leave_passed(self, call: int, owes: Callable[[int], bool]) -> list[int]:
-        """Leave the units whose backward is complete, now that call number `call` is reached, and return them. `owes(unit)` tells
-        if gradients of a unit are yet to come.
-
-        Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be read
-        again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
-        """
-        passed: list[int] = []
-        inside, self.inside = self.inside, []
-        for unit in inside:
-            done = self.first_visits.get(unit, 0) > call and not owes(unit) and unit not in self.held
-            (passed if done else self.inside).append(unit)
-        return passed
-
 
 class Passes:
     """The passes of one engine, one at a time, called by `Hooks`."""
@@ -118,6 +99,8 @@ class Passes:
         self._chunks = chunks or [built.units]
         self.mode = PassMode.IDLE
         self._mesh = mesh
+        self._in_stages = mesh.shape.divides("blocks")
+        """True if this rank has but some stages of the model."""
         self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._options = options
@@ -167,12 +150,13 @@ class Passes:
     def backward(self, forward: PassProgress, gradients: Tensors) -> None:
         """Run backward of a microbatch from the gradients of its roots."""
         self._enter_backward(forward)
-        with own_randomness(), self._reducing():
+        with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
+            self._begin_reducing()
             self._run_backward(gradients)
+            self._end_reducing()
         self.end()
 
     def _enter_backward(self, forward: PassProgress) -> None:
-        """Continue in the pass of the forward that has just run, or begin a new pass."""
         if self.mode is not PassMode.FORWARD or self._progress is not forward:
             self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward)
         self.mode = PassMode.BACKWARD
@@ -190,12 +174,14 @@ class Passes:
         """Run the other half of backward: `run()` computes the gradients of parameters that are still missing."""
         self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward)
         self._weights_alone = True
-        with self._reducing():
+        with self._recorder.span(StepPhase.BACKWARD):
+            self._begin_reducing()
             for bucket, index, gradient in forward.gradients:
                 bucket.parameters[index].grad = gradient
                 self.gradients.take(bucket, index)
             forward.gradients.clear()
             run()
+            self._end_reducing()
         self.end()
 
     def _run_backward(self, gradients: Tensors) -> None:
@@ -210,13 +196,6 @@ class Passes:
         like = [edge.node._input_metadata[edge.output_nr] for edge in outputs]
         zeros = [torch.zeros(tuple(each.shape), dtype=each.dtype, device=each.device) for each in like]
         torch.autograd.backward(outputs, zeros)
-
-    @contextmanager
-    def _reducing(self) -> Iterator[None]:
-        with self._recorder.span(StepPhase.BACKWARD):
-            self._begin_reducing()
-            yield
-            self._end_reducing()
 
     def _begin_reducing(self) -> None:
         progress, chunk = self._progress, self._progress.chunk
@@ -331,10 +310,11 @@ class Passes:
             self._begin_users_pass(unit.module)
         # Parameters that are there and stay have no order of gathers in a pass without a backward.
         if self._releases or self.mode is not PassMode.EVALUATION or unit.phase is not Phase.LIVE:
-            self._progress.visit(unit.index)
+            self._progress.first_visits.setdefault(unit.index, self._progress.calls)
+            self._progress.calls += 1
             # Backward enters a pipeline stage at the output of its last block, not at that of the root.
             kept = unit.index in self._lasting.get(self._kind, ())
-            if kept or (unit.index == 0 and self._mesh.shape.divides("blocks")):
+            if kept or (unit.index == 0 and self._in_stages):
                 self._progress.held.add(unit.index)
             self.need(unit)
         self.writes.look_at(unit, len(self.units))
@@ -387,7 +367,7 @@ class Passes:
             self._need_in_backward(self.units[index])
 
     def _begin_users_pass(self, module: nn.Module) -> None:
-        if self._mesh.shape.divides("blocks"):
+        if self._in_stages:
             raise PhaseError(
                 "the model was called by itself, and this rank has but some stages of it; use trainer.evaluate(), or call it "
                 "when fit has made it whole"
@@ -412,11 +392,9 @@ class Passes:
         if self._releases or ends:
             self.writes.refuse_in_pass(self.units if ends else [unit])
         if self._releases or self.mode is PassMode.FORWARD or torch.is_grad_enabled():
-            tensors = list(tensors_in(output))
+            tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
             for each in (self.units if ends else [unit]) if self._releases else ():
-                if each.phase is Phase.LIVE and any(
-                    map(each.has_memory_of, tensors)
-                ):  # A view of parameters is returned.
+                if each.phase is Phase.LIVE and any(map(each.has_memory_of, tensors)):
                     if ends:
                         raise PhaseError(
                             f"the call returned a view of parameters of unit {each.name}, which are released after it; return a "
@@ -424,16 +402,15 @@ class Passes:
                         )
                     self._hold(each)
             hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
-            if (
-                hooked and self._progress.streams is not None
-            ):  # Only the engine's own microbatches always have a backward.
-                self._progress.outputs = [get_gradient_edge(tensor) for tensor in hooked]
+            # Only the engine's own microbatches always have a backward.
+            if hooked and self._progress.streams is not None:
+                self._progress.outputs = list(map(get_gradient_edge, hooked))
             looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
             new = looked_at and self._calls.end(unit.index, hooked)
-            # A module may keep a view of parameters as a plain attribute.
-            values = (value for each in unit.module.modules() for value in vars(each).values()) if new else ()
-            if any(isinstance(value, torch.Tensor) and unit.has_memory_of(value) for value in values):
-                self._hold(unit)
+            if new:  # A module may keep a view of parameters as a plain attribute.
+                values = (value for each in unit.module.modules() for value in vars(each).values())
+                if any(isinstance(value, torch.Tensor) and unit.has_memory_of(value) for value in values):
+                    self._hold(unit)
         if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.rest()
         if ends:
@@ -467,15 +444,22 @@ class Passes:
         if self.mode is not PassMode.BACKWARD:
             self._hold(unit)  # A user's `autograd.grad`, whose graph may be part of the loss.
             return
-        for left in map(self.units.__getitem__, self._progress.leave_passed(place, self.gradients.owes)):
-            if left.phase is Phase.LIVE:
+        progress, needed = self._progress, []
+        for index in progress.inside:
+            # Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be
+            # read again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
+            later = progress.first_visits.get(index, 0) > place
+            if not later or index in progress.held or self.gradients.owes(index):
+                needed.append(index)
+            elif (left := self.units[index]).phase is Phase.LIVE:
                 if self._releases:
                     left.rest()
                 if not self._holding:
                     self._updater.leave([left])
-        if unit.index in self._progress.reached:
+        progress.inside = needed
+        if unit.index in progress.reached:
             return
-        self._progress.reached.add(unit.index)
+        progress.reached.add(unit.index)
         self._need_in_backward(unit)
         if self._recorder.profiling:
             self._recorder.next_range(unit.name)

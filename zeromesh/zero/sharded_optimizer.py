@@ -174,34 +174,28 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
         raise ConfigError(
             f"optimizer has {len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}, that the model has not"
         )
-    if any(group.get("differentiable") for group in groups):
-        raise ConfigError(
-            "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out"
-        )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        raise ConfigError(
-            "optimizer has step hooks, which would not run; register them on the optimizer that shard() returns"
-        )
-    if any(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__} has train() and eval(), which change parameters outside of its steps; take "
-            "another, and for averaged weights shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)"
-        )
-    if any(
-        getattr(each, "bf16_stochastic_round", False) for each in (optimizer, *getattr(optimizer, "optimizers", ()))
-    ):
-        raise ConfigError(
-            "optimizer has bf16_stochastic_round=True, which rounds weights to bfloat16 at random, and those that are updated "
-            "here are in float32; leave it out"
-        )
-    used = [
-        state for state in optimizer.state.values() if type(optimizer) is not torch.optim.Adagrad or state["step"] > 0
-    ]
-    if used or any(group.get("initial_accumulator_value") for group in groups):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__} has states before its first step under shard(), which are not taken over: call "
-            "it before the first update, with initial_accumulator_value 0, or go on from a checkpoint by zeromesh.load"
-        )
+    kind, parts = type(optimizer).__name__, (optimizer, *getattr(optimizer, "optimizers", ()))
+    is_adagrad = type(optimizer) is torch.optim.Adagrad  # It has states of zeros from the start.
+    used = [state for state in optimizer.state.values() if not is_adagrad or state["step"] > 0]
+    problems = {
+        "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": any(
+            group.get("differentiable") for group in groups
+        ),
+        "optimizer has step hooks, which would not run; register them on the optimizer that shard() returns": bool(
+            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+        ),
+        f"optimizer {kind} has train() and eval(), which change parameters outside of its steps; take another, and for averaged "
+        "weights shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)": any(
+            callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")
+        ),
+        "optimizer has bf16_stochastic_round=True, which rounds weights to bfloat16 at random, and those that are updated here "
+        "are in float32; leave it out": any(getattr(each, "bf16_stochastic_round", False) for each in parts),
+        f"optimizer {kind} has states before its first step under shard(), which are not taken over: call it before the first "
+        "update, with initial_accumulator_value 0, or go on from a checkpoint by zeromesh.load": bool(used)
+        or any(group.get("initial_accumulator_value") for group in groups),
+    }
+    if wrong := [problem for problem, holds in problems.items() if holds]:
+        raise ConfigError(wrong[0])
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
     name: Any = next((name for name, row in OPTIMIZERS.items() if row.kind is type(optimizer)), None)
     decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 import zeromesh
+from tests.support.plain import error_of
 from tests.support.trainer_cases import VOCABULARY, gpt2, llama
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
@@ -30,8 +32,6 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Block(nn.Module):
-    """Large enough to be a unit."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
@@ -57,8 +57,6 @@ class Backbone(nn.Module):
 
 
 class Net(nn.Module):
-    """With a parameter of the root's own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.backbone, self.head = Backbone(), nn.Linear(WIDTH, LABELS)
@@ -69,7 +67,6 @@ class Net(nn.Module):
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """With a group that is not decayed."""
     groups = [[p for n, p in model.named_parameters() if ("bias" in n) == biases] for biases in (True, False)]
     return torch.optim.AdamW([{"params": groups[0], "weight_decay": 0.0}, {"params": groups[1]}], lr=1e-2)
 
@@ -123,7 +120,6 @@ def sides(mesh: Mesh, stage: int, frozen: str = "", **options: Any) -> tuple[Sid
 
 
 def apart(ours: Side, plain: Side) -> float:
-    """How far the parameters are from each other, by name."""
     wanted = dict(plain.model.named_parameters())
     return max(float((value - wanted[name]).abs().max()) for name, value in zeromesh.state_dict(ours.model))
 
@@ -240,7 +236,6 @@ def unused(side: Side, step: int) -> None:
 
 
 def unused_by_others(side: Side, step: int) -> None:
-    """One rank alone has gradients of the last block."""
     for place, batch in zip(side._places, side.batches(step), strict=True):
         side.model.backbone.used = 3 if place == 0 else 2
         (side.share * mse(side.model, batch)).backward()
@@ -288,30 +283,18 @@ def fallible(side: Side, step: int) -> None:
     block = side.model.backbone.blocks[1]
     for grad in (False, True) if side.ours else ():
         handle = block.register_forward_hook(fail)
-        with torch.set_grad_enabled(grad), _expected(ZeroDivisionError):
-            side.backward(step)
+        with torch.set_grad_enabled(grad):
+            assert error_of(partial(side.backward, step), ZeroDivisionError)
         handle.remove()
     if side.ours and side.optimizer.engine.mesh.world_size == 1:
         handle = block.register_forward_hook(lambda _m, _a, output: output.register_hook(fail) and None)
-        with _expected(ZeroDivisionError):
-            side.backward(step)
+        assert error_of(partial(side.backward, step), ZeroDivisionError)
         handle.remove()
         side.optimizer.zero_grad()
     side.kept = [side.share * mse(side.model, batch) for batch in side.batches(step)]
     for loss in side.kept:
         loss.backward()
     side.finish()
-
-
-class _expected:  # noqa: N801 - reads as a function
-    def __init__(self, kind: type[Exception]) -> None:
-        self._kind = kind
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: object, _trace: object) -> bool:
-        assert kind is self._kind, error
-        return True
 
 
 def compiled(side: Side, step: int) -> None:
@@ -395,61 +378,57 @@ def averages(mesh: Mesh, stage: int) -> float:
         return float((ours.model(x) - averaged(x)).abs().max())
 
 
-def _said(call: Callable[[], Any]) -> str:
-    try:
-        return f"nothing, and returned {call()!r}"
-    except ZeromeshError as error:
-        return f"{type(error).__name__}: {error}"
+_refusal = partial(error_of, kind=ZeromeshError)
 
 
 def refused(mesh: Mesh, stage: int) -> dict[str, str]:
     """What is said of loops that cannot be computed right; the model trains on after all of them."""
     ours, plain = sides(mesh, stage, accumulation=2)
     model, optimizer = ours.model, ours.optimizer
-    found = {"step without backward": _said(optimizer.step)}
+    found = {"step without backward": _refusal(optimizer.step)}
     (batch,) = ours.batches(0)
     kept = mse(model, batch)
     kept.backward(retain_graph=True)
-    found["grad read"] = _said(lambda: model.head.weight.grad)
-    found["grad set"] = _said(lambda: setattr(model.head.weight, "grad", torch.ones(LABELS, WIDTH).double()))
-    found["torch clips"] = _said(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    found["grad read"] = _refusal(lambda: model.head.weight.grad)
+    found["grad set"] = _refusal(lambda: setattr(model.head.weight, "grad", torch.ones(LABELS, WIDTH).double()))
+    found["torch clips"] = _refusal(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    found["GradScaler"] = _said(lambda: scaler.step(optimizer))
+    found["GradScaler"] = _refusal(lambda: scaler.step(optimizer))
     kept.backward(retain_graph=True)
-    found["third backward"] = _said(lambda: kept.backward(retain_graph=True))
+    found["third backward"] = _refusal(lambda: kept.backward(retain_graph=True))
     optimizer.zero_grad()
     for side in (ours, plain):
         side.backward(0)
     optimizer.step()
     plain.optimizer.step()
-    found["step twice"] = _said(optimizer.step)
+    found["step twice"] = _refusal(optimizer.step)
     optimizer.zero_grad()
     plain.optimizer.zero_grad()
-    found["old graph"] = _said(kept.backward)
-    found["sharded twice"] = _said(lambda: zeromesh.shard(model, stage=stage))
-    found["in two models"] = _said(lambda: zeromesh.shard(nn.Sequential(model, nn.Linear(4, 4)), stage=stage))
-    found["other parameters"] = _said(lambda: zeromesh.shard(nn.Linear(2, 2), adam(nn.Linear(3, 3)), stage=stage))
-    found["states"] = _said(lambda: optimizer.state_dict()["state"])
-    found["state of one"] = _said(lambda: optimizer.state[model.head.weight])
+    found["old graph"] = _refusal(kept.backward)
+    found["sharded twice"] = _refusal(lambda: zeromesh.shard(model, stage=stage))
+    found["in two models"] = _refusal(lambda: zeromesh.shard(nn.Sequential(model, nn.Linear(4, 4)), stage=stage))
+    found["other parameters"] = _refusal(lambda: zeromesh.shard(nn.Linear(2, 2), adam(nn.Linear(3, 3)), stage=stage))
+    found["states"] = _refusal(lambda: optimizer.state_dict()["state"])
+    found["state of one"] = _refusal(lambda: optimizer.state[model.head.weight])
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "model.safetensors").touch()
-        found["no checkpoint"] = _said(lambda: zeromesh.load(folder, model, optimizer))
-    found["optimizer copied"] = _said(lambda: copy.deepcopy(optimizer))
-    found["optimizer pickled"] = _said(lambda: pickle.dumps(optimizer))
+        found["no checkpoint"] = _refusal(lambda: zeromesh.load(folder, model, optimizer))
+    found["optimizer copied"] = _refusal(lambda: copy.deepcopy(optimizer))
+    found["optimizer pickled"] = _refusal(lambda: pickle.dumps(optimizer))
     if stage < 3:
-        found["shared"] = _said(model.share_memory)
+        found["shared"] = _refusal(model.share_memory)
     offload = {"optimizer": "file"}
-    found["no directory"] = _said(lambda: zeromesh.shard(nn.Linear(2, 2), stage=stage, offload=offload))
+    found["no directory"] = _refusal(lambda: zeromesh.shard(nn.Linear(2, 2), stage=stage, offload=offload))
     block, model.backbone.blocks[1] = model.backbone.blocks[1], Block().double()
-    found["replaced"] = _said(lambda: dict(zeromesh.state_dict(model)))
+    found["replaced"] = _refusal(lambda: dict(zeromesh.state_dict(model)))
     model.backbone.blocks[1] = block
-    found["group"] = _said(lambda: optimizer.add_param_group({"params": []}))
+    found["group"] = _refusal(lambda: optimizer.add_param_group({"params": []}))
     if stage == 3 and mesh.world_size > 1:
-        found["torch saves"] = _said(lambda: torch.save(model.state_dict(), io.BytesIO()))
-        found["copied"] = _said(lambda: copy.deepcopy(model))
-        found["pickled"] = _said(lambda: pickle.dumps(model))
-        found["read"] = _said(lambda: model.scale + 1)
+        found["torch saves"] = _refusal(lambda: torch.save(model.state_dict(), io.BytesIO()))
+        found["copied"] = _refusal(lambda: copy.deepcopy(model))
+        found["pickled"] = _refusal(lambda: pickle.dumps(model))
+        found["read"] = _refusal(lambda: model.scale + 1)
     for side in (ours, plain):
         side.backward(1)
         side.finish()
@@ -458,7 +437,6 @@ def refused(mesh: Mesh, stage: int) -> dict[str, str]:
 
 
 def deferred(mesh: Mesh, stage: int) -> float:
-    """How far a model that was built on meta comes from one that has its values, with buffers."""
     with torch.device("meta"):
         model = llama()
     model, _ = zeromesh.shard(model, stage=stage)
@@ -470,7 +448,6 @@ def deferred(mesh: Mesh, stage: int) -> float:
 
 
 def copies(mesh: Mesh) -> dict[str, Any]:
-    """Copies of a model are ordinary, and leave its gradients alone."""
     ours, plain = sides(mesh, 3)
     names = [name for name, _ in ours.model.named_parameters()]
     ours.backward(0)

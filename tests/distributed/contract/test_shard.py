@@ -14,55 +14,39 @@ from zeromesh.errors import PhaseError
 from zeromesh.trainer.shard import engine_of
 
 EXACT = 1e-9
-OPTIONS: dict[str, dict[str, Any]] = {
-    "offload": {"offload": {"optimizer": "host", "parameters": "host"}},
-    "accumulation": {"accumulation": 3},
-    "frozen at first": {"frozen": "backbone.blocks.1"},
-    "replicate": {"parallel": {"replicate": 2}},
+NAMES = sorted({*LOSSES, *LOOPS} - {"unused_by_others"})  # At other stages ranks run units in one order.
+FOLLOWED: dict[str, tuple[int, dict[str, Any]]] = {
+    **{name: (2, {"stage": 3, "name": name}) for name in NAMES},
+    **{
+        f"{name} at stage {stage}": (2, {"stage": stage, "name": name})
+        for name, stage in [("zero_between", 1), ("unused", 2), ("toggled", 1), ("decayed", 1), ("weights", 1)]
+    },
+    **{f"{name} alone": (1, {"stage": 3, "name": name}) for name in ("fallible", "retained")},
+    "offload": (2, {"stage": 3, "name": "toggled", "offload": {"optimizer": "host", "parameters": "host"}}),
+    "accumulation": (2, {"stage": 3, "name": "toggled", "accumulation": 3}),
+    "frozen at first": (2, {"stage": 3, "name": "toggled", "frozen": "backbone.blocks.1"}),
+    "replicate": (2, {"stage": 3, "name": "toggled", "parallel": {"replicate": 2}}),
+    "a step that ends early": (2, {"stage": 1, "name": "unused_by_others", "accumulation": 2}),
 }
 
 
-@pytest.mark.parametrize("name", sorted({*LOSSES, *LOOPS} - {"unused_by_others"}))
-def test_loop_is_that_of_plain_pytorch(workers: Workers, name: str) -> None:
-    assert max(workers.run(2, "shard_cases:follows", stage=3, name=name)) < EXACT
-
-
-@pytest.mark.parametrize(
-    ("name", "stage"), [("zero_between", 1), ("unused", 2), ("toggled", 1), ("decayed", 1), ("weights", 1)]
-)
-def test_other_stages(workers: Workers, name: str, stage: int) -> None:
-    assert max(workers.run(2, "shard_cases:follows", stage=stage, name=name)) < EXACT
+@pytest.mark.parametrize("row", FOLLOWED)
+def test_loop_is_that_of_plain_pytorch(workers: Workers, row: str) -> None:
+    ranks, arguments = FOLLOWED[row]
+    assert max(workers.run(ranks, "shard_cases:follows", **arguments)) < EXACT
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_loop_at_every_stage(workers: Workers, stage: int, ranks: int) -> None:
-    for name in {*LOSSES, *LOOPS} - {"unused_by_others"}:  # At other stages ranks run units in one order.
+    for name in NAMES:
         assert max(workers.run(ranks, "shard_cases:follows", stage=stage, name=name)) < EXACT, name
 
 
-@pytest.mark.parametrize("name", ["fallible", "retained"])
-def test_a_single_rank(workers: Workers, name: str) -> None:
-    assert max(workers.run(1, "shard_cases:follows", stage=3, name=name)) < EXACT
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_options(workers: Workers, options: str) -> None:
-    assert max(workers.run(2, "shard_cases:follows", stage=3, name="toggled", **OPTIONS[options])) < EXACT
-
-
-def test_a_gradient_of_one_rank_counts_where_a_step_ends_early(workers: Workers) -> None:
-    case = "shard_cases:follows"
-    assert max(workers.run(2, case, stage=1, name="unused_by_others", accumulation=2)) < EXACT
-
-
-def test_several_models(workers: Workers) -> None:
-    assert max(workers.run(2, "shard_cases:adversaries", stage=3)) < EXACT
-
-
-def test_averages(workers: Workers) -> None:
-    assert max(workers.run(2, "shard_cases:averages", stage=3)) < EXACT
+@pytest.mark.parametrize(("case", "most"), [("adversaries", EXACT), ("averages", EXACT), ("deferred", 1e-6)])
+def test_several_models_averages_and_a_model_on_meta(workers: Workers, case: str, most: float) -> None:
+    assert max(workers.run(2, f"shard_cases:{case}", stage=3)) < most
 
 
 WORDS = {
@@ -100,10 +84,6 @@ def test_refusals_say_what_to_do_and_leave_the_model_usable(workers: Workers, st
         assert len(found) >= 13
         for name, said in found.items():
             assert WORDS[name] in said, (name, said)
-
-
-def test_a_model_on_meta(workers: Workers) -> None:
-    assert max(workers.run(2, "shard_cases:deferred", stage=3)) < 1e-6
 
 
 def test_copies_belong_to_nobody(workers: Workers) -> None:

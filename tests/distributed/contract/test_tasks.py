@@ -17,7 +17,6 @@ from zeromesh.trainer.models.small_copy import InFloat64
 
 
 def made(task: Task) -> Any:
-    """The model, on CPU in float64, without dropout."""
     torch.manual_seed(0)
     meta = build_model(ModelSection(config=task.config, head=task.head), 0).model
     model = getattr(tf, AUTO_CLASSES[task.head]).from_config(meta.config, trust_remote_code=False)

@@ -11,7 +11,7 @@ import torch
 
 from tests.support.workers import Outcome, PoolOptions, Workers
 from zeromesh.comm.activation_collectives import Exchange, open_exchange
-from zeromesh.comm.shared_ring import IN_FLIGHT
+from zeromesh.comm.shm_transport import IN_FLIGHT
 from zeromesh.errors import LayoutError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.allocation import PAGE

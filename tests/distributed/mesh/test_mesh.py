@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.waiting import wait_for
-from zeromesh.comm.shared_ring import Futex
+from zeromesh.comm.shm_transport import Futex
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory import allocation
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment

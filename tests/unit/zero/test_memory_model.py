@@ -21,7 +21,6 @@ TRANSPORTS = {1: "local", 2: "gloo", 4: "shared"}
 
 
 def on_meta() -> Any:
-    """A model that nothing has to be given back of."""
     with torch.device("meta"):
         return stack(size=2048)
 

@@ -11,6 +11,10 @@ from zeromesh.errors import LayoutError
 from zeromesh.units.plan import ModelPlan, plan_model
 
 
+def wide_pair() -> list[nn.Module]:
+    return [nn.Linear(64, 64), nn.Linear(64, 64)]
+
+
 def units_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[str]:
     return [unit.name for unit in plan_model(model, dtype).units]
 
@@ -42,15 +46,16 @@ def test_every_parameter_is_in_one_unit(name: str) -> None:
         (lambda: nn.Linear(100, 100), ["root"]),
         (lambda: nn.Sequential(nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 100)), ["root", "0", "2"]),
         (lambda: nn.Sequential(nn.Linear(100, 100), nn.Conv1d(100, 100, 1)), ["root"]),
+        # Blocks inside blocks are one unit, and small units join the root.
+        (
+            lambda: nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(*wide_pair()) for _ in range(2))}),
+            ["root", "layers.0", "layers.1"],
+        ),
+        (lambda: Stack([nn.Linear(10, 10) for _ in range(4)], [0, 1, 2, 3], 32), ["root"]),
     ],
 )
 def test_units_are_blocks_embedding_head_and_the_rest(build: Any, units: list[str]) -> None:
     assert units_of(build()) == units
-
-
-def test_blocks_inside_blocks_are_one_unit() -> None:
-    outer = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(2))
-    assert units_of(nn.ModuleDict({"layers": outer})) == ["root", "layers.0", "layers.1"]
 
 
 def test_a_container_without_a_forward_is_no_unit_but_what_it_holds_may_be() -> None:
@@ -73,8 +78,6 @@ def test_tied_parameters_are_one_with_several_names_in_the_unit_around_their_use
     assert tied in plan.units[0].specs
 
     class Tied(nn.Module):
-        """Two layers of one weight inside a block."""
-
         def __init__(self) -> None:
             super().__init__()
             self.first, self.second = nn.Linear(70, 70), nn.Linear(70, 70)
@@ -141,11 +144,6 @@ def test_optimizer_groups_are_asked_for_by_name() -> None:
     plan = plan_model(frozen(), torch.float32, lambda fqn: int("norm" in fqn))
     for spec in plan.specs():
         assert spec.group == int("norm" in spec.fqn)  # Of frozen parameters too, which may be trained later.
-
-
-def test_small_units_join_the_root() -> None:
-    blocks: list[nn.Module] = [nn.Linear(10, 10) for _ in range(4)]
-    assert units_of(Stack(blocks, [0, 1, 2, 3], 32)) == ["root"]
 
 
 def test_parameters_without_elements_have_a_place() -> None:

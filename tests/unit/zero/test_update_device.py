@@ -15,8 +15,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def mesh(device: torch.device, others: tuple[float, float] | None = None) -> Any:
-    """One whose other rank has found these seconds."""
-
     def gather_integers(mine: list[int]) -> list[list[int]]:
         return [mine] if others is None else [mine, [int(1e9 * seconds) for seconds in others]]
 

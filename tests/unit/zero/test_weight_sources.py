@@ -155,42 +155,22 @@ class Plain(nn.Module):
         self.out = nn.Linear(4, 5)
 
 
-class Redrawn(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.data.normal_(0.0, 0.02)
+def plain_but(change: Callable[[Any], object]) -> type[Plain]:
+    class Changed(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            change(self)
+
+    return Changed
 
 
-class Replaced(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.out.weight = nn.Parameter(torch.randn(5, 4))
+def redraw(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(0.0, 0.02)
 
 
-class Constant(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-
-class Masked(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(3, 3).tril().bool())
-
-
-class Unregistered(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.arange(4)
-
-
-class Peeking(Plain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bound = float(self.out.weight.detach().abs().max())
+CONSTANT = plain_but(lambda model: model.register_parameter("scale", nn.Parameter(torch.ones(3))))
 
 
 def test_plain_modules_are_drawn_by_their_own_reset() -> None:
@@ -209,12 +189,21 @@ def test_plain_modules_are_drawn_by_their_own_reset() -> None:
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (Redrawn, "initialises attention.out_proj.weight, out.weight otherwise"),
-        (Replaced, "initialises out.weight otherwise"),
-        (Constant, "loses the values of scale"),
-        (Masked, "loses the values of mask"),
-        (Unregistered, "loses the values of table"),
-        (Peeking, "cannot be built on the meta device"),
+        (plain_but(redraw), "initialises attention.out_proj.weight, out.weight otherwise"),
+        (
+            plain_but(lambda model: setattr(model.out, "weight", nn.Parameter(torch.randn(5, 4)))),
+            "initialises out.weight otherwise",
+        ),
+        (CONSTANT, "loses the values of scale"),
+        (
+            plain_but(lambda model: model.register_buffer("mask", torch.ones(3, 3).tril().bool())),
+            "loses the values of mask",
+        ),
+        (plain_but(lambda model: setattr(model, "table", torch.arange(4))), "loses the values of table"),
+        (
+            plain_but(lambda model: setattr(model, "bound", float(model.out.weight.detach().abs().max()))),
+            "cannot be built on the meta device",
+        ),
     ],
 )
 def test_what_meta_would_lose_is_built_on_cpu(cls: type[Plain], reason: str) -> None:
@@ -231,10 +220,10 @@ def test_what_meta_would_lose_is_built_on_cpu(cls: type[Plain], reason: str) -> 
 
 def test_a_model_passed_on_meta_with_lost_values_is_refused() -> None:
     with pytest.raises(LostValuesError, match="scale") as caught:
-        wrap_passed_model(on_meta(Constant), seed=0)
+        wrap_passed_model(on_meta(CONSTANT), seed=0)
     assert caught.value.names == ("scale",)
     with pytest.raises(LostValuesError, match="scale"):
-        SeededSource(on_meta(Constant), seed=0).read("scale", 0, 1)
+        SeededSource(on_meta(CONSTANT), seed=0).read("scale", 0, 1)
 
 
 def test_unknown_integer_and_boolean_buffers_are_found() -> None:
