@@ -15,7 +15,7 @@ from tests.simulated.device import compiler
 from tests.support.workers import PoolOptions, Workers
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.shm_transport import open_transport
-from zeromesh.comm.transport import BufferRequest, RingRequest
+from zeromesh.comm.transport import BufferRequest
 from zeromesh.environment import kept_environment, setting
 from zeromesh.errors import CollectiveError
 from zeromesh.flat.redistribute import one_after_another, redistribute, replicated
@@ -144,7 +144,7 @@ def gathers_from_files(mesh: Mesh, seconds: float) -> None:
     """Gathers whose shards are read at once on rank 0, and within `seconds` on rank 1, with a reduction amid them."""
     group = mesh.shard
     requests = [BufferRequest(name=name, padded=_LENGTH, dtype=torch.float64, persistent=False) for name in "abc"]
-    transport = open_transport("nccl", group, mesh.device, requests, RingRequest(slots=2, nbytes=_LENGTH * 8))
+    transport = open_transport("nccl", group, mesh.device, requests, 2, _LENGTH * 8)
     parts = _parts((_LENGTH // 2,), mesh.device)
     out = torch.zeros(_LENGTH // 2, dtype=torch.float64, device=mesh.device)
     shard = _Slow(parts[mesh.rank], mesh.rank * seconds)

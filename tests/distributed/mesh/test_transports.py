@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.simulated import device
 from tests.support.workers import Workers
 from zeromesh.comm.shm_transport import open_transport
-from zeromesh.comm.transport import BufferRequest, RingRequest, Transport, choose_transport
+from zeromesh.comm.transport import BufferRequest, Transport, choose_transport
 from zeromesh.errors import ConfigError
 from zeromesh.flat.redistribute import one_after_another, redistribute, replicated
 from zeromesh.intervals import Interval
@@ -43,7 +43,7 @@ def open_buffers(
         BufferRequest(name=label, padded=padded, dtype=dtype, persistent=persistent)
         for label, padded in (("b", length), ("none", 0))
     ]
-    return open_transport(name, mesh.shard, mesh.device, requests, RingRequest(slots=slots, nbytes=_LENGTH * 8))
+    return open_transport(name, mesh.shard, mesh.device, requests, slots, _LENGTH * 8)
 
 
 @pytest.mark.parametrize("persistent", [True, False])
