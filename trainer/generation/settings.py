@@ -166,6 +166,7 @@ class ModelSettings:
 
 
 _OWN = " (the model's generation_config.json says so)"
+_COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")
 _SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 _IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
@@ -182,7 +183,7 @@ def _wrong_values(
         value = getattr(settings, name, None)
         if value is None or kind not in (int, float):
             continue
-        least = 0 if kind is int or name in _SHARES else -math.inf
+        least = 1 if name in _COUNTS else 0 if kind is int or name in _SHARES else -math.inf
         most = 1 if name in _SHARES else sys.maxsize if kind is int else math.inf
         if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
             found[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"

@@ -42,6 +42,8 @@ WRONG: list[dict[str, Any]] = [
     {"sequence_bias": [[[10**6], 1.0]]},
     {"eos_token_id": 10**23},
     {"num_beams": 10**23},
+    {"num_beams": 0, "do_sample": True},
+    {"num_beam_groups": 0},
     {"eos_token_id": "end"},
     {"min_new_tokens": "two"},
     {"max_new_tokens": "ten"},
