@@ -207,15 +207,19 @@ def test_whole_blocks_go_past_the_page_cache_without_a_detour(tier: FileTier, ch
 
 @checked
 def test_nothing_goes_through_the_page_cache(tier: FileTier, moved: Moved, checksums: bool) -> None:
-    """Whatever bytes are moved, from wherever: it would fill with what nobody reads twice."""
-    slot = tier.allocate(3 * BLOCK + 100, "some")
+    """Whatever bytes are moved, from wherever: it would fill with what nobody reads twice. Also more than is moved at once."""
+    straight = file_tier._STRAIGHT
+    slot = tier.allocate(2 * straight + 300, "some")
     model = torch.zeros(slot.nbytes, dtype=torch.uint8)
-    for begin, end, shift in ((0, slot.nbytes, 8), (0, 2 * BLOCK, 1000), (5, 50, 0), (BLOCK, 3 * BLOCK, 0)):
+    near = ((0, 3 * BLOCK + 100, 8), (0, 2 * BLOCK, 1000), (5, 50, 0), (BLOCK, 3 * BLOCK, 0))
+    alike = ((10, slot.nbytes - 7), (0, slot.nbytes), (BLOCK, straight + 5), (BLOCK - 1, slot.nbytes))
+    for begin, end, shift in (*near, *((begin, end, begin % BLOCK) for begin, end in alike)):
         model[begin:end] = some_bytes(end - begin, end)
         slot.write(begin, placed(some_bytes(end - begin, end), shift))
         out = memory(end - begin, shift)
         slot.read(begin, out).wait()
         assert torch.equal(out, model[begin:end])
+        assert torch.equal(content(slot), model)
     assert len(moved) >= 8
     assert all(direct for *_, direct in moved)
 
