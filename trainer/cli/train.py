@@ -208,7 +208,7 @@ def run_train(options: argparse.Namespace) -> int:
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
-def launch_same(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
+def launch_this_command(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
     """Start ranks that run this command line, by `launch_workers`."""
     from zeromesh.launch.rendezvous import launch_workers
 

@@ -72,7 +72,7 @@ class ModelSettings:
         self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
         self._tried: set[str] = set()
 
-    def of(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
+    def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
         """Return the settings to continue a prompt of `prompt_tokens` tokens; `tried` chooses a token by them once.
 
         Raises:

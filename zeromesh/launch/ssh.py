@@ -150,10 +150,10 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
     with noted_signals() as requests:
         try:
             for rank, host in enumerate(plan.hosts):
-                line = HostProcess(host, plan, output)
-                started.append(line)
+                ssh = HostProcess(host, plan, output)
+                started.append(ssh)
                 greeting = {"variables": dict(plan.variables)}
-                members.append(Member(line=line, name=host.name, rank=rank, slots=host.slots, greeting=greeting))
+                members.append(Member(connection=ssh, name=host.name, rank=rank, slots=host.slots, greeting=greeting))
             nodes = Nodes(
                 least=1 + plan.least,
                 most=1 + len(hosts),

@@ -277,7 +277,7 @@ class StoreBoard(StatusBoard):
         with self._publishing:
             self.own[_PUBLISHED] += 1
             self.own[_CLOCK] = time.monotonic_ns()
-            # A single copy, which no other thread can change halfway.
+            # Other threads change the row: one call copies it, and none of them runs meanwhile.
             row = base64.b64encode(self.own.tobytes()).decode()
             try:
                 self._publisher.set(f"zeromesh/board/{self._rank}", row)
