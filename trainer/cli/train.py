@@ -101,7 +101,7 @@ def run_launch(options: argparse.Namespace) -> int:
     )
     if not options.dry_run:
         return report(supervise(plan, say))
-    (address, port), first = plan.meeting_place(hosts), 0
+    (address, port), first = plan.meeting_address(hosts), 0
     for host in hosts:
         ranks = f"ranks {first} to {first + host.slots - 1} of {slots}, which meet at {address}:{port}"
         sys.stdout.write(f"{shlex.join(plan.arguments(host))}    # {ranks}\n")

@@ -226,24 +226,24 @@ def ends_of(settings: GenerationConfig) -> list[int]:
 
 
 def settings_with(
-    model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], asked: str, *, beyond: Collection[str] = ()
+    model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], where: str, *, beyond: Collection[str] = ()
 ) -> GenerationConfig:
     """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons, and of the token
     ids in the model's own fields `beyond` some may be outside of its vocabulary.
 
-    Raises `ConfigError`, which begins with `asked` (the source of the request), for refused, unknown and invalid fields.
+    Raises `ConfigError`, which begins with `where` (the source of the request), for refused, unknown and invalid fields.
     """
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
     settings.update(use_cache=True, **dict.fromkeys(refused))
     try:
         unknown = settings.update(**{name: value for name, value in fields.items() if name not in refused})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
     problems = [text for name, text in refused.items() if fields.get(name)]
     problems += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
     problems += _wrong_values(settings, fields, _vocabulary(model), beyond)
     if problems:
-        raise ConfigError([f"{asked}: {each}" for each in problems])
+        raise ConfigError([f"{where}: {each}" for each in problems])
     return settings
 
 

@@ -198,7 +198,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Wrap a scheduler, which follows its optimizer, or all of them."""
+        """Wrap a scheduler. It follows the optimizer that it was made with, or all optimizers if that one is unknown."""
         prepared = super().prepare_scheduler(scheduler)
         follows = [
             each for each in self._optimizers if each.optimizer.stands_for(getattr(scheduler, "optimizer", None))

@@ -146,7 +146,7 @@ class Estimator:
         accumulation, prefetch = layout.accumulation, layout.prefetch
         return replace(zero, stage=layout.stage, accumulation=accumulation, prefetch=prefetch, offload=offload)
 
-    def states(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
+    def memory_model(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
         """Return the memory of the states of a rank with these units."""
         tiers = layout.optimizer, layout.parameters
         key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
@@ -239,7 +239,7 @@ class _LayoutCosts:
             subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.shard)
             for rank in self._ranks
         )
-        self._memory = [known.states(layout, units, self._transport) for units in every]
+        self._memory = [known.memory_model(layout, units, self._transport) for units in every]
 
     def estimate(self, *, exact: bool) -> Estimate:
         layout, is_cpu = self._layout, self._machine.is_cpu

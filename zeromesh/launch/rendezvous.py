@@ -111,7 +111,7 @@ class Member:
 class Leader:
     """The launcher that numbers the ranks of all hosts: of those that come to its endpoint, or of `members` that it has started.
 
-    `place_of` refuses members that cannot go on together, or returns the address and the port at which their ranks meet; by default
+    `address_of` refuses members that cannot go on together, or returns the address and port at which their ranks meet; by default
     they meet at this host. Raises `ConfigError` when this host cannot listen at the endpoint.
     """
 
@@ -123,10 +123,10 @@ class Leader:
         stopped: Stopped,
         *,
         members: list[Member] | None = None,
-        place_of: Callable[[Sequence[Member]], tuple[str, int]] | None = None,
+        address_of: Callable[[Sequence[Member]], tuple[str, int]] | None = None,
     ) -> None:
         self._nodes, self._processes = nodes, processes
-        self._notify, self._stopped, self._place_of = notify, stopped, place_of
+        self._notify, self._stopped, self._address_of = notify, stopped, address_of
         self._secret = setting(SECRET) or ""
         self._listener = listen(*nodes.where) if nodes.most > 1 and members is None else None
         if self._listener is not None:
@@ -202,7 +202,7 @@ class Leader:
             self._failures += 1
             if cause is not None and self._failures > self._nodes.max_restarts:
                 return self._end(cause)
-        if not self._stopped():  # Stopped ranks end like failed ones.
+        if not self._stopped():  # After a stop, ranks end like failed ones, and none start again.
             self._explain_restart(cause)
         return self.first_start()
 
@@ -230,13 +230,13 @@ class Leader:
     def _start(self) -> RankRange:
         """Number the hosts, this one first, and send each its ranks."""
         members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
-        if self._place_of is not None:
-            host, port = self._place_of(members)
+        if self._address_of is not None:
+            host, port = self._address_of(members)
         else:
             # On one host the ranks do not listen on this port; only the user's code may.
             with listen(self._nodes.where[0], 0) as free:
                 host, port = self._nodes.where[0], free.getsockname()[1]
-        place = RankRange(
+        assigned = RankRange(
             first=0,
             processes=self._processes,
             world_size=self._processes + sum(each.processes for each in members),
@@ -247,14 +247,14 @@ class Leader:
         )
         first = self._processes
         for each in members:
-            each.connection.send({"start": {**asdict(place), "first": first, "processes": each.processes}})
+            each.connection.send({"start": {**asdict(assigned), "first": first, "processes": each.processes}})
             each.running, each.failure = True, None
             first += each.processes
         for each in self._members:
             each.numbered = each in members
         self._starts += 1
         self._lost, self._failed_at, self._joining, self._stopping = [], None, False, False
-        return place
+        return assigned
 
     def _stop(self) -> None:
         if not self._stopping:
@@ -371,7 +371,7 @@ class Follower:
         """Seconds that ranks here have to end when the run is over."""
         self._connection: LauncherConnection | None = None
         self._result: Result | None = None
-        self._place: RankRange | None = None
+        self._assigned: RankRange | None = None
         self._stop: int | None = None
 
     def first_start(self) -> RankRange | Result:
@@ -432,9 +432,9 @@ class Follower:
             self._receive()
             if self._result is not None:
                 return self._result
-            if self._place is not None:
-                place, self._place, self._stop = self._place, None, None
-                return place
+            if self._assigned is not None:
+                assigned, self._assigned, self._stop = self._assigned, None, None
+                return assigned
             if self._connection is not None:
                 select.select(self._connection.readers, [], [], _TICK_SECONDS)
         return 0
@@ -454,7 +454,7 @@ class Follower:
 
     def _take(self, message: Message) -> None:
         if "start" in message:
-            self._place = rank_range(message)
+            self._assigned = rank_range(message)
         elif "stop" in message:
             self._stop = field(message, "stop", MISSING)
         elif "over" in message:
@@ -518,10 +518,10 @@ def run_starts(arguments: Sequence[str], others: Leader | Follower, requests: St
 
 
 def _run(
-    arguments: Sequence[str], place: RankRange, others: Leader | Follower, requests: StopSignals, passes: int
+    arguments: Sequence[str], assigned: RankRange, others: Leader | Follower, requests: StopSignals, passes: int
 ) -> WorkersFailed | None:
     """Start ranks, pass signals on until all have ended, and return the failure that caused the others."""
-    ranks = RankProcesses(arguments, place)
+    ranks = RankProcesses(arguments, assigned)
 
     def hand_on(number: int) -> None:
         if number not in requests.told:
