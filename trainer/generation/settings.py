@@ -73,7 +73,7 @@ class ModelSettings:
         self._tried: set[str] = set()
 
     def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
-        """Return the settings to continue a prompt of `prompt_tokens` tokens; `tried` chooses a token by them once.
+        """Return the settings to continue a prompt of `prompt_tokens` tokens; with `tried` they first choose a token in a trial.
 
         Raises:
             ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
@@ -302,7 +302,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         )
     found = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
-        found.append("guidance_scale")  # Guidance has a second cache, and stages keep one.
+        found.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.
     if settings.cache_implementation not in (None, "dynamic"):
         found.append(f"cache_implementation: {settings.cache_implementation}")
     if found:
