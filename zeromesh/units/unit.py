@@ -439,7 +439,7 @@ def _changed(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
     found = []
     for unit in units:
         for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
-            if (name := bucket.changed_parameter()) is not None:  # Not the first alone, as every bucket records its finding.
+            if (name := bucket.changed_parameter()) is not None:  # Every bucket has to record its finding.
                 found.append((unit, name))
     return found
 
