@@ -72,8 +72,8 @@ class ModelSettings:
         self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
         self._tried: set[str] = set()
 
-    def of(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
-        """Return the settings to continue a prompt of `prompt_tokens` tokens; `tried` chooses a token by them once.
+    def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
+        """Return the settings to continue a prompt of `prompt_tokens` tokens; with `tried` they first choose a token in a trial.
 
         Raises:
             ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
@@ -227,24 +227,24 @@ def ends_of(settings: GenerationConfig) -> list[int]:
 
 
 def settings_with(
-    model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], asked: str, *, beyond: Collection[str] = ()
+    model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], where: str, *, beyond: Collection[str] = ()
 ) -> GenerationConfig:
     """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons, and of the token
     ids in the model's own fields `beyond` some may be outside of its vocabulary.
 
-    Raises `ConfigError`, which begins with `asked` (the source of the request), for refused, unknown and invalid fields.
+    Raises `ConfigError`, which begins with `where` (the source of the request), for refused, unknown and invalid fields.
     """
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
     settings.update(use_cache=True, **dict.fromkeys(refused))
     try:
         unknown = settings.update(**{name: value for name, value in fields.items() if name not in refused})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
     problems = [text for name, text in refused.items() if fields.get(name)]
     problems += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
     problems += _wrong_values(settings, fields, _vocabulary(model), beyond)
     if problems:
-        raise ConfigError([f"{asked}: {each}" for each in problems])
+        raise ConfigError([f"{where}: {each}" for each in problems])
     return settings
 
 
@@ -303,7 +303,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         )
     found = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
-        found.append("guidance_scale")  # Guidance has a second cache, and stages keep one.
+        found.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.
     if settings.cache_implementation not in (None, "dynamic"):
         found.append(f"cache_implementation: {settings.cache_implementation}")
     if found:

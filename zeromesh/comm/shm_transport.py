@@ -166,11 +166,11 @@ class RingSlot:
         self.raw = raw = segment.tensor(0, segment.nbytes, torch.uint8)
 
         @lru_cache(_VIEWS)
-        def seen(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        def view(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             """Return the first bytes as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
             return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-        self.seen = seen
+        self.view = view
 
 
 class SharedRing:
@@ -415,7 +415,7 @@ class SharedReducer(Reducer):
 
         def parts() -> list[torch.Tensor]:
             shape = tuple(filled.shape)
-            return [ring.read(rank, sequence)[0].seen(shape, filled.dtype)[start:end] for rank in range(size)]
+            return [ring.read(rank, sequence)[0].view(shape, filled.dtype)[start:end] for rank in range(size)]
 
         group.traffic.count(kind, filled.nbytes)
         return Reduction(

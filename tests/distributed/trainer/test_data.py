@@ -113,13 +113,12 @@ def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
 
     def noted_send(self: DeviceBatch) -> None:
         seen.extend(["sent"] * (self._copied is None))
-        with device.no_waits("a batch is sent"):
-            send(self)
+        send(self)
 
     @contextmanager
     def noted_present(self: DeviceBatch) -> Iterator[None]:
         with ExitStack() as inside:
-            with device.no_waits("a batch is used"):
+            with device.no_waits("a batch is used, and the next one sent"):
                 inside.enter_context(present(self))
             yield
 

@@ -132,7 +132,7 @@ def test_an_error_of_the_form_of_the_hub_ends_the_call_that_streams_weights(
         raise ConfigError("no form")
 
     monkeypatch.setattr(type(generator.mesh), "call", call)
-    monkeypatch.setattr(generator.placed.hub_form, "of", refuse)
+    monkeypatch.setattr(generator.placed.hub_form, "convert", refuse)
     weights = generator.stream_weights()
     next(weights)
     with pytest.raises(ConfigError, match="no form") as caught:

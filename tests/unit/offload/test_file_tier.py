@@ -234,9 +234,9 @@ def test_stripes_of_several_disks_are_moved_at_once(tmp_path: Path, monkeypatch:
         return submit(tier, work, at, data)
 
     monkeypatch.setattr(FileTier, "submit", noted)
-    for count, longest in ((1, file_tier._STRAIGHT), (2, file_tier.STRIPE)):
+    for count, longest in ((1, file_tier._LARGE_PIECE), (2, file_tier.STRIPE)):
         with closing(FileTier([tmp_path / str(number) for number in range(count)], "some")) as tier:
-            slot = tier.allocate(file_tier._STRAIGHT, "a row")
+            slot = tier.allocate(file_tier._LARGE_PIECE, "a row")
             lengths.clear()
             slot.read(0, memory(slot.nbytes, 0)).wait()
         assert lengths == [longest] * (slot.nbytes // longest)
@@ -588,7 +588,7 @@ def check_closed(transfer: Transfer, ended: threading.Event, span: str) -> None:
 def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(os.listdir("/proc/self/fd"))
     tier = FileTier([tmp_path], "some", threads=2)
-    monkeypatch.setattr(file_tier, "_STRAIGHT", file_tier.PIECE)
+    monkeypatch.setattr(file_tier, "_LARGE_PIECE", file_tier.PIECE)
     slot = tier.allocate(8 * file_tier.PIECE, "exp_avg")
     reads = Gate(monkeypatch, "read")
     out, ended = memory(slot.nbytes, 0), threading.Event()
