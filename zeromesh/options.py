@@ -12,7 +12,7 @@ from zeromesh.comm.transport import TransportName
 from zeromesh.errors import ConfigError
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
-from zeromesh.settings.keys import AverageSettings, OptimizerKeys, ScalerSettings, ZeroKeys
+from zeromesh.settings.keys import AverageSettings, OptimizerKeys, ScalerKeys, ZeroKeys
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is never updated."""
@@ -81,8 +81,10 @@ class OptimizerClass:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(OptimizerKeys):
-    """The optimizer and its hyperparameters, under torch's names."""
+    """The optimizer and its hyperparameters, under torch's names. `betas` and `weight_decay` have torch's defaults."""
 
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
     own_class: OptimizerClass | None = None
     """The class to run instead of the optimizer of that name."""
     members: tuple[tuple[str, ...], ...] = ()
@@ -98,6 +100,15 @@ class OptimizerSettings(OptimizerKeys):
             "momentum": self.momentum if momentum is None else momentum,
         }
         return {**common, "weight_decay": self.weight_decay}, {**common, "weight_decay": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalerSettings(ScalerKeys):
+    """The loss scaler: the scale is multiplied by `backoff_factor` at an overflow, by `growth_factor` after `growth_interval`
+    steps."""
+
+    smallest: float = 1.0
+    """The least scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +211,9 @@ class ZeroOptions(ZeroKeys):
             problems.append(f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}")
         if self.prefetch < 0:
             problems.append(f"zero.prefetch is {self.prefetch}; it must be 0 or more units")
+        budget: Any = self.gathered_budget
+        if budget != "auto" and not (isinstance(budget, int) and budget >= 0):
+            problems.append(f"zero.gathered_budget is {budget!r}; it must be auto, or 0 or more bytes")
         if self.offload.parameters.away and self.stage != 3:
             problems.append(
                 f"offload.parameters is {self.offload.parameters.tier} at stage {self.stage}: only stage 3 gathers "

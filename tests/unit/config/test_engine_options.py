@@ -13,8 +13,7 @@ from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import LossScaler
-from zeromesh.options import OptimizerSettings, Precision, ZeroOptions
-from zeromesh.settings.keys import ScalerSettings
+from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import biases_and_norms, engine_options
 from zeromesh.zero.engine import ZeroEngine
@@ -39,6 +38,7 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
     [
         (ZeroOptions, {"stage": 5}, ["zero.stage is 5; it must be one of"]),
         (ZeroOptions, {"prefetch": -1}, ["zero.prefetch is -1"]),
+        (ZeroOptions, {"gathered_budget": None}, ["zero.gathered_budget is None; it must be auto, or 0 or more bytes"]),
         (ZeroOptions, {**IN_BACKWARD, "clip_norm": 1.0}, ["optimizer.in_backward needs run.clip_norm 0"]),
         (ZeroOptions, {"optimizer_in_backward": True}, ["optimizer.in_backward needs run.on_nonfinite: stop"]),
         (ZeroOptions, {**IN_BACKWARD, "precision": HALF}, ["cannot run with a loss scale"]),
@@ -64,6 +64,12 @@ def test_impossible_options(make: Any, given: dict[str, Any], said: list[str]) -
         make(**given)
     assert len(error.value.problems) == len(said)
     assert [words for words, problem in zip(said, error.value.problems, strict=True) if words not in problem] == []
+
+
+@pytest.mark.parametrize("name", ["betas", "eps", "weight_decay"])
+def test_an_engine_without_a_configuration_updates_as_torch_does(name: str) -> None:
+    (parameter,) = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).param_groups
+    assert getattr(ZeroOptions().optimizer, name) == parameter[name]
 
 
 def test_what_the_engine_would_refuse_is_no_valid_configuration() -> None:
