@@ -37,7 +37,7 @@ class Access(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamOperand:
-    """A tensor of which each row has an interval, and the rows' access to it."""
+    """A tensor that the rows of a stream cut into intervals, one for each row, and what they do with them."""
 
     tensor: TieredTensor
     mode: Access

@@ -96,7 +96,7 @@ class ModelOnMesh(ABC):
         """
         placed = self.placed
         compute: torch.dtype = getattr(torch, placed.config.precision.compute)
-        weights = _tensors(placed, "stream_weights", form=lambda found: placed.hub_form.of(found, compute))
+        weights = _tensors(placed, "stream_weights", form=lambda found: placed.hub_form.convert(found, compute))
         return parts_of_weights(weights, part_of)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:

@@ -81,7 +81,8 @@ class OptimizerClass:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(OptimizerKeys):
-    """The optimizer and its hyperparameters, under torch's names. `betas` and `weight_decay` have torch's defaults."""
+    """The optimizer and its hyperparameters, under torch's names and, unlike in a configuration, with torch's defaults but for
+    `lr`."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.01
@@ -104,11 +105,9 @@ class OptimizerSettings(OptimizerKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerSettings(ScalerKeys):
-    """The loss scaler: the scale is multiplied by `backoff_factor` at an overflow, by `growth_factor` after `growth_interval`
-    steps."""
+    """The dynamic loss scale of float16 gradients, which never falls below `smallest`."""
 
     smallest: float = 1.0
-    """The least scale."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,9 +210,9 @@ class ZeroOptions(ZeroKeys):
             problems.append(f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}")
         if self.prefetch < 0:
             problems.append(f"zero.prefetch is {self.prefetch}; it must be 0 or more units")
-        budget: Any = self.gathered_budget
-        if budget != "auto" and not (isinstance(budget, int) and budget >= 0):
-            problems.append(f"zero.gathered_budget is {budget!r}; it must be auto, or 0 or more bytes")
+        budget: object = self.gathered_budget
+        if budget not in ("auto", None) and not (isinstance(budget, int) and budget >= 0):
+            problems.append(f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None")
         if self.offload.parameters.away and self.stage != 3:
             problems.append(
                 f"offload.parameters is {self.offload.parameters.tier} at stage {self.stage}: only stage 3 gathers "

@@ -38,7 +38,7 @@ STRIPE = 1 << 20
 THREADS = 8
 THREAD_BYTES = THREADS * PIECE
 """Bytes of the threads' own buffers."""
-_STRAIGHT = 4 << 20
+_LARGE_PIECE = 4 << 20
 """Bytes that one thread moves at a time if they need no buffer and have no checksum."""
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]
 _CPU = torch.device("cpu")
@@ -228,12 +228,12 @@ class FileSlot:
         except StorageError as error:  # Raised by `wait`: the caller may have other transfers in flight.
             return Transfer.failing(error)
         copy = copy_streams_of(data.device).copy_later() if on_accelerator(data) else torch.Tensor.copy_
-        straight = self._straight(begin, data)
-        parts = (*_pieces(begin, data[:straight], _STRAIGHT), *_pieces(begin + straight, data[straight:], PIECE))
+        first = self._unbuffered_bytes(begin, data)
+        parts = (*_pieces(begin, data[:first], _LARGE_PIECE), *_pieces(begin + first, data[first:], PIECE))
         pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in parts]
         return Transfer(pieces, self.tier.waits, f"file tier, {self.label}: bytes [{begin:,}, {end:,})")
 
-    def _straight(self, begin: int, data: torch.Tensor) -> int:
+    def _unbuffered_bytes(self, begin: int, data: torch.Tensor) -> int:
         """Return the number of leading bytes that need neither a thread's buffer nor a checksum."""
         if self._file is not None:  # Unaligned ends may come through the page cache, as nobody writes.
             return data.numel() if lies_alike(data, begin) else 0

@@ -82,7 +82,7 @@ def tried(machine: Path, rounds: int = 2) -> Iterator[Tried]:
         ]
         for _ in range(rounds):
             for index, (layout, _) in enumerate(chosen):
-                keys = [f"{key}={json.dumps(value)}" for key, value in layout.keys().items()]
+                keys = [f"{key}={json.dumps(value)}" for key, value in layout.values_by_key().items()]
                 name, seconds = _measured(config, ranks, keys if index else _AUTO)
                 if not index and name != str(layout):
                     raise RuntimeError(f"{config} took {name}, the plan says {layout}")

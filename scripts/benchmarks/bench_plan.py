@@ -122,7 +122,7 @@ def overrides(model: str, layout: Layout | None = None) -> list[str]:
         "run.eval_at_end": False,
         "checkpoint.every_steps": 0,
         "checkpoint.resume": "never",
-        **(layout.keys() if layout is not None else {"batch.micro_size": 1}),
+        **(layout.values_by_key() if layout is not None else {"batch.micro_size": 1}),
     }
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 

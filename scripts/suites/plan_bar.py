@@ -210,7 +210,7 @@ def _runs(count: int, machine: Machine) -> Iterator[tuple[str, ...]]:
                 "run.eval_at_end": False,
                 "run.output_dir": folder,
                 "checkpoint.every_steps": 0,
-                **layout.keys(),
+                **layout.values_by_key(),
             }
             placed = replace(layout, accumulation=-(-8 // (layout.micro * layout.data)))
             words = [f"{key}={json.dumps(value)}" for key, value in keys.items()]

@@ -15,6 +15,7 @@ from tests.contract.cases_units import Block, Stack
 from tests.contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, cross_entropy, plain_loop, samples
 from tests.support.plain import after_steps, calling, error_of
 from zeromesh import Trainer
+from zeromesh.errors import ZeromeshError
 
 Found = tuple[torch.Tensor, int]
 
@@ -134,7 +135,7 @@ def busy(trainer: Trainer, step: int) -> None:
 
 def failing(trainer: Trainer, step: int) -> None:
     for wrong in (lambda: trainer.gradient("nothing"), lambda: trainer.evaluate(3)):  # type: ignore[arg-type]
-        assert error_of(wrong), "nothing was refused"
+        assert error_of(wrong, ZeromeshError), "nothing was refused"
 
 
 # Datasets

@@ -100,7 +100,7 @@ FULL = pytest.mark.full
     ("body", "restarts", "ranks", "code", "words"),
     [
         pytest.param(
-            ALL_AT_ONCE, 3, None, 2, "no text", id="a user's mistake on all ranks is told once, and not tried again"
+            ALL_AT_ONCE, 3, None, 2, r"no text\Z", id="a user's mistake on all ranks is told once, and not tried again"
         ),
         pytest.param(
             KILLED_AFTER, 0, (0,), 1, "rank 1 does not go on", marks=FULL, id="who had to be killed is not the cause"

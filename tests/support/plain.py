@@ -154,8 +154,9 @@ def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
 
 
 def apart(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest relative difference of two lists of numbers."""
-    return max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
+    """The largest relative difference of two lists of numbers; infinite where one is NaN."""
+    differences = [abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True)]
+    return math.inf if any(map(math.isnan, differences)) else max(differences)
 
 
 def like(mine: Any, theirs: Any, *, rel: float = 1e-9, abs_: float = 0.0, where: str = "") -> None:

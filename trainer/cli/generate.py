@@ -61,10 +61,10 @@ def run_generate(options: argparse.Namespace) -> int:
         with kept_environment(kept):
             if not options.chat:
                 _prompts_of(options.prompts)  # Invalid prompts are refused before ranks start.
-            # With results on disk a restart generates only the missing ones; without them it would lose all.
+            # A restart generates only the results that --out lacks. Without --out it would lose all, so there is none.
             restarts = options.max_restarts if options.out else 0
-            nodes = Nodes(max_restarts=restarts, begins_with="the results that are there")
-            return train.report(train.launch_same(options, processes, nodes=nodes, talks=options.chat))
+            nodes = Nodes(max_restarts=restarts, restarts_from="the results that are there")
+            return train.report(train.launch_this_command(options, processes, nodes=nodes, talks=options.chat))
 
 
 def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[dict[str, Any], list[str]]:
@@ -283,7 +283,7 @@ def run_serve(options: argparse.Namespace) -> int:
     from zeromesh.launch.rank_processes import STOP_SIGNALS
 
     # Ranks get a second signal too, and then end open requests with an answer. A stop by a signal is a success.
-    ended = train.launch_same(options, processes, passes=2)
+    ended = train.launch_this_command(options, processes, passes=2)
     return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
 
 

@@ -61,7 +61,7 @@ def _measure(options: argparse.Namespace) -> int:
         )
     ranks = environment.world_size if launched else options.ranks or ranks_here()
     if not options.worker and not launched and ranks > 1:
-        return train.report(train.launch_same(options, ranks))
+        return train.report(train.launch_this_command(options, ranks))
     import zeromesh.trainer.trainer  # noqa: F401  # The measured memory includes a run's imports.
     from zeromesh.mesh.mesh_shape import MeshShape
     from zeromesh.mesh.process_mesh import ProcessMesh
@@ -96,7 +96,7 @@ def run_verify(options: argparse.Namespace) -> int:
     if starts:
         with refusals(out, "written"):
             out.unlink(missing_ok=True)
-        ended = train.report(train.launch_same(options, processes))
+        ended = train.report(train.launch_this_command(options, processes))
         return ended or int(not json.loads(out.read_text(encoding="utf-8"))["passed"])
     from zeromesh.trainer import Trainer
     from zeromesh.trainer.verification.checks import CHECKS

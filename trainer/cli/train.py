@@ -101,7 +101,7 @@ def run_launch(options: argparse.Namespace) -> int:
     )
     if not options.dry_run:
         return report(supervise(plan, say))
-    (address, port), first = plan.meeting_place(hosts), 0
+    (address, port), first = plan.meeting_address(hosts), 0
     for host in hosts:
         ranks = f"ranks {first} to {first + host.slots - 1} of {slots}, which meet at {address}:{port}"
         sys.stdout.write(f"{shlex.join(plan.arguments(host))}    # {ranks}\n")
@@ -208,7 +208,7 @@ def run_train(options: argparse.Namespace) -> int:
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
-def launch_same(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
+def launch_this_command(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
     """Start ranks that run this command line, by `launch_workers`."""
     from zeromesh.launch.rendezvous import launch_workers
 

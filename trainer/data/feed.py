@@ -48,7 +48,7 @@ class RunData:
             return {f"eval_dataset[{name!r}]": each for name, each in self.eval.items()}
         return {"eval_dataset": self.eval}
 
-    def sets(self) -> dict[str, MapDataset | StreamedDataset]:
+    def datasets(self) -> dict[str, MapDataset | StreamedDataset]:
         """Return all datasets by their names in error messages."""
         return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluated()
 

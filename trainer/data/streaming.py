@@ -115,8 +115,8 @@ class StreamedDataset:
             )
 
     def begin_again(self) -> None:
-        """Reopen the source in a forked process, since iterators may hold connections or threads of the parent. A source that is
-        its own iterator continues instead, as it has no other beginning."""
+        """Go back to the first sample with an iterator of this process, since a parent's may hold connections or threads. A source
+        that is its own iterator continues instead, as it has no other beginning."""
         if self._iterator is not self._source:
             self._restart()
 

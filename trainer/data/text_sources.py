@@ -300,7 +300,7 @@ def _records(file: SourceFile) -> Iterator[dict[str, Any]]:
         yield from _READERS[file.form](file)
     except DataError:
         raise
-    except Exception as error:  # whatever libraries make of a damaged file
+    except Exception as error:  # libraries raise errors of any kind for a damaged file
         raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
 

@@ -37,7 +37,7 @@ class BatchGeneration:
     Args:
         fields: of `GenerationConfig`, on top of the model's own.
         seed: the seed of sampling, combined with the index of a batch's first sample.
-        asked: the setting that enables generation, for error messages.
+        where: the setting that enables generation, for error messages.
 
     Raises:
         ConfigError: for a model that does not generate, and for fields that do not exist, have values that transformers refuses, or
@@ -45,20 +45,20 @@ class BatchGeneration:
     """
 
     def __init__(
-        self, placed: PlacedModel, fields: Mapping[str, Any], *, seed: str, asked: str = "predict_with_generate"
+        self, placed: PlacedModel, fields: Mapping[str, Any], *, seed: str, where: str = "predict_with_generate"
     ) -> None:
         model, tokenizer = placed.module, placed.processing_class
         if not isinstance(getattr(model, "generation_config", None), GenerationConfig):
             raise ConfigError(
-                f"{asked}: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
+                f"{where}: {type(model).__name__} does not generate; it is for Hugging Face models with a head "
                 "that generates"
             )
         refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in _REFUSED.items()}
         for name in () if model.config.is_encoder_decoder else _OF_WHOLE_TEXTS.keys() & fields.keys():
             refused[name] = f"{name} counts the padding of prompts; give {_OF_WHOLE_TEXTS[name]}"
-        self.settings = settings = settings_with(model, fields, refused, asked, beyond=_SUPPRESSED)
+        self.settings = settings = settings_with(model, fields, refused, where, beyond=_SUPPRESSED)
         if settings.stop_strings and tokenizer is None:
-            raise ConfigError(f"{asked}: stop_strings needs a tokenizer; pass processing_class")
+            raise ConfigError(f"{where}: stop_strings needs a tokenizer; pass processing_class")
         if settings.pad_token_id is None:
             found = [getattr(tokenizer, "pad_token_id", None), *ends_of(settings), 0]
             settings.pad_token_id = next(each for each in found if each is not None)
@@ -66,7 +66,7 @@ class BatchGeneration:
             settings.max_new_tokens = _NEW_TOKENS
         self.padding = int(settings.pad_token_id)
         """The padding token after the end of a prediction."""
-        self._placed, self._seed, self._asked = placed, seed, asked
+        self._placed, self._seed, self._where = placed, seed, where
         self._fixed: dict[str, Any] = {"generation_config": settings}
         if settings.stop_strings:
             self._fixed["tokenizer"] = tokenizer
@@ -107,7 +107,7 @@ class BatchGeneration:
         longest = int(lengths.argmax())
         if positions is not None and int(lengths[longest]) + new > positions:
             raise DataError(
-                f"{self._asked}: the prompt of sample {samples[longest]} has {int(lengths[longest])} tokens, which with "
+                f"{self._where}: the prompt of sample {samples[longest]} has {int(lengths[longest])} tokens, which with "
                 f"{new} new ones are more than the model's {positions} positions; shorten it, or lower max_new_tokens"
             )
         return inputs

@@ -168,8 +168,8 @@ def generate_in_rounds(
         whole_rounds=one_length and has_encoder,
     ):
         own = [requests[number] for number in numbers[mesh.data_index]]
-        asked = settings[own[0].number] if own else idle
-        new = _generate(placed, own or [Request(number=0, tokens=[0])], asked)
+        common = settings[own[0].number] if own else idle
+        new = _generate(placed, own or [Request(number=0, tokens=[0])], common)
         rows = mesh.data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
         on_progress([Progress(**each) for row in rows for each in row])
 

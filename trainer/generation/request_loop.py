@@ -91,7 +91,7 @@ class RequestLoop:
         while True:
             news = self._exchange(inbox)
             for each in news.requests:
-                settings = self._settings.of({**self._fields, **each.fields}, len(each.tokens))
+                settings = self._settings.for_request({**self._fields, **each.fields}, len(each.tokens))
                 self._queue.append((len(each.tokens) + int(settings.max_new_tokens), each, settings))
             if news.cancelled:
                 for batch in self._batches:

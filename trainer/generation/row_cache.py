@@ -132,8 +132,8 @@ class RowCache(Cache):  # type: ignore[misc]
         columns.end += new
 
     def merge(self, other: RowCache, lengths: Sequence[int], *, most_rows: int) -> None:
-        """Add one row for each of `lengths`: the first tokens of that row of `other`, from its first column on. `most_rows` is the
-        limit of rows."""
+        """Add one row for each of `lengths`: the first columns of that row of `other`, as many as the length. Buffers have room for
+        `most_rows` rows at most."""
         columns = self.columns
         before, width = len(columns.lengths), max(columns.width, *lengths)
         rows, wider = before + len(lengths), width > columns.width

@@ -72,8 +72,8 @@ class ModelSettings:
         self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
         self._tried: set[str] = set()
 
-    def of(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
-        """Return the settings to continue a prompt of `prompt_tokens` tokens; `tried` chooses a token by them once.
+    def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
+        """Return the settings to continue a prompt of `prompt_tokens` tokens; with `tried` they first choose a token in a trial.
 
         Raises:
             ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
@@ -166,6 +166,7 @@ class ModelSettings:
 
 
 _OWN = " (the model's generation_config.json says so)"
+_COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")
 _SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
 _IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
@@ -182,7 +183,7 @@ def _wrong_values(
         value = getattr(settings, name, None)
         if value is None or kind not in (int, float):
             continue
-        least = 0 if kind is int or name in _SHARES else -math.inf
+        least = 1 if name in _COUNTS else 0 if kind is int or name in _SHARES else -math.inf
         most = 1 if name in _SHARES else sys.maxsize if kind is int else math.inf
         if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
             found[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
@@ -226,24 +227,24 @@ def ends_of(settings: GenerationConfig) -> list[int]:
 
 
 def settings_with(
-    model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], asked: str, *, beyond: Collection[str] = ()
+    model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], where: str, *, beyond: Collection[str] = ()
 ) -> GenerationConfig:
     """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons, and of the token
     ids in the model's own fields `beyond` some may be outside of its vocabulary.
 
-    Raises `ConfigError`, which begins with `asked` (the source of the request), for refused, unknown and invalid fields.
+    Raises `ConfigError`, which begins with `where` (the source of the request), for refused, unknown and invalid fields.
     """
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
     settings.update(use_cache=True, **dict.fromkeys(refused))
     try:
         unknown = settings.update(**{name: value for name, value in fields.items() if name not in refused})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{asked}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
     problems = [text for name, text in refused.items() if fields.get(name)]
     problems += [f"{name} is no field of transformers' GenerationConfig" for name in unknown]
     problems += _wrong_values(settings, fields, _vocabulary(model), beyond)
     if problems:
-        raise ConfigError([f"{asked}: {each}" for each in problems])
+        raise ConfigError([f"{where}: {each}" for each in problems])
     return settings
 
 
@@ -302,7 +303,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         )
     found = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
-        found.append("guidance_scale")  # Guidance has a second cache, and stages keep one.
+        found.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.
     if settings.cache_implementation not in (None, "dynamic"):
         found.append(f"cache_implementation: {settings.cache_implementation}")
     if found:

@@ -252,15 +252,15 @@ class Generator(ModelOnMesh):
 
     def check_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""
-        self.placed.settings.of(fields, 1)
+        self.placed.settings.for_request(fields, 1)
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
-        return not self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1, tried=False))
+        return not self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, tried=False))
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
-        why = self.placed.settings.why_unbatched(self.placed.settings.of(fields, 1, tried=False))
+        why = self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, tried=False))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         self.check_fields(fields)
@@ -275,7 +275,7 @@ class Generator(ModelOnMesh):
             DataError: for unknown tokens, for none, and for too many.
         """
         self.encode(tokens)
-        why = self.placed.settings.why_unbatched(self.placed.settings.of(fields, len(tokens)))
+        why = self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, len(tokens)))
         if why:
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
@@ -292,7 +292,7 @@ class Generator(ModelOnMesh):
         own_seed = own.pop("seed", seed)
         request = Request(number=number, tokens=self.encode(text, name), fields=own, seed=own_seed)
         try:
-            return request, self.placed.settings.of({**fields, **own}, len(request.tokens))
+            return request, self.placed.settings.for_request({**fields, **own}, len(request.tokens))
         except DataError as error:
             raise DataError(f"{where}: {error}" if where else str(error)) from error
 

@@ -45,7 +45,7 @@ def prompt_samples(run: RunContext) -> Callable[[RunContext], list[dict[str, Any
             raise ConfigError("need a tokenizer; pass processing_class", where=_KEY)
         tokenizer = PretrainedTokenizer(tokenizer=run.model.processing_class)
     fields, batches = section.generation or {}, list[tuple[str, dict[str, torch.Tensor]]]()
-    generation = BatchGeneration(run.model, fields, seed="", asked=_KEY)
+    generation = BatchGeneration(run.model, fields, seed="", where=_KEY)
     with library_errors(_KEY):
         prompts: list[Any] = list(section.prompts)
         if isinstance(section.prompts, str):
@@ -63,7 +63,7 @@ def prompt_samples(run: RunContext) -> Callable[[RunContext], list[dict[str, Any
 
     def generate(run: RunContext) -> list[dict[str, Any]]:
         step, lines = run.progress.step, []
-        generation = BatchGeneration(run.model, fields, seed=f"{section.seed}/{step}", asked=_KEY)
+        generation = BatchGeneration(run.model, fields, seed=f"{section.seed}/{step}", where=_KEY)
         for number, (prompt, batch) in enumerate(batches):
             run.console.status(f"generating {number + 1} of {counted(len(batches), 'prompt')}")
             text = tokenizer.decode(generation.tokens(batch, [number], torch.float32)[0].tolist())

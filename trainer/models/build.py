@@ -62,15 +62,16 @@ def pin_sources(
     if model.source is not None and not model_given:
         commit = _fetch(model.source, model.revision, MODEL_FILES, mesh, where="model.source")
         model = model.model_copy(update={"revision": commit})
-        directory = directory_of(config.model.source or "", commit)
-        turn = 0 if mesh.rank == 0 else 1 if mesh.environment.local_rank == 0 else 2
-        # transformers copies a model's code to its module cache, one rank first, lest others read half a file.
-        for number in range(3 if model.trust_remote_code else 0):
-            if number == turn and (directory / "config.json").is_file():
-                made = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=True)
-                for reference in (getattr(made, "auto_map", None) or {}).values():
-                    get_class_from_dynamic_module(reference, directory, local_files_only=True)
-            mesh.meet(f"code of {directory}")
+        if model.trust_remote_code:
+            directory = directory_of(config.model.source or "", commit)
+            turn = 0 if mesh.rank == 0 else 1 if mesh.environment.local_rank == 0 else 2
+            # transformers copies a model's code to its module cache, one rank first, lest others read half a file.
+            for number in range(3):
+                if number == turn and (directory / "config.json").is_file():
+                    made = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=True)
+                    for reference in (getattr(made, "auto_map", None) or {}).values():
+                        get_class_from_dynamic_module(reference, directory, local_files_only=True)
+                mesh.meet(f"code of {directory}")
     own = (came_from if model_given else model.source) if reads_text else None
     named = data.tokenizer or own or (BYTES if reads_text else None)
     if named not in (None, BYTES):

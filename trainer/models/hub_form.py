@@ -181,7 +181,7 @@ class HubForm:
             for name, each in self._in_files(iter(plain.items()))
         }
 
-    def of(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:
+    def convert(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:
         """Yield the Hub form of `weights`, `(name, tensor)` of each parameter and persistent buffer; floating-point tensors in
         `dtype`. A few tensors are kept meanwhile, those of one conversion or of one layer with adapters. Raises `failure` for
         adapters that cannot be merged and weights that transformers cannot convert."""

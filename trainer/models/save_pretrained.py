@@ -90,12 +90,12 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
     # Trained embeddings are among the adapter's tensors; PEFT would look at the Hub for changed ones.
     own = {"save_embedding_layers": False} if wraps_another(model) else {}
     ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
-    with copies_from(model, tensors := adapter | ties):
+    with peft_saves(model, tensors := adapter | ties):
         model.save_pretrained(directory, state_dict=tensors, **own)
 
 
 @contextmanager
-def copies_from(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def peft_saves(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Inside the block PEFT saves `tensors` as the state of the modules that it trains whole, and runs encoders of learnt prompts
     on them."""
     copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}

@@ -102,7 +102,7 @@ class RunDirectory:
         has the activity of every rank, and each rank writes its latest events on request, and at any end of it.
         """
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
-        header = {"rank": mesh.rank, "host": mesh.places[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
+        header = {"rank": mesh.rank, "host": mesh.locations[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
         header["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names.get(mesh.rank, ())]
 
         def write_ring() -> None:

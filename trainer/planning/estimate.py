@@ -146,7 +146,7 @@ class Estimator:
         accumulation, prefetch = layout.accumulation, layout.prefetch
         return replace(zero, stage=layout.stage, accumulation=accumulation, prefetch=prefetch, offload=offload)
 
-    def states(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
+    def memory_model(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
         """Return the memory of the states of a rank with these units."""
         tiers = layout.optimizer, layout.parameters
         key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
@@ -192,15 +192,15 @@ class Estimator:
 
     def _segment_seconds(self, segment: Segment, layout: Layout) -> tuple[float, ...]:
         """Return the seconds of forward and backward, exchanges included, of gradients of weights, and of exchanges alone."""
-        busy = min(self.host, layout.ranks)
+        ranks = min(self.host, layout.ranks)
         forward, backward = segment.forward, segment.backward
-        key = (id(forward), id(backward), busy)
+        key = (id(forward), id(backward), ranks)
         if key not in self._seconds:
             weights = Work(products=[each for each in forward.products if each.around])
-            computes = [self.machine.work_seconds(work, ranks_on_host=busy) for work in (forward, backward, weights)]
+            computes = [self.machine.work_seconds(work, ranks_on_host=ranks) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
-                    self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=busy)
+                    self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=ranks)
                     for each in work.exchanges
                 )
                 for work in (forward, backward)
@@ -221,7 +221,7 @@ class _LayoutCosts:
     def __init__(self, known: Estimator, layout: Layout) -> None:
         subject, self._machine, self._device = known.subject, known.machine, known.device
         self._known, self._layout, self._options = known, layout, known.options(layout)
-        self._busy = min(known.host, layout.ranks)
+        self._ranks_on_host = min(known.host, layout.ranks)
         """The number of ranks that compute on a host."""
         self._hosts = max(1, math.ceil(layout.tensor * layout.shard / known.host))
         """The number of hosts of the ranks that share states."""
@@ -239,7 +239,7 @@ class _LayoutCosts:
             subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.shard)
             for rank in self._ranks
         )
-        self._memory = [known.states(layout, units, self._transport) for units in every]
+        self._memory = [known.memory_model(layout, units, self._transport) for units in every]
 
     def estimate(self, *, exact: bool) -> Estimate:
         layout, is_cpu = self._layout, self._machine.is_cpu
@@ -278,7 +278,7 @@ class _LayoutCosts:
             GATHERED: memory.gathered,
             Purpose.GRADIENTS.value: gradients + memory.passing - beside,
             ACTIVATIONS: activations,
-            LIBRARY: library.host + library.shared // self._busy if is_cpu else library.device,
+            LIBRARY: library.host + library.shared // self._ranks_on_host if is_cpu else library.device,
         }
         return {name: nbytes for name, nbytes in device.items() if nbytes}
 
@@ -314,7 +314,7 @@ class _LayoutCosts:
         length = busiest = forward + backward
         share = exchanges / busiest if busiest else 0.0
         if layout.pipeline > 1:
-            length = self._pipelined(busy, exact=exact)
+            length = self._pipeline_seconds(busy, exact=exact)
         compute = busiest - exchanges
         distinct = {id(memory): memory for memory in self._memory}.values()
         data = [self._data_seconds(memory, compute) for memory in distinct]
@@ -330,9 +330,9 @@ class _LayoutCosts:
         bubble = 1 - busiest / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
 
-    def _pipelined(self, busy: Sequence[float], *, exact: bool) -> float:
-        """Return the seconds of all forwards and backwards of a step over several pipeline ranks by its schedule; without `exact`
-        a lower bound: a rank's compute time, and the time before its first and after its last action."""
+    def _pipeline_seconds(self, busy: Sequence[float], *, exact: bool) -> float:
+        """Return the seconds of all forwards and backwards of a step by its schedule; a microbatch takes rank i `busy[i]` seconds.
+        Without `exact` a lower bound: a rank's compute time, and the time before its first and after its last action."""
         layout, chunks, around = self._layout, self._chunks, self._known.around(self._layout)
         across = layout.data * layout.tensor >= self._known.host and layout.ranks > self._known.host
         transfer = self._known.collective_seconds(
@@ -340,7 +340,7 @@ class _LayoutCosts:
             max(each.received for each in chunks),
             ranks=2,
             hosts=2 if across else 1,
-            ranks_on_host=self._busy,
+            ranks_on_host=self._ranks_on_host,
         )
         if not exact:
             times = (each.forward + each.backward - each.weights for each in chunks[: layout.pipeline - 1])
@@ -373,7 +373,7 @@ class _LayoutCosts:
         def moved(kind: Collective, nbytes: float, ranks: int = shard, hosts: int = self._hosts) -> float:
             # One collective per unit.
             return number * self._known.collective_seconds(
-                kind.value, nbytes / number, ranks=ranks, hosts=hosts, ranks_on_host=self._busy
+                kind.value, nbytes / number, ranks=ranks, hosts=hosts, ranks_on_host=self._ranks_on_host
             )
 
         # A rank accumulates a microbatch's gradients, or copies them to buckets for reduction.
@@ -384,7 +384,7 @@ class _LayoutCosts:
                 accumulated += elements * (dtype.itemsize + sums)
             else:
                 accumulated += elements * 2 * dtype.itemsize + own * sums
-        total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._busy)
+        total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._ranks_on_host)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
         if shard > 1:
@@ -409,7 +409,7 @@ class _LayoutCosts:
 
         def moved(choice: TierChoice, come: float, go: float) -> float:
             if choice.tier == "file":
-                return machine.disk_seconds(come, go, ranks_on_host=self._busy)
+                return machine.disk_seconds(come, go, ranks_on_host=self._ranks_on_host)
             return machine.copy_seconds(come, to="device") + machine.copy_seconds(go)
 
         if offload.parameters.leaves(self._device):
@@ -428,25 +428,25 @@ class _LayoutCosts:
 
     def _update_seconds(self, memory: MemoryModel) -> tuple[float, float]:
         """Return the seconds of the update of a rank's shards, and the further seconds of waiting for tiers."""
-        machine, options, busy = self._machine, self._options, self._busy
+        machine, options, ranks = self._machine, self._options, self._ranks_on_host
         whole = options.placements.optimizer is Placement.REPLICATED
         own = sum(each[0 if whole else 1] for each in memory.trained.values())
         moments = len(moment_names(options.optimizer))
         width = options.precision.master.itemsize
         choice = options.offload.optimizer
         away = choice.fraction * own if choice.leaves(self._device) else 0.0
-        here = machine.update_seconds(own - away, moments=moments, ranks_on_host=busy)
-        norm = machine.moved_seconds(own * width, ranks_on_host=busy)
+        here = machine.update_seconds(own - away, moments=moments, ranks_on_host=ranks)
+        norm = machine.moved_seconds(own * width, ranks_on_host=ranks)
         if not away:
             return here + norm, 0.0
         states = away * width * (1 + moments)
-        on_host = machine.update_seconds(away, moments=moments, on="host", ranks_on_host=busy)
+        on_host = machine.update_seconds(away, moments=moments, on="host", ranks_on_host=ranks)
         if machine.is_cpu:
-            streamed = machine.disk_seconds(states, states, ranks_on_host=busy)
+            streamed = machine.disk_seconds(states, states, ranks_on_host=ranks)
             return here + norm + on_host, max(0.0, streamed - on_host)
         through = machine.copy_seconds(away * width) + machine.copy_seconds(away * 2, to="device") + on_host
-        on_device = machine.copy_seconds(2 * states) + machine.update_seconds(away, moments=moments, ranks_on_host=busy)
-        moved = min(through, on_device)
+        on_device = machine.update_seconds(away, moments=moments, ranks_on_host=ranks)
+        moved = min(through, machine.copy_seconds(2 * states) + on_device)
         if choice.tier == "file":
-            moved = max(moved, machine.disk_seconds(states, states, ranks_on_host=busy))
+            moved = max(moved, machine.disk_seconds(states, states, ranks_on_host=ranks))
         return here + norm, moved

@@ -63,7 +63,7 @@ class Layout:
         """True if parameters are gathered around their use, and so can be offloaded between uses."""
         return STAGES[self.stage].parameters is Placement.SHARDED
 
-    def keys(self) -> dict[str, Any]:
+    def values_by_key(self) -> dict[str, Any]:
         """Return the configuration keys of this layout, with their values."""
         values = {key: getattr(self, field) for key, field in FIELDS.items()}
         for key, value in values.items():
@@ -95,7 +95,7 @@ class Layout:
 def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str] = FIELDS.keys()) -> TrainerConfig:
     """Return the configuration with the keys of `free` set by a layout, and no `auto` left."""
     changes: dict[str, dict[str, Any]] = {"parallel": {"auto": ()}}
-    for key, value in layout.keys().items():
+    for key, value in layout.values_by_key().items():
         if key in free:
             section, _, name = key.partition(".")
             changes.setdefault(section, {})[name] = value

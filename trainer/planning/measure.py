@@ -100,10 +100,10 @@ def measure_machine(
     Raises:
         StorageError: when the disk cannot be written.
     """
-    places: dict[str, list[int]] = {}
-    for rank, place in enumerate(mesh.places):
-        places.setdefault(place.host, []).append(rank)
-    hosts, on_device = list(places.values()), is_accelerator(mesh.device)
+    ranks_by_host: dict[str, list[int]] = {}
+    for rank, location in enumerate(mesh.locations):
+        ranks_by_host.setdefault(location.host, []).append(rank)
+    hosts, on_device = list(ranks_by_host.values()), is_accelerator(mesh.device)
     sizes = sizes or (ACCELERATOR_SIZES if on_device else CPU_SIZES)
 
     def measured(what: str, call: Callable[[], Any], ranks: Sequence[int] = (0,)) -> Any:

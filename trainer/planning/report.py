@@ -74,7 +74,7 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
         least = plan.least
         yield f"nothing fits; the least is {human_bytes(least.estimate.device_bytes)} a rank: {least.estimate.layout}"
     else:
-        settings = " ".join(f"{key}={_plain(value)}" for key, value in best.estimate.layout.keys().items())
+        settings = " ".join(f"{key}={_plain(value)}" for key, value in best.estimate.layout.values_by_key().items())
         yield f"the keys of the first row: {settings}"
     if more is not None and more.best is not None:
         after = more.best.estimate
@@ -95,7 +95,7 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
     their `phases`."""
     return [
         {
-            "layout": {**each.layout.keys(), "accumulation": each.layout.accumulation},
+            "layout": {**each.layout.values_by_key(), "accumulation": each.layout.accumulation},
             "bytes": {"device": dict(each.device), "host": dict(each.host), "file": each.disk},
             "device_bytes": each.device_bytes,
             "seconds": each.seconds,

@@ -146,7 +146,7 @@ def build_run(
     decided_by_data = {f"data.{name}": value for name, value in described.items()}
     decided_by_data |= {"run.max_steps": config.run.max_steps, "schedule": schedule.factor(0)}
     decided_by_data |= {"schedule.warmup_steps": config.schedule.warmup_steps}
-    require_same_data(mesh, data.sets(), decided_by_data)
+    require_same_data(mesh, data.datasets(), decided_by_data)
     times.end("data")
 
     # The model, and its measurements.

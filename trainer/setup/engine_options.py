@@ -39,7 +39,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         transport=config.parallel.transport,
         precision=Precision(
             **{role: getattr(torch, getattr(precision, role)) for role in ("compute", "master", "reduce")},
-            loss_scale=ScalerSettings(**dict(precision.loss_scale)) if precision.compute == "float16" else None,
+            loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
         ),
         optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)})),
         offload=OffloadOptions(

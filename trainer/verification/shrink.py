@@ -316,7 +316,7 @@ def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: i
 
 
 def _labels(head: str, ids: Tensor, index: int, classes: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return the labels of a sample. Its first tokens have none: all of every eighth sample, and a few of the others."""
+    """Return the labels of a sample. Some of its first tokens have none, and in one of eight samples no token has one."""
     length = len(ids)
     if head == "sequence_classification":
         return {"labels": torch.tensor(index % classes)}

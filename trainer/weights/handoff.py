@@ -73,7 +73,7 @@ def _cut(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     return tensor.tensor_split(parts, dim)[index]
 
 
-class _WeightLine:
+class _WeightConnection:
     """One end of a connection to `peer` over a connected socket, whose system calls time out after `timeout_seconds`."""
 
     def __init__(
@@ -155,28 +155,28 @@ def send_weights(
     Raises:
         TransferError: on all ranks, if an address is invalid, or a receiver is absent, refuses, times out or disconnects.
     """
-    receivers: list[tuple[_WeightLine, dict[str, Part]]] = []
+    receivers: list[tuple[_WeightConnection, dict[str, Part]]] = []
     sent = 0
     with ExitStack() as stack:
 
-        def greet() -> None:
+        def connect() -> None:
             for address in addresses:
-                line = stack.enter_context(_connected(address, timeout_seconds, mesh.watch.board.beat))
-                receivers.append((line, _greet(line, token)))
+                receiver = stack.enter_context(_connected(address, timeout_seconds, mesh.watch.board.beat))
+                receivers.append((receiver, _handshake(receiver, token)))
 
         def send(name: str, tensor: torch.Tensor) -> None:
-            for line, parts in receivers:
+            for receiver, parts in receivers:
                 part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
                 given = _cut(name, tensor, part)
                 flat, dtype = tensor_bytes(given).numpy().data, str(given.dtype).removeprefix("torch.")
                 header = {"name": name, "dtype": dtype, "shape": list(given.shape)}
-                line.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat)}, flat)
+                receiver.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat)}, flat)
 
         def end() -> None:
-            for line, _ in receivers:
-                line.send({"count": sent})
-                if line.header().get("received") != sent:
-                    raise TransferError(f"{line.peer} has not received all of {sent} tensors")
+            for receiver, _ in receivers:
+                receiver.send({"count": sent})
+                if receiver.header().get("received") != sent:
+                    raise TransferError(f"{receiver.peer} has not received all of {sent} tensors")
 
         def by_first(work: Callable[[], None]) -> None:
             mesh.world.all_or_raise("weights for other processes", work, TransferError, first=True)
@@ -184,7 +184,7 @@ def send_weights(
         # Other ranks wait for rank 0, and rank 0 for a receiver.
         stack.enter_context(mesh.watch.patience(2 * timeout_seconds))
         try:
-            by_first(greet)
+            by_first(connect)
             for name, tensor in weights:
                 by_first(partial(send, name, tensor))
                 sent += 1
@@ -194,21 +194,21 @@ def send_weights(
     return sent
 
 
-def _greet(line: _WeightLine, token: str | None) -> dict[str, Part]:
+def _handshake(receiver: _WeightConnection, token: str | None) -> dict[str, Part]:
     """Authenticate to a receiver, and return the parts that it requests, by name patterns."""
-    line.authenticate(answer_challenge, token)
-    hello = line.header()
+    receiver.authenticate(answer_challenge, token)
+    hello = receiver.header()
     if hello.get("format") != _FORMAT:
-        raise TransferError(f"{line.peer} does not receive weights of this version")
+        raise TransferError(f"{receiver.peer} does not receive weights of this version")
     try:
         return {name: (int(dim), int(index), int(parts)) for name, (dim, index, parts) in hello["parts"].items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise TransferError(
-            f"{line.peer} asks for parts that are not (dim, index, parts) by patterns of names"
+            f"{receiver.peer} asks for parts that are not (dim, index, parts) by patterns of names"
         ) from error
 
 
-def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]) -> _WeightLine:
+def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]) -> _WeightConnection:
     host, port = _host_of(address)
     try:
         if port is not None:
@@ -221,7 +221,7 @@ def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]
         raise TransferError(
             f"nobody receives weights at {address}: {getattr(error, 'strerror', '') or error}"
         ) from error
-    return _WeightLine(connection, f"the receiver at {address}", timeout_seconds, moved)
+    return _WeightConnection(connection, f"the receiver at {address}", timeout_seconds, moved)
 
 
 def _host_of(address: str) -> tuple[str, int | None]:
@@ -264,30 +264,30 @@ def receive_weights(
             connection, _ = listener.accept()
         except TimeoutError as error:
             raise TransferError(f"nobody sent weights to {address} within {timeout_seconds:g} seconds") from error
-    with _WeightLine(connection, "the sender of weights", timeout_seconds) as line:
-        line.authenticate(deliver_challenge, token)
-        line.send({"format": _FORMAT, "parts": {name: list(part) for name, part in (parts or {}).items()}})
+    with _WeightConnection(connection, "the sender of weights", timeout_seconds) as sender:
+        sender.authenticate(deliver_challenge, token)
+        sender.send({"format": _FORMAT, "parts": {name: list(part) for name, part in (parts or {}).items()}})
         count = 0
-        while "count" not in (header := line.header()):
-            yield str(header.get("name")), _read_tensor(line, header)
+        while "count" not in (header := sender.header()):
+            yield str(header.get("name")), _read_tensor(sender, header)
             count += 1
         if header["count"] != count:
             raise TransferError(f"{count} of {header['count']} tensors were received")
-        line.send({"received": count})
+        sender.send({"received": count})
 
 
-def _read_tensor(line: _WeightLine, header: Mapping[str, Any]) -> torch.Tensor:
+def _read_tensor(sender: _WeightConnection, header: Mapping[str, Any]) -> torch.Tensor:
     name, dtype = header.get("name"), _DTYPES.get(str(header.get("dtype")))
     given: Any = header.get("shape")
     shape: list[int] = given if isinstance(given, list) else [-1]
     sizes = all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
     if not isinstance(name, str) or not sizes or dtype is None:
-        raise TransferError(f"{line.peer} sends no weights: {printable(json.dumps(header)[:200])}")
+        raise TransferError(f"{sender.peer} sends no weights: {printable(json.dumps(header)[:200])}")
     try:
         content = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
     except (RuntimeError, TypeError) as error:  # Memory is short, or the size exceeds 63 bits.
         raise TransferError(f"{printable(name)} of shape {shape} does not fit into memory") from error
-    line.fill(content.numpy().data)
+    sender.fill(content.numpy().data)
     if xxhash.xxh3_64_hexdigest(content.numpy().data) != header.get("xxh3"):
         raise TransferError(f"{printable(name)} was damaged on the way")
     return content.view(dtype).view(shape)

@@ -76,11 +76,11 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedStorage:
-    """Ranks that see one directory are a place, of which there are `places`. This rank's place has the number `place`, as its part
-    of a checkpoint, and `ranks`, in order; the first of them `leads` it: it creates and commits the content of the directory."""
+    """Ranks that see one directory write one of the `parts` of a checkpoint. This rank's part has the number `part`, and `ranks`
+    write it, in order; the first of them `leads`: it creates and commits the content of the directory."""
 
-    places: int
-    place: int
+    parts: int
+    part: int
     ranks: tuple[int, ...]
     leads: bool
 
@@ -109,7 +109,7 @@ class Saver:
     def sharing(self) -> SharedStorage:
         """The sharing of the store's directory, which is created if absent; all ranks ask for it together. Every rank creates a
         file in the directory, which proves write access, and looks for the files of lower ranks: the lowest rank whose file it
-        sees leads its place. Raises `StorageError` on all ranks, where some rank cannot write there."""
+        sees leads. Raises `StorageError` on all ranks, where some rank cannot write there."""
         directory, world, rank, what = self.store.root, self._mesh.world, self._mesh.rank, "look at the directory"
         token = world.gather_json(secrets.token_hex(8), what)[0]
         marks = [directory / f".seen-{token}-{each}" for each in range(world.size)]
@@ -128,7 +128,7 @@ class Saver:
                 marks[rank].unlink(missing_ok=True)
         firsts = sorted(set(leaders))
         ranks = tuple(each for each, found in enumerate(leaders) if found == leader)
-        return SharedStorage(places=len(firsts), place=firsts.index(leader), ranks=ranks, leads=leader == rank)
+        return SharedStorage(parts=len(firsts), part=firsts.index(leader), ranks=ranks, leads=leader == rank)
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk. Of several disks, each
@@ -161,7 +161,7 @@ class Saver:
             self._ledger.add(Tier.HOST, Purpose.STAGING, self._copied)
             runs = plan_runs(files, shards, mesh.rank)
             pieces = plan_pieces(files, runs, self._exchange(bytes_for_others(runs)), content.order)
-            if sharing.places > 1:
+            if sharing.parts > 1:
                 written = mesh.world.gather_integers([sum(piece.where.length for piece in pieces)])
                 part_nbytes = sum(written[rank][0] for rank in sharing.ranks)
                 # A name of the save, so that parts of two saves do not match.
@@ -205,14 +205,14 @@ class Saver:
                 pieces[row["path"]].append(ChecksumPiece(**row))
             records = {each.path: FileRecord(nbytes=each.nbytes, pieces=tuple(pieces[each.path])) for each in files}
             away = content.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
-            others = away.files if not sharing.place else {p: replace(r, pieces=()) for p, r in away.files.items()}
+            others = away.files if not sharing.part else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
                 step=step,
                 files={**records, **others},
                 tensors=(*(tensor for file in files for tensor in file.tensors), *away.tensors),
                 aliases=content.aliases,
                 layout=content.layout,
-                part=(sharing.place, sharing.places),
+                part=(sharing.part, sharing.parts),
                 source=away.source,
             )
             commit = self._start("committing", directory, lambda: store.commit(step, manifest), here=sharing.leads)
@@ -221,7 +221,7 @@ class Saver:
         except CheckpointError as error:
             if sharing.leads:
                 store.abandon(step)
-                if committing and sharing.places > 1:
+                if committing and sharing.parts > 1:
                     store.remove(step)  # A part is of no use without the others.
             return replace(saved, failure=str(error))
         return (yield from self._retire(saved, content.keep))

@@ -257,7 +257,7 @@ class SharedExchange(Exchange):
                     arriving.settle()
                 ring.consumed.wait(oldest + 1, f"room for one more {what}")
             sequence, number = ring.next, ring.free_slot(tensor.nbytes)
-            ring.own[number].seen(shapes[self.index], dtype).copy_(tensor.detach())
+            ring.own[number].view(shapes[self.index], dtype).copy_(tensor.detach())
             ring.publish(number, about[self.index])
         whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is ExchangeKind.GATHER else tensor.nbytes
         traffic.count(kind.collective, whole)
@@ -286,7 +286,7 @@ class SharedExchange(Exchange):
         """Return the tensor that the rank at position `rank` published as exchange `sequence`."""
         slot, other = self._ring.read(rank, sequence)
         if other == about:
-            return slot.seen(shape, dtype)
+            return slot.view(shape, dtype)
         ranks, own = self._group.ranks, self._ring.read(self.index, sequence)[1]
         raise CollectiveError(
             f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {_phrase(other)}, "

@@ -52,42 +52,42 @@ class MessageSpec:
 class Incoming:
     """A message that this rank receives."""
 
-    def __init__(self, line: _Line, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
-        self._line, self._kind, self._specs, self.what = line, kind, specs, what
+    def __init__(self, channel: _Channel, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
+        self._channel, self._kind, self._specs, self.what = channel, kind, specs, what
         self._header: tuple[torch.Tensor, Launched] | None = None
         self._tensors: list[torch.Tensor] = []
         self._flights: list[Launched] | None = None
 
     def advance(self, *, block: bool) -> bool:
         """Begin to receive once the shapes are known; returns True if it has begun, so that the next message may begin too."""
-        line = self._line
+        channel = self._channel
         if self._flights is not None:
             return True
         if self._specs is None:
-            self._specs = line.known.get(self._kind)
+            self._specs = channel.known.get(self._kind)
         if self._specs is None:
             if self._header is None:
-                data = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=line.device)
-                self._header = data, line.start(data, f"the shapes of {self.what}")
+                data = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=channel.device)
+                self._header = data, channel.start(data, f"the shapes of {self.what}")
             data, flight = self._header
             if not block and not flight.done():
                 return False
             flight.wait()
-            self._specs = line.known[self._kind] = read_header(data)
-        self._tensors = [spec.empty(line.device) for spec in self._specs]
-        self._flights = [line.start(tensor, self.what) for tensor in self._tensors]
+            self._specs = channel.known[self._kind] = read_header(data)
+        self._tensors = [spec.empty(channel.device) for spec in self._specs]
+        self._flights = [channel.start(tensor, self.what) for tensor in self._tensors]
         return True
 
     def wait(self) -> tuple[list[torch.Tensor], Sequence[MessageSpec]]:
         """Return the tensors and their specifications; may be called once."""
-        self._line.advance(self)
+        self._channel.advance(self)
         for flight in self._flights or ():
             flight.wait()
         tensors, self._tensors, self._flights = self._tensors, [], []
         return tensors, self._specs or ()
 
 
-class _Line:
+class _Channel:
     """One direction between two ranks: `pair` is their process set, the sender first."""
 
     def __init__(self, pair: ProcessSet, device: torch.device) -> None:
@@ -149,8 +149,8 @@ class Channels:
         """Open the channels, on all ranks of the world. `shape`: the mesh whose pipelines each open channels; None: only this
         set."""
         self.group, self.device = group, device
-        self._out: dict[int, _Line] = {}
-        self._in: dict[int, _Line] = {}
+        self._out: dict[int, _Channel] = {}
+        self._in: dict[int, _Channel] = {}
         rank = group.ranks[group.index]
         pairs = [(index, index + 1) for index in range(group.size - 1)]
         if ring and group.size > 2:
@@ -165,9 +165,9 @@ class Channels:
                     made = make_group(ends, group.works, _LONG)
                     if rank not in ends:
                         continue
-                    peer, lines = (target, self._out) if rank == source else (source, self._in)
+                    peer, channels = (target, self._out) if rank == source else (source, self._in)
                     pair = replace(group, ranks=(source, target), index=int(rank == target), groups={"data": made})
-                    lines[group.ranks.index(peer)] = _Line(pair, device)
+                    channels[group.ranks.index(peer)] = _Channel(pair, device)
 
     def send(
         self,
@@ -188,16 +188,16 @@ class Channels:
 
     def receive(self, source: int, kind: Hashable, what: str, specs: Sequence[MessageSpec] | None = None) -> Incoming:
         """Begin to receive the next message of the neighbour at position `source`; `kind` and `specs` equal the sender's."""
-        line = self._in[source]
-        incoming = Incoming(line, kind, specs, what)
-        line.queue.append(incoming)
-        line.advance()
+        channel = self._in[source]
+        incoming = Incoming(channel, kind, specs, what)
+        channel.queue.append(incoming)
+        channel.advance()
         return incoming
 
     def advance(self) -> None:
         """Start receives that could not start before; called between two computations."""
-        for line in self._in.values():
-            line.advance()
+        for channel in self._in.values():
+            channel.advance()
 
     def settle(self) -> None:
         """Wait until all messages are sent; called at the end of a step.
@@ -205,16 +205,16 @@ class Channels:
         Raises:
             CollectiveError: for the reasons of `Watchdog`.
         """
-        for line in (*self._out.values(), *self._in.values()):
-            line.settle()
+        for channel in (*self._out.values(), *self._in.values()):
+            channel.settle()
 
     def close(self) -> None:
         """Leave the groups, on all ranks alike, when nothing is in flight. After a failed wait they stay until the process ends,
         since leaving would wait for the collective in flight."""
         if not self.group.watch.in_doubt:
-            for line in (*self._out.values(), *self._in.values()):
-                for group in line.pair.groups.values() if line.pair.groups else ():
-                    leave_group(group, line.pair.works)
+            for channel in (*self._out.values(), *self._in.values()):
+                for group in channel.pair.groups.values() if channel.pair.groups else ():
+                    leave_group(group, channel.pair.works)
         self._out, self._in = {}, {}
 
 

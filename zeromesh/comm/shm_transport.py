@@ -109,7 +109,10 @@ class Counters:
 
     def wait(self, value: int, what: str) -> None:
         """Wait until the counters of all ranks are at least `value`; an error names the ranks that lag."""
-        words, places = self._words, self._places
+        words, places, watch = self._words, self._places, self._group.watch
+        if self.reached(value):
+            return
+        watch.begun += 1  # Also if they come at once: an error after a wait for others is told to them.
         for _ in range(_LOOKS):
             for place in places:
                 if words[place] < value:
@@ -126,7 +129,7 @@ class Counters:
                     futex.wait(seen, seconds)
                     return
 
-        self._group.watch.wait(lambda: self.reached(value), behind(), what, pause, behind, looks=0)
+        watch.wait(lambda: self.reached(value), behind(), what, pause, behind, looks=0)
 
 
 def shared_segments(
@@ -166,11 +169,11 @@ class RingSlot:
         self.raw = raw = segment.tensor(0, segment.nbytes, torch.uint8)
 
         @lru_cache(_VIEWS)
-        def seen(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        def view(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             """Return the first bytes as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
             return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
-        self.seen = seen
+        self.view = view
 
 
 class SharedRing:
@@ -415,7 +418,7 @@ class SharedReducer(Reducer):
 
         def parts() -> list[torch.Tensor]:
             shape = tuple(filled.shape)
-            return [ring.read(rank, sequence)[0].seen(shape, filled.dtype)[start:end] for rank in range(size)]
+            return [ring.read(rank, sequence)[0].view(shape, filled.dtype)[start:end] for rank in range(size)]
 
         group.traffic.count(kind, filled.nbytes)
         return Reduction(

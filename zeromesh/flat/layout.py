@@ -349,8 +349,8 @@ class ShardSegment:
     """A run of elements of a shard with the same update; `where` counts from the start of the shard."""
 
     group: int
-    slot: int
-    """The index of the first slot that the segment overlaps."""
+    number: int
+    """The number in the bucket of a parameter whose group and kind all parameters of the segment have."""
     where: Interval
 
 
@@ -430,7 +430,7 @@ class BucketLayout:
         for number, start, end in zip(firsts, starts, [*starts[1:], self.padded], strict=True):
             common = Interval(start=start, end=end).intersect(interval)
             if common.length:
-                segments.append(ShardSegment(group=keys[number][0], slot=number, where=common.after(interval.start)))
+                segments.append(ShardSegment(group=keys[number][0], number=number, where=common.after(interval.start)))
         return tuple(segments)
 
 

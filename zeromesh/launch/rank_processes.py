@@ -88,20 +88,20 @@ class RankProcesses:
     Each writes its error into an anonymous file in memory, so nothing has to be removed when this process is killed.
     """
 
-    def __init__(self, arguments: Sequence[str], place: RankRange) -> None:
-        self._arguments, self._place = arguments, place
+    def __init__(self, arguments: Sequence[str], assigned: RankRange) -> None:
+        self._arguments, self._assigned = arguments, assigned
         self._cause_until: float | None = None
         self._stop_until: float | None = None
-        self._ranks = [self._start(local_rank) for local_rank in range(place.processes)]
+        self._ranks = [self._start(local_rank) for local_rank in range(assigned.processes)]
 
     def _start(self, local_rank: int) -> _RankProcess:
         """Start the process of one rank: all that a rank is given when it starts is given here."""
-        place, error = self._place, os.memfd_create(f"zeromesh-error-{local_rank}")
-        shared = worker_environment(place.processes, alone=place.processes == place.world_size)
-        variables = {**shared, **place.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
+        assigned, error = self._assigned, os.memfd_create(f"zeromesh-error-{local_rank}")
+        shared = worker_environment(assigned.processes, alone=assigned.processes == assigned.world_size)
+        variables = {**shared, **assigned.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
         with kept_environment(variables):
             process = subprocess.Popen([sys.executable, *self._arguments], start_new_session=True)
-        return _RankProcess(rank=place.first + local_rank, process=process, error=error)
+        return _RankProcess(rank=assigned.first + local_rank, process=process, error=error)
 
     def over(self) -> bool:
         """Return True if all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""

@@ -67,7 +67,7 @@ class Nodes:
     run_id: str = ""
     max_restarts: int = 0
     rank: int | None = None
-    begins_with: str = "the newest checkpoint"
+    restarts_from: str = "the newest checkpoint"
     """The state from which workers resume after a restart, as a message says it."""
     rest_seconds: int = _REST_SECONDS
     """Seconds that ranks may take to save and end before a restart; 0: they are killed."""
@@ -93,7 +93,7 @@ Notify = Callable[[str], object]
 class Member:
     """Another launcher as the leader sees it: unknown, with no processes, until its first message has come."""
 
-    line: LauncherConnection
+    connection: LauncherConnection
     name: str
     """The name of the launcher's host; until that is known, the address that it connects from."""
     processes: int = 0
@@ -111,7 +111,7 @@ class Member:
 class Leader:
     """The launcher that numbers the ranks of all hosts: of those that come to its endpoint, or of `members` that it has started.
 
-    `place_of` refuses members that cannot go on together, or returns the address and the port at which their ranks meet; by default
+    `address_of` refuses members that cannot go on together, or returns the address and port at which their ranks meet; by default
     they meet at this host. Raises `ConfigError` when this host cannot listen at the endpoint.
     """
 
@@ -123,10 +123,10 @@ class Leader:
         stopped: Stopped,
         *,
         members: list[Member] | None = None,
-        place_of: Callable[[Sequence[Member]], tuple[str, int]] | None = None,
+        address_of: Callable[[Sequence[Member]], tuple[str, int]] | None = None,
     ) -> None:
         self._nodes, self._processes = nodes, processes
-        self._notify, self._stopped, self._place_of = notify, stopped, place_of
+        self._notify, self._stopped, self._address_of = notify, stopped, address_of
         self._secret = setting(SECRET) or ""
         self._listener = listen(*nodes.where) if nodes.most > 1 and members is None else None
         if self._listener is not None:
@@ -202,7 +202,7 @@ class Leader:
             self._failures += 1
             if cause is not None and self._failures > self._nodes.max_restarts:
                 return self._end(cause)
-        if not self._stopped():  # Stopped ranks end like failed ones.
+        if not self._stopped():  # After a stop, ranks end like failed ones, and none start again.
             self._explain_restart(cause)
         return self.first_start()
 
@@ -230,13 +230,13 @@ class Leader:
     def _start(self) -> RankRange:
         """Number the hosts, this one first, and send each its ranks."""
         members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
-        if self._place_of is not None:
-            host, port = self._place_of(members)
+        if self._address_of is not None:
+            host, port = self._address_of(members)
         else:
             # On one host the ranks do not listen on this port; only the user's code may.
             with listen(self._nodes.where[0], 0) as free:
                 host, port = self._nodes.where[0], free.getsockname()[1]
-        place = RankRange(
+        assigned = RankRange(
             first=0,
             processes=self._processes,
             world_size=self._processes + sum(each.processes for each in members),
@@ -247,14 +247,14 @@ class Leader:
         )
         first = self._processes
         for each in members:
-            each.line.send({"start": {**asdict(place), "first": first, "processes": each.processes}})
+            each.connection.send({"start": {**asdict(assigned), "first": first, "processes": each.processes}})
             each.running, each.failure = True, None
             first += each.processes
         for each in self._members:
             each.numbered = each in members
         self._starts += 1
         self._lost, self._failed_at, self._joining, self._stopping = [], None, False, False
-        return place
+        return assigned
 
     def _stop(self) -> None:
         if not self._stopping:
@@ -264,26 +264,26 @@ class Leader:
     def send(self, message: Message) -> None:
         """Send a message to all launchers that have introduced themselves."""
         for each in self._known:
-            each.line.send(message)
+            each.connection.send(message)
 
     def _end(self, result: Result) -> Result:
         """Send the result of the run to the others and close the connections."""
         code, reason = (result, "") if isinstance(result, int) else (result.exit_code, str(result))
         self.send({"over": {"code": code, "text": reason}})
         while self._members:
-            self._members.pop().line.close()
+            self._members.pop().connection.close()
         if self._listener is not None:
             self._listener.close()
             self._listener = None
         return result
 
     def _explain_restart(self, cause: WorkersFailed | None) -> None:
-        again = f"all ranks start again from {self._nodes.begins_with}"
+        again = f"all ranks start again from {self._nodes.restarts_from}"
         if names := [each.name for each in self._members if each.slots]:
             hosts, processes = counted(len(names), "host"), sum(each.slots for each in self._members)
             self._notify(str(cause))
             self._notify(
-                f"going on from {self._nodes.begins_with} with {hosts} ({', '.join(names)}) and {counted(processes, 'process')}"
+                f"going on from {self._nodes.restarts_from} with {hosts} ({', '.join(names)}) and {counted(processes, 'process')}"
             )
         elif self._lost:
             self._notify(f"{'; '.join(map(str, self._lost))}; {again}")
@@ -293,27 +293,27 @@ class Leader:
             self._notify(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
 
     def _wait(self) -> None:
-        streams = [stream for each in self._members for stream in each.line.readers]
+        streams = [stream for each in self._members for stream in each.connection.readers]
         select.select([*streams, *([self._listener] if self._listener else [])], [], [], _TICK_SECONDS)
 
     def _serve(self) -> None:
         """Accept connections and handle the messages that have arrived, without waiting."""
         with suppress(OSError):
             while self._listener is not None:
-                connection, (address, *_) = self._listener.accept()
+                accepted, (address, *_) = self._listener.accept()
                 if len(self._members) - len(self._known) >= _MOST_STRANGERS:
-                    connection.close()
+                    accepted.close()
                 else:
-                    line = LauncherConnection(connection, connection, self._secret, serves=True)
-                    self._members.append(Member(line=line, name=str(address)))
+                    connection = LauncherConnection(accepted, accepted, self._secret, serves=True)
+                    self._members.append(Member(connection=connection, name=str(address)))
         for each in list(self._members):
             try:
-                for message in each.line.receive():
+                for message in each.connection.receive():
                     self._take(each, message)
                 continue
             except (MessageError, ConnectionError) as error:
                 self._drop(each, error)
-            each.line.close()
+            each.connection.close()
             self._members.remove(each)
 
     def _drop(self, each: Member, error: MessageError | ConnectionError) -> None:
@@ -322,9 +322,9 @@ class Leader:
             if each.name not in self._refused and len(self._refused) < _MOST_STRANGERS:
                 self._refused.add(each.name)
                 self._notify(f"{each.name}, which came to {self._nodes.endpoint}, is refused: {error}")
-            each.line.send({"over": {"code": 1, "text": str(error)}})
+            each.connection.send({"over": {"code": 1, "text": str(error)}})
         if each.running or (each.slots and not each.numbered):
-            reason, safe_at = each.line.loss(error)
+            reason, safe_at = each.connection.loss(error)
             self._lost.append(WorkersFailed(message=f"host {each.name}{reason}", exit_code=1))
             self._safe_at = max(self._safe_at, safe_at)
 
@@ -341,7 +341,7 @@ class Leader:
     def _introduce(self, each: Member, message: Message) -> None:
         if each.greeting is not None:
             each.processes = each.slots
-            each.line.send(each.greeting)
+            each.connection.send(each.greeting)
             return
         processes = field(message, "processes", MISSING, least=1, most=MAX_PROCESSES)
         if field(message, "run_id", "") != self._nodes.run_id:
@@ -369,16 +369,16 @@ class Follower:
         self._nodes, self._processes, self._stopped, self._attach = nodes, processes, stopped, attach
         self.rest_seconds = _REST_SECONDS if attach is None else 0
         """Seconds that ranks here have to end when the run is over."""
-        self._line: LauncherConnection | None = None
+        self._connection: LauncherConnection | None = None
         self._result: Result | None = None
-        self._place: RankRange | None = None
+        self._assigned: RankRange | None = None
         self._stop: int | None = None
 
     def first_start(self) -> RankRange | Result:
         until = time.monotonic() + (_REACH_SECONDS if self._attach is None else 0.0)
-        while self._line is None:
+        while self._connection is None:
             try:
-                self._line = self._join((self._attach or self._dial)())
+                self._connection = self._join((self._attach or self._dial)())
             except OSError as error:
                 if time.monotonic() > until:
                     return self._unreached(error.strerror or str(error))
@@ -388,8 +388,8 @@ class Follower:
         return self._wait()
 
     def _dial(self) -> LauncherConnection:
-        connection = socket.create_connection(self._nodes.where, timeout=HELLO_SECONDS)
-        return LauncherConnection(connection, connection, setting(SECRET) or "", serves=False)
+        reached = socket.create_connection(self._nodes.where, timeout=HELLO_SECONDS)
+        return LauncherConnection(reached, reached, setting(SECRET) or "", serves=False)
 
     def poll(self) -> int | None:
         self._receive()
@@ -398,10 +398,10 @@ class Follower:
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
         """Tell the leader that the ranks here have ended; returns the ranks of the next start, or the result of the run."""
         self._receive()  # Sending to a leader that has ended would lose its last message.
-        if self._line is not None:
+        if self._connection is not None:
             end = failure or WorkersFailed(message="", exit_code=0)
             code, noticed = min(end.exit_code, MAX_EXIT_CODE), end.distance > 0
-            self._line.send({"rest": code, "text": str(end), "noticed": noticed})
+            self._connection.send({"rest": code, "text": str(end), "noticed": noticed})
         found = self._wait()
         # A cause on this host says more than the leader's text; ranks that only noticed a failure say less.
         if failure is not None and not failure.distance and isinstance(found, WorkersFailed):
@@ -409,41 +409,41 @@ class Follower:
         return found
 
     def close(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
-    def _join(self, line: LauncherConnection) -> LauncherConnection:
+    def _join(self, connection: LauncherConnection) -> LauncherConnection:
         """Introduce this launcher to the leader at the other end. Raises `OSError` where there is none."""
         try:
-            while not line.receive():
-                select.select(line.readers, [], [], _TICK_SECONDS)
+            while not connection.receive():
+                select.select(connection.readers, [], [], _TICK_SECONDS)
         except MessageError as error:
             raise ConfigError(f"--rdzv-endpoint {self._nodes.endpoint}: {error}") from error
         except ConnectionError:
             raise ConnectionError("what listens there is no launcher of zeromesh, or it is about to end") from None
         nodes = self._nodes
         introduction = {"processes": self._processes, "run_id": nodes.run_id, "rank": nodes.rank or 0}
-        line.send({**introduction, "name": socket.gethostname(), "drawn": line.drawn})
-        return line
+        connection.send({**introduction, "name": socket.gethostname(), "drawn": connection.drawn})
+        return connection
 
     def _wait(self) -> RankRange | Result:
         while not self._stopped():
             self._receive()
             if self._result is not None:
                 return self._result
-            if self._place is not None:
-                place, self._place, self._stop = self._place, None, None
-                return place
-            if self._line is not None:
-                select.select(self._line.readers, [], [], _TICK_SECONDS)
+            if self._assigned is not None:
+                assigned, self._assigned, self._stop = self._assigned, None, None
+                return assigned
+            if self._connection is not None:
+                select.select(self._connection.readers, [], [], _TICK_SECONDS)
         return 0
 
     def _receive(self) -> None:
-        if self._line is None:
+        if self._connection is None:
             return
         try:
-            for message in self._line.receive():
+            for message in self._connection.receive():
                 self._take(message)
         except (MessageError, ConnectionError) as error:
             if self._result is None:
@@ -454,7 +454,7 @@ class Follower:
 
     def _take(self, message: Message) -> None:
         if "start" in message:
-            self._place = rank_range(message)
+            self._assigned = rank_range(message)
         elif "stop" in message:
             self._stop = field(message, "stop", MISSING)
         elif "over" in message:
@@ -518,10 +518,10 @@ def run_starts(arguments: Sequence[str], others: Leader | Follower, requests: St
 
 
 def _run(
-    arguments: Sequence[str], place: RankRange, others: Leader | Follower, requests: StopSignals, passes: int
+    arguments: Sequence[str], assigned: RankRange, others: Leader | Follower, requests: StopSignals, passes: int
 ) -> WorkersFailed | None:
     """Start ranks, pass signals on until all have ended, and return the failure that caused the others."""
-    ranks = RankProcesses(arguments, place)
+    ranks = RankProcesses(arguments, assigned)
 
     def hand_on(number: int) -> None:
         if number not in requests.told:

@@ -122,7 +122,7 @@ class LaunchPlan:
         path = ["env", f"PYTHONPATH={self.python_path}"] if self.python_path else []
         return [*self.ssh, host.name, f"cd {shlex.quote(self.directory)} && exec {shlex.join([*path, *self.command])}"]
 
-    def meeting_place(self, hosts: Sequence[Host]) -> tuple[str, int]:
+    def meeting_address(self, hosts: Sequence[Host]) -> tuple[str, int]:
         """Check the hosts, and return the address and the port at which their ranks reach rank 0."""
         self.check(hosts)
         return hosts[0].address, self.port or random.choice(_PORTS)
@@ -150,10 +150,10 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
     with noted_signals() as requests:
         try:
             for rank, host in enumerate(plan.hosts):
-                line = HostProcess(host, plan, output)
-                started.append(line)
+                ssh = HostProcess(host, plan, output)
+                started.append(ssh)
                 greeting = {"variables": dict(plan.variables)}
-                members.append(Member(line=line, name=host.name, rank=rank, slots=host.slots, greeting=greeting))
+                members.append(Member(connection=ssh, name=host.name, rank=rank, slots=host.slots, greeting=greeting))
             nodes = Nodes(
                 least=1 + plan.least,
                 most=1 + len(hosts),
@@ -161,8 +161,8 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
                 rest_seconds=0,  # Any failure kills all ranks at once.
                 cause_seconds=plan.silence_seconds + _MARGIN_SECONDS,
             )
-            place_of = lambda left: plan.meeting_place([hosts[each.name] for each in left])  # noqa: E731
-            leader = Leader(nodes, 0, notify, stopped, members=members, place_of=place_of)
+            address_of = lambda left: plan.meeting_address([hosts[each.name] for each in left])  # noqa: E731
+            leader = Leader(nodes, 0, notify, stopped, members=members, address_of=address_of)
             return run_starts((), leader, requests)
         finally:
             # An orphaned process may keep the pipes of a host open forever.

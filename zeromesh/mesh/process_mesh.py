@@ -79,7 +79,7 @@ class ProcessMesh:
         """The recorder of the time of a step and of the bytes that this rank sends."""
         self.processes: tuple[int, ...] = (0,)
         """The launcher's process number of each rank."""
-        self.places: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
+        self.locations: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
         self._links = MeshGroups(environment, device)
         self.watch: Watchdog
         """The watchdog that bounds waits for other ranks; a single rank has none to wait for."""
@@ -125,12 +125,12 @@ class ProcessMesh:
         launched, patience = self.environment, _STARTS_AS_LONG * timeout_seconds
         process = launched.rank
         store: Any = self._links.store(patience)
-        asked = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
+        requested = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
         usual = store.timeout
         store.set_timeout(timedelta(seconds=patience))
-        places = exchange_locations(store, process, self.world_size, self.device, asked)
+        locations = exchange_locations(store, process, self.world_size, self.device, requested)
         store.set_timeout(usual)
-        self.processes = rank_order(places, order)
+        self.processes = rank_order(locations, order)
         if dist.is_initialized():  # The numbering of an existing default group can no longer be changed.
             ranks = _everyones(store, "rank-of", process, self.world_size, dist.get_rank())
             found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
@@ -140,13 +140,13 @@ class ProcessMesh:
                     f"numbers the processes {list(found)}, which stays; ask for that, or for topology"
                 )
             self.processes = found
-        self.places = tuple(places[each] for each in self.processes)
+        self.locations = tuple(locations[each] for each in self.processes)
         self.rank = self.processes.index(process)
         self.environment = replace(self.environment, rank=self.rank)
         if is_accelerator(self.device):
             record_collectives(traces)
         self._links.join(self.rank)
-        self.one_host = len({place.host for place in self.places}) == 1
+        self.one_host = len({location.host for location in self.locations}) == 1
         board, on_device = self._shared_board(store) if self.one_host else None, is_accelerator(self.device)
         shared = board is not None
         if board is None:
@@ -159,7 +159,7 @@ class ProcessMesh:
         self._links.watch = self.watch
         if on_device:
             self._links.works = DeviceWorks(self.device, self.watch, traces=traces)
-        if self.rank == 0 and (warning := far_warning(self.shape, self.places)):
+        if self.rank == 0 and (warning := far_warning(self.shape, self.locations)):
             _LOGGER.warning("%s", warning)
 
     def _shared_board(self, store: Store) -> StatusBoard | None:
@@ -219,7 +219,7 @@ class ProcessMesh:
             index=ranks.index(self.rank) if self.rank in ranks else -1,
             watch=self.watch,
             groups=groups,
-            one_host=self._shares_memory and len({self.places[rank].host for rank in ranks}) == 1,
+            one_host=self._shares_memory and len({self.locations[rank].host for rank in ranks}) == 1,
             works=self._links.works,
             traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
         )
@@ -241,7 +241,7 @@ class ProcessMesh:
 
     def picture(self) -> str:
         """Draw the ranks host by host with their coordinates, in at most 100 columns."""
-        return mesh_picture(self.shape, self.places, here=self.rank, processes=self.processes)
+        return mesh_picture(self.shape, self.locations, here=self.rank, processes=self.processes)
 
     __str__ = picture
 
@@ -309,14 +309,14 @@ Mesh = ProcessMesh
 
 
 def exchange_locations(
-    store: Store, process: int, processes: int, device: torch.device, asked: Mapping[str, object]
+    store: Store, process: int, processes: int, device: torch.device, requested: Mapping[str, object]
 ) -> list[ProcessLocation]:
     """Return the locations of all processes, in the order of the launch; a collective call that waits for the last process. Raises
-    `ConfigError` when processes request different meshes, with each process's `asked`, or share one accelerator, which NCCL would
+    `ConfigError` when processes request different meshes (`requested`), or share one accelerator, which NCCL would
     refuse later with a less clear error."""
-    place = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
-    wanted = {name: str(value) for name, value in asked.items()}
-    found = _everyones(store, "place", process, processes, [place, wanted, accelerator.identity(device)])
+    location = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
+    wanted = {name: str(value) for name, value in requested.items()}
+    found = _everyones(store, "location", process, processes, [location, wanted, accelerator.identity(device)])
     different = differences([each[1] for each in found], range(processes))
     if different:
         raise ConfigError(

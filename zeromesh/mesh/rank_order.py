@@ -36,7 +36,7 @@ class ProcessLocation:
     """The number of the part of the host (NUMA node, or devices joined by NVLink) whose processes are near each other."""
 
 
-def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> tuple[int, ...]:
+def rank_order(locations: Sequence[ProcessLocation], order: Order = "topology") -> tuple[int, ...]:
     """Return the launch number of the process that becomes rank 0, 1, 2 and so on.
 
     By topology, hosts are in the order of their first process, as are the islands of a host, and the processes of an island in
@@ -45,33 +45,33 @@ def rank_order(places: Sequence[ProcessLocation], order: Order = "topology") -> 
     Raises:
         ConfigError: when an explicit order does not begin with 0 or is no permutation of the processes.
     """
-    world = range(len(places))
+    world = range(len(locations))
     if order == "launch":
         return tuple(world)
     if order == "topology":
         first: dict[tuple[str, int | None], int] = {}
-        for process, place in enumerate(places):
-            first.setdefault((place.host, None), process)
-            first.setdefault((place.host, place.island), process)
-        keys = [(first[place.host, None], first[place.host, place.island]) for place in places]
+        for process, location in enumerate(locations):
+            first.setdefault((location.host, None), process)
+            first.setdefault((location.host, location.island), process)
+        keys = [(first[location.host, None], first[location.host, location.island]) for location in locations]
         return tuple(sorted(world, key=keys.__getitem__))
     numbers = tuple(order)
     if sorted(numbers) != list(world) or numbers[0] != 0:
         raise ConfigError(
-            f"order of ranks: got {list(numbers)}; allowed are topology, launch, or the numbers 0 to {len(places) - 1}, each once, "
+            f"order of ranks: got {list(numbers)}; allowed are topology, launch, or the numbers 0 to {len(world) - 1}, each once, "
             "of which 0 is the first (process 0 keeps the rendezvous store)"
         )
     return numbers
 
 
-def far_warning(shape: MeshShape, places: Sequence[ProcessLocation]) -> str:
-    """Return the warning for tensor groups that span hosts; empty when none does. `places` are in the order of ranks."""
+def far_warning(shape: MeshShape, locations: Sequence[ProcessLocation]) -> str:
+    """Return the warning for tensor groups that span hosts; empty when none does. `locations` are in the order of ranks."""
     every = shape.groups("tensor")
-    groups = [ranks for ranks in every if len({places[rank].host for rank in ranks}) > 1]
+    groups = [ranks for ranks in every if len({locations[rank].host for rank in ranks}) > 1]
     if not groups:
         return ""
     shown = "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in groups[:3]) + (" ..." if groups[3:] else "")
-    sizes = list(Counter(place.host for place in places).values())
+    sizes = list(Counter(location.host for location in locations).values())
     shown_sizes = ", ".join(map(str, sizes[:6])) + (", ..." if sizes[6:] else "")
     return (
         f"{len(groups)} of {len(every)} tensor groups span hosts ({shown}), and their activations cross the "
@@ -86,17 +86,17 @@ Item = TypeVar("Item")
 
 
 def mesh_picture(
-    shape: MeshShape, places: Sequence[ProcessLocation], *, here: int | None = None, processes: Sequence[int] = ()
+    shape: MeshShape, locations: Sequence[ProcessLocation], *, here: int | None = None, processes: Sequence[int] = ()
 ) -> str:
-    """Draw the mesh in lines of at most `WIDTH` columns. `places` are in the order of ranks; `here` is the rank to be marked.
+    """Draw the mesh in lines of at most `WIDTH` columns. `locations` are in the order of ranks; `here` is the rank to be marked.
 
     `processes` are the launch numbers of the ranks, shown where they differ. For many ranks per host, or many hosts, only the first
     and the last are shown, and always the marked rank.
     """
     hosts: dict[str, list[int]] = {}
-    for rank, place in enumerate(places):
-        hosts.setdefault(place.host, []).append(rank)
-    named = {place.host: place.name or place.host for place in reversed(places)}
+    for rank, location in enumerate(locations):
+        hosts.setdefault(location.host, []).append(rank)
+    named = {location.host: location.name or location.host for location in reversed(locations)}
     alike: dict[str, list[str]] = {}
     for host in hosts:
         alike.setdefault(named[host], []).append(host)
@@ -106,8 +106,8 @@ def mesh_picture(
     def of_rank(rank: int) -> list[str]:
         at, words = shape.coordinate(rank), [f"rank {rank:<{digits}} "]
         words += [f"{axis} {at[axis]:<{len(str(getattr(shape, axis) - 1))}}" for axis in axes]
-        if len({places[each].island for each in hosts[places[rank].host]}) > 1:
-            words.append(f"island {places[rank].island}")
+        if len({locations[each].island for each in hosts[locations[rank].host]}) > 1:
+            words.append(f"island {locations[rank].island}")
         words += ["<- here"] * (rank == here)
         if processes and processes[rank] != rank:
             words.append(f"(launched as {processes[rank]})")
@@ -120,8 +120,8 @@ def mesh_picture(
         return [name, *(f"  {line}" for line in ranks)]
 
     count = f"{counted(shape.world_size, 'rank')} on {counted(len(hosts), 'host')}"
-    lines = _lines(list(hosts), _HOSTS_SHOWN, [] if here is None else [places[here].host], "host", of_host)
-    warning = far_warning(shape, places)
+    lines = _lines(list(hosts), _HOSTS_SHOWN, [] if here is None else [locations[here].host], "host", of_host)
+    warning = far_warning(shape, locations)
     wrapped = textwrap.wrap(f"warning: {warning}", WIDTH - 2) if warning else []
     return "\n".join([f"{shape}: {count}"[:WIDTH], *(f"  {line}"[:WIDTH] for line in [*lines, *wrapped])])
 

@@ -104,32 +104,32 @@ class PieceOptimizer(BucketOptimizer):
         for name, values in self._scalars.items():
             yield name, values.dtype, (), TieredTensor.of(values[number : number + 1])
 
-    def _state_names(self, slot: int) -> Iterable[str]:
+    def _state_names(self, number: int) -> Iterable[str]:
         """Name the tensors that follow master weights and gradients in an update of a parameter."""
         return self.moments
 
-    def _update_part(self, slot: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
+    def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         master, grad, *given = tensors
-        states = dict(zip(self._state_names(slot), given, strict=True))
-        plan, state = self._plans[slot], dict[str, Any]()
+        states = dict(zip(self._state_names(number), given, strict=True))
+        plan, state = self._plans[number], dict[str, Any]()
         kept = {part: states[part] for name, example in plan.tensors.items() for part in _parts(name, example)}
-        if self.steps[slot] > 1:  # In the first update the class creates the states.
+        if self.steps[number] > 1:  # In the first update the class creates the states.
             state |= {name: _of_parts(name, example, kept) for name, example in plan.tensors.items()}
-            state |= {name: _like(each, float(self._before[name][slot])) for name, each in plan.scalars.items()}
+            state |= {name: _like(each, float(self._before[name][number])) for name, each in plan.scalars.items()}
         (state,) = _step(self._twin, group, [(master, grad, state)])
         after = {part: value for name, each in state.items() for part, value in _parts(name, each).items()}
         found = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if found != expected:
             raise PhaseError(
-                f"optimizer {type(self._class.optimizer).__name__} keeps {found} of {self._bucket.layout.slots[slot].spec.fqn}, "
+                f"optimizer {type(self._class.optimizer).__name__} keeps {found} of {self._bucket.layout.slots[number].spec.fqn}, "
                 f"and {expected} by its trial: what it keeps must not depend on sizes, nor on what is changed after shard()"
             )
         for name, each in kept.items():
             if after[name].data_ptr() != each.data_ptr():
                 each.copy_(after[name])
         for name in plan.scalars:
-            self._scalars[name][slot] = float(after[name])
+            self._scalars[name][number] = float(after[name])
 
 
 class WholeOptimizer(PieceOptimizer):
@@ -192,8 +192,8 @@ class WholeOptimizer(PieceOptimizer):
         for name, each in self._examples.get(number, {}).items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
 
-    def _state_names(self, slot: int) -> Iterable[str]:
-        return self._examples[slot]
+    def _state_names(self, number: int) -> Iterable[str]:
+        return self._examples[number]
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         master, grad = tensors

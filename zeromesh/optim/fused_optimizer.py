@@ -118,9 +118,9 @@ class BucketOptimizer:
         """Read which parameters are trained now, and how many updates each has had."""
         bucket, kinds = self._bucket, list(zip(self._updated(), self.steps, strict=True))
         self._segments = [
-            (segment.where.start, segment.where.end, segment.group, segment.slot)
+            (segment.where.start, segment.where.end, segment.group, segment.number)
             for segment in bucket.layout.segments(bucket.interval, kinds)
-            if kinds[segment.slot][0] and segment.group != NO_GROUP
+            if kinds[segment.number][0] and segment.group != NO_GROUP
         ]
         self._missing = bucket.missing
 
@@ -136,15 +136,15 @@ class BucketOptimizer:
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         """Update elements of the shard from `start` on in place: `tensors` are master weights, gradients and the moments, each
         `[elements]`."""
-        for segment_start, segment_end, group, slot in self._segments:
+        for segment_start, segment_end, group, number in self._segments:
             first, last = max(start, segment_start), min(start + len(tensors[0]), segment_end)
             if first < last:
-                self._update_part(slot, groups[group], [each[first - start : last - start] for each in tensors])
+                self._update_part(number, groups[group], [each[first - start : last - start] for each in tensors])
 
-    def _update_part(self, slot: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
-        """Update in place elements of one group and step count, the first of which belongs to parameter number `slot`."""
+    def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
+        """Update in place elements of parameters that all have the group and the step count of parameter `number`."""
         master, grad, *moments = tensors
-        fused_update(self._settings.name, group, master, grad, moments, self.steps[slot] - 1)
+        fused_update(self._settings.name, group, master, grad, moments, self.steps[number] - 1)
 
 
 def fused_update(

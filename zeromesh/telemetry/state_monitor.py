@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from zeromesh.files import write_whole
 from zeromesh.telemetry.event_ring import REQUEST, Activity
-from zeromesh.telemetry.status_board import ASKED, TOTALS, RankNote
+from zeromesh.telemetry.status_board import TOTALS, TRACE_REQUEST, RankNote
 from zeromesh.telemetry.watchdog import Watchdog
 
 _WINDOW = 10
@@ -44,7 +44,7 @@ class StateMonitor:
         self._clean = clean
         self._progress = dict.fromkeys(ranks, (-1, time.monotonic()))
         self._totals = {rank: deque[tuple[int, ...]](maxlen=64) for rank in ranks}
-        self._asked = self._request()
+        self._seen_request = self._request()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zeromesh-monitor", daemon=True)
 
@@ -98,9 +98,9 @@ class StateMonitor:
     def _run(self) -> None:
         last = False
         while True:
-            if (asked := self._request()) != self._asked:
-                self._asked = asked
-                self._watch.board.own[ASKED] = asked
+            if (request := self._request()) != self._seen_request:
+                self._seen_request = request
+                self._watch.board.own[TRACE_REQUEST] = request
             content = json.dumps({"time": time.time(), "ranks": self.states()})
             with suppress(OSError):  # A full disk is reported by other writers.
                 write_whole(self._path, content.encode(), sync=False)

@@ -25,9 +25,9 @@ from zeromesh.telemetry.event_ring import ACTIVITY_BITS, UNIT_BITS
 HISTORY = 256
 STREAMS = 3
 """The number of event streams, each in the same order on all ranks: gathers, reductions, and method calls."""
-_PID, PROGRESS, STATE, _PUBLISHED, SINCE, MICROBATCH, ASKED, _CLOCK = range(8)
+_PID, PROGRESS, STATE, _PUBLISHED, SINCE, MICROBATCH, TRACE_REQUEST, _CLOCK = range(8)
 """The words of a row. `SINCE` is the time of the last change of `STATE` and `_CLOCK` that of publishing, both of the rank's own
-monotonic clock in nanoseconds. `MICROBATCH` counts from 1. `ASKED`, on rank 0 only, is the number of the latest trace request."""
+monotonic clock in nanoseconds. `MICROBATCH` counts from 1. `TRACE_REQUEST`, on rank 0 only, is the number of the latest one."""
 _STAMPS_AT = 8
 _EVENTS_AT = 13
 _TOTALS_AT = 16
@@ -148,9 +148,9 @@ class StatusBoard:
         """Return a rank's number of steps and their nanoseconds, in the order of `TOTALS`."""
         return tuple(self._row(rank)[_TOTALS_AT : _TOTALS_AT + 1 + len(TOTALS)])
 
-    def asked(self) -> int:
+    def trace_request(self) -> int:
         """Return the number of the latest request for traces that this rank has seen."""
-        return int(self._row(0)[ASKED])
+        return int(self._row(0)[TRACE_REQUEST])
 
     def progress(self, rank: int) -> int:
         return int(self._row(rank)[PROGRESS])
@@ -253,8 +253,8 @@ class StoreBoard(StatusBoard):
     def _decoded(self, rank: int) -> memoryview:
         return memoryview(base64.b64decode(self._last.get(rank, b"")) or bytes(ROW_WORDS * 8)).cast("q")
 
-    def asked(self) -> int:
-        return int(self._decoded(0)[ASKED] if self._rank else self.own[ASKED])
+    def trace_request(self) -> int:
+        return int(self._decoded(0)[TRACE_REQUEST] if self._rank else self.own[TRACE_REQUEST])
 
     def alive(self, rank: int) -> bool:
         silent = self.silent_seconds(rank)
@@ -277,7 +277,7 @@ class StoreBoard(StatusBoard):
         with self._publishing:
             self.own[_PUBLISHED] += 1
             self.own[_CLOCK] = time.monotonic_ns()
-            # A single copy, which no other thread can change halfway.
+            # Other threads change the row: one call copies it, and none of them runs meanwhile.
             row = base64.b64encode(self.own.tobytes()).decode()
             try:
                 self._publisher.set(f"zeromesh/board/{self._rank}", row)

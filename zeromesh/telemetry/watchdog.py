@@ -116,11 +116,11 @@ class Watchdog:
     def _beat(self) -> None:
         """Move this rank's progress counter while it waits for a disk, for the patience at most, and call `on_beat`. The disk
         operation stays on the board, so that an error after the patience can name it."""
-        period, number, answered = min(0.25, self.timeout_seconds / 4), 0, self.board.asked()
+        period, number, answered = min(0.25, self.timeout_seconds / 4), 0, self.board.trace_request()
         while not self.closed.wait(period):
             self.on_beat()
-            if (asked := self.board.asked()) != answered:
-                answered = asked
+            if (request := self.board.trace_request()) != answered:
+                answered = request
                 self.on_request()
             call = longest()
             if call is None or call.in_all < period:

@@ -19,7 +19,7 @@ from zeromesh.intervals import Interval
 from zeromesh.kernels.cpu_matmul import linear
 from zeromesh.tensor import autograd_collectives
 from zeromesh.tensor.dropout_rng import ShardedRandomness
-from zeromesh.tensor.plan.attention_split import linear_form
+from zeromesh.tensor.plan.attention_split import is_transposed
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_dim
 
 
@@ -28,7 +28,7 @@ class _Linear(nn.Module):
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
-        self.transposed = bool(linear_form(linear))
+        self.transposed = bool(is_transposed(linear))
         self.weight: nn.Parameter = linear.weight
         self.register_parameter("bias", linear.bias)
         self.bias: nn.Parameter | None

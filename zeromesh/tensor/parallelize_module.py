@@ -78,7 +78,7 @@ class Parallelized:
         self.randomness = ShardedRandomness(exchange.index, active=_draws(model))
         self.shares = SequenceShares(exchange) if sequence else None
         """The state of sequence parallelism; None if blocks pass on the whole sequence."""
-        self._model, self._exchange, self._readers = model, exchange, plan.readers()
+        self._model, self._exchange, self._whole_sequence = model, exchange, plan.whole_sequence_modules()
         self._sources: dict[str, SharedInput] = {}
         self._undo: list[Callable[[], None]] = []
         names = dict(model.named_parameters())
@@ -129,7 +129,7 @@ class Parallelized:
             return RowParallelLinear(
                 module, exchange, shares=shares, randomness=randomness, source=source, splits=splits
             )
-        new = SharedInput(exchange, shares, before=layer.parent in self._readers)
+        new = SharedInput(exchange, shares, before=layer.parent in self._whole_sequence)
         source = self._sources.setdefault(layer.parent, new)
         if style is Style.COLUMN_GATHERED:
             return ColumnParallelLinear(module, source, sizes=layer.sizes)
@@ -181,7 +181,7 @@ class Parallelized:
                 ends = name == stack[0], name == stack[-1]
                 self._set(block, "forward", partial(_run, block, block.forward, shares, self.randomness, *ends))
         rows = [layer.module for layer in self.plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)]
-        for name in self._readers:
+        for name in self._whole_sequence:
             reader = self._model.get_submodule(name)
             # Such as linear attention, whose outputs are all gathered.
             gathered = name not in self.plan.attentions and not any(inside(row, (name,)) for row in rows)
@@ -239,9 +239,9 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
         kinds = dict.fromkeys(type(block).__name__ for block in block_modules(model))
         blocks = f"the plan divides no layer of its blocks ({some(kinds)})" if kinds else "it has no repeated blocks"
         raise LayoutError(f"{type(model).__name__}: {blocks}, so that the sequence cannot be shared out; {off}")
-    known = (*plan.readers(), *(layer.module for layer in plan.layers if layer.style not in WHOLE))
+    known = (*plan.whole_sequence_modules(), *(layer.module for layer in plan.layers if layer.style not in WHOLE))
     for block in (name for stack in plan.stacks for name in stack):
-        if not any(inside(reader, (block,)) for reader in plan.readers()):
+        if not any(inside(reader, (block,)) for reader in plan.whole_sequence_modules()):
             raise LayoutError(
                 f"{block} has no attention that is divided among ranks, so it needs the whole sequence; {off}"
             )
@@ -265,7 +265,7 @@ def _run(
     **kwargs: Any,
 ) -> Any:
     """Run the forward of a block, the `first` or `last` of its stack or neither, with this rank's random numbers."""
-    if first and shares.enter(_hidden(args, kwargs).shape[1]):
+    if first and shares.decide(_hidden(args, kwargs).shape[1]):
         args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.split(x, 1, shares.exchange))
     if not shares.active:
         return forward(*args, **kwargs)

@@ -20,7 +20,7 @@ from zeromesh.tensor.autograd_collectives import Gradients, share_of_dim, uncomp
 
 
 class SequenceShares:
-    """The residual stream of a model: divided into equal shares of the sequence, or whole on each rank.
+    """Decides whether the residual stream of a model is divided into equal shares of the sequence, or whole on each rank.
 
     It is always divided while gradients are recorded. Otherwise (`generate` takes single tokens) a sequence whose length is not a
     multiple of the ranks stays whole.
@@ -34,7 +34,7 @@ class SequenceShares:
     def active(self) -> bool:
         return self._shared or torch.is_grad_enabled()
 
-    def enter(self, length: int) -> bool:
+    def decide(self, length: int) -> bool:
         """Decide whether a sequence of `length` that enters the blocks is divided, and return the decision. Raises `LayoutError`
         when it cannot be divided while gradients are recorded."""
         self._shared = length % self.exchange.size == 0
@@ -45,7 +45,7 @@ class SequenceShares:
             )
         return self._shared
 
-    def whole(self, length: int) -> int:
+    def whole_length(self, length: int) -> int:
         """Return the length of the sequence from the length that blocks pass on."""
         return length * self.exchange.size if self.active else length
 
@@ -128,7 +128,7 @@ class SharedInput:
 
 
 def sequence_dim(x: torch.Tensor) -> int:
-    """Return the dim along which sequences are divided: 1 of [batch, sequence, hidden]; 0 of [tokens, hidden], in any order."""
+    """Return the dim along which ranks have shares: 1 of [batch, sequence, hidden], 0 of [tokens, hidden], rank after rank."""
     return 1 if x.dim() > 2 else 0
 
 

@@ -82,7 +82,7 @@ def plan_model(
     Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use.
     """
     cuts = cuts or ModelCuts()
-    _require_known_modules(model, compute_dtype)
+    _require_supported_modules(model, compute_dtype)
     names = names_by_parameter(model)
     if not names:
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
@@ -113,8 +113,8 @@ def plan_model(
     return ModelPlan(units=tuple(UnitPlan(module=module, specs=tuple(specs)) for module, specs in members.items()))
 
 
-def _require_known_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Raise LayoutError for TorchScript, whose reads of parameters are invisible, and for spectral norms of mixed dtypes."""
+def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Raise LayoutError for TorchScript with parameters, and for spectral norms whose vectors have another dtype."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise LayoutError(

@@ -242,10 +242,10 @@ class Bucket:
                 parameter.__class__ = kind
 
     def note_values(self) -> None:
-        """Record the values of the live parameters, so that `written` finds writes that leave no other trace."""
+        """Record the values of the live parameters, so that `changed_parameter` finds writes that leave no other trace."""
         self._digests = [digest(view) for view in self._views]
 
-    def written(self) -> str | None:
+    def changed_parameter(self) -> str | None:
         """Return the name of a parameter changed in place since it was shown, or since the last call; None if there is none."""
         replaced = self._moved(cast=False)  # Parameters with replaced memory, as by `parameter.data = values`.
         for number in replaced:
@@ -403,7 +403,7 @@ class InplaceWrites:
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` if forward has changed a parameter, since ranks would train different weights."""
-        for unit, name in _written(units):
+        for unit, name in _changed(units):
             self._refuse(unit, name)
 
     def unread(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
@@ -427,7 +427,7 @@ class InplaceWrites:
 
     def refuse_between_passes(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` when a parameter was changed since the last update in a way that the next update would lose."""
-        for unit, name in _written(units):
+        for unit, name in _changed(units):
             if not unit.keeps_writes:
                 raise PhaseError(
                     f"parameter {name} was changed in place between steps, and the change would be lost: the optimizer updates "
@@ -435,11 +435,11 @@ class InplaceWrites:
                 )
 
 
-def _written(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
+def _changed(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
     found = []
     for unit in units:
         for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
-            if (name := bucket.written()) is not None:  # All buckets are asked, since each records its finding.
+            if (name := bucket.changed_parameter()) is not None:  # Every bucket has to record its finding.
                 found.append((unit, name))
     return found
 

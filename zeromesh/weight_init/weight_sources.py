@@ -209,7 +209,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._writes.setdefault(_address(arg), []).append(entry)
         return result
 
-    def of(self, tensor: torch.Tensor) -> tuple[Write, ...]:
+    def writes_to(self, tensor: torch.Tensor) -> tuple[Write, ...]:
         """Return the operations that wrote into the storage of `tensor`, in order."""
         return tuple(self._writes.get(_address(tensor), ()))
 
@@ -363,9 +363,9 @@ class SeededSource(BuiltSource):
                     self.skeleton.initialise(owner, self._seed, reset_first=reset_first)
             except INITIALISER_ERRORS:
                 break  # It may have failed only for want of a value on meta.
-            if any(log.of(p) for p in self._values.values() if p.is_meta):
+            if any(log.writes_to(p) for p in self._values.values() if p.is_meta):
                 return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
-            if all(not p.numel() or any(numel >= p.numel() for _, _, numel, _ in log.of(p)) for p in wanted):
+            if all(not p.numel() or any(numel >= p.numel() for _, _, numel, _ in log.writes_to(p)) for p in wanted):
                 return ()
             if not self.skeleton.managed_by_pretrained(owner):
                 break
@@ -532,6 +532,6 @@ def _initialised_otherwise(model: nn.Module, skeleton: Skeleton, construction: W
             with WriteLog() as replays[owner]:
                 skeleton.initialise(owner, seed)
         copy = skeleton.path(owner)[-1]._parameters[leaf]
-        return copy is not None and construction.of(parameter) != replays[owner].of(copy)
+        return copy is not None and construction.writes_to(parameter) != replays[owner].writes_to(copy)
 
     return tuple(name for name, parameter in model.named_parameters() if differs(name, parameter))

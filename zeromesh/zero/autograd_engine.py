@@ -203,10 +203,10 @@ class AutogradPasses(Passes):
 
     # Backward
 
-    def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
-        return partial(self._reached, unit, place, self._graph_of_now() or _Graph(self._progress, self.generation))
+    def _on_reached(self, unit: Unit, call: int) -> Callable[[], None]:
+        return partial(self._reached, unit, call, self._graph_of_now() or _Graph(self._progress, self.generation))
 
-    def _reached(self, unit: Unit, place: int, graph: _Graph) -> None:
+    def _reached(self, unit: Unit, call: int, graph: _Graph) -> None:
         if self.mode is not PassMode.BACKWARD:
             if not self._accumulates():  # This is `autograd.grad`, whose results may be part of a loss.
                 self._require_current(graph)
@@ -220,7 +220,7 @@ class AutogradPasses(Passes):
             # Its parts are entered without a hook where they were called by themselves.
             self._need_in_backward(self.units[0])
         if graph.progress is self._progress:
-            self.before_backward(unit, place)
+            self.before_backward(unit, call)
         else:
             self._require_current(graph)
             self._hold(unit)

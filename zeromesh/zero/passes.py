@@ -297,7 +297,7 @@ class Passes:
         with self._recorder.range("gather", unit.name) if self._recorder.profiling else NOTHING:
             unit.gather()
 
-    # Called by hooks. `place` is the number of a call in forward, `index` that of a parameter in its bucket
+    # Called by hooks. `call` is the number of a call in forward, `index` that of a parameter in its bucket
 
     def before_forward(self, unit: Unit) -> None:
         """Prepare a unit that is about to run: in a pass, in recomputation during backward, or in a user's call of the model."""
@@ -416,8 +416,8 @@ class Passes:
         if ends:
             self.end()
 
-    def _on_reached(self, unit: Unit, place: int) -> Callable[[], None]:
-        return partial(self.before_backward, unit, place)
+    def _on_reached(self, unit: Unit, call: int) -> Callable[[], None]:
+        return partial(self.before_backward, unit, call)
 
     def _end_forward(self, outputs: Tensors) -> None:
         """End forward, whose results are `outputs`, and hold the units that backward will enter without a hook."""
@@ -435,8 +435,8 @@ class Passes:
                 )
             self._hold(unit)
 
-    def before_backward(self, unit: Unit, place: int) -> None:
-        """Prepare a unit whose outputs, those of call number `place`, backward has reached; backward of later calls is done."""
+    def before_backward(self, unit: Unit, call: int) -> None:
+        """Prepare a unit whose outputs, those of call number `call`, backward has reached; backward of later calls is done."""
         if self.mode is PassMode.IDLE:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
@@ -448,7 +448,7 @@ class Passes:
         for index in progress.inside:
             # Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be
             # read again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
-            later = progress.first_visits.get(index, 0) > place
+            later = progress.first_visits.get(index, 0) > call
             if not later or index in progress.held or self.gradients.owes(index):
                 needed.append(index)
             elif (left := self.units[index]).phase is Phase.LIVE:

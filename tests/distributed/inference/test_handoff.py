@@ -15,7 +15,7 @@ from tests.distributed.inference.handoff_cases import DIRECTORIES
 from tests.support.workers import Workers
 from zeromesh import receive_weights
 from zeromesh.errors import ConfigError, TransferError
-from zeromesh.trainer.weights.handoff import _greet, _WeightLine
+from zeromesh.trainer.weights.handoff import _handshake, _WeightConnection
 
 FULL = pytest.mark.full
 STAGE_1, STAGE_3 = ({"zero": {"stage": stage}} for stage in (1, 3))
@@ -107,14 +107,14 @@ def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
         assert not address.exists()
 
 
-def _pair(seconds: float = 2.0) -> tuple[_WeightLine, Connection]:
-    """A line to a receiver, and the receiver's end."""
+def _pair(seconds: float = 2.0) -> tuple[_WeightConnection, Connection]:
+    """A connection to a receiver, and the receiver's end."""
     ours, theirs = socket.socketpair()
-    return _WeightLine(ours, "the receiver", seconds), Connection(theirs.detach())
+    return _WeightConnection(ours, "the receiver", seconds), Connection(theirs.detach())
 
 
 def test_one_who_takes_a_tensor_slowly_is_not_silent() -> None:
-    line, theirs = _pair(0.5)
+    ours, theirs = _pair(0.5)
     content, found = memoryview(bytes(8 << 20)), 0
 
     def receive() -> None:
@@ -125,7 +125,7 @@ def test_one_who_takes_a_tensor_slowly_is_not_silent() -> None:
             found += len(theirs.recv_bytes())
 
     thread = threading.Thread(target=receive)
-    with theirs, line as sender:
+    with theirs, ours as sender:
         thread.start()
         sender.send({}, content)
         thread.join(20)
@@ -133,19 +133,20 @@ def test_one_who_takes_a_tensor_slowly_is_not_silent() -> None:
 
 
 PARTS: tuple[Any, ...] = (None, [], {"*": [0, 1]}, {"*": ["a", 0, 1]}, {"*": 3}, {"*": [0, 0, float("inf")]})
+NO_PARTS = r"the receiver asks for parts that are not \(dim, index, parts\)"
 
 
 @pytest.mark.parametrize(
     ("said", "token", "message"),
     [
-        *(({"format": "zeromesh-weights-2", "parts": parts}, None, "asks for parts that are not") for parts in PARTS),
+        *(({"format": "zeromesh-weights-2", "parts": parts}, None, NO_PARTS) for parts in PARTS),
         # A token that is no UTF-8, and a receiver that is silent.
         (b"#CHALLENGE#" + bytes(20), "\udcff", "the receiver was silent for too long"),
         (b"220 mail.example.org", None, "the receiver has another token"),
     ],
 )
 def test_who_is_no_receiver_is_refused(said: Any, token: str | None, message: str) -> None:
-    line, theirs = _pair(2.0 if isinstance(said, dict) else 0.2)
+    ours, theirs = _pair(2.0 if isinstance(said, dict) else 0.2)
 
     def receive() -> None:
         if isinstance(said, dict):
@@ -153,10 +154,10 @@ def test_who_is_no_receiver_is_refused(said: Any, token: str | None, message: st
         theirs.send_bytes(json.dumps(said).encode() if isinstance(said, dict) else said)
 
     thread = threading.Thread(target=receive)
-    with theirs, line as sender:
+    with theirs, ours as sender:
         thread.start()
         with pytest.raises(TransferError, match=message):
-            _greet(sender, token)
+            _handshake(sender, token)
         thread.join(20)
 
 

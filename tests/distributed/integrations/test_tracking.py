@@ -53,15 +53,19 @@ def noted_lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "noted" / "zeromesh.jsonl").read_text().splitlines()]
 
 
+def events(run: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(run / "tensorboard")).Reload()
+
+
 def tracked_values(run: Path, tracker: str, name: str) -> list[tuple[int, float]]:
     """The steps of a figure with its values, in the order in which a tracker has them."""
     if tracker == "wandb":
         return [(row["train/global_step"], row[name]) for row in wandb_rows(run) if name in row]
     if tracker == "noted":
         return [(line["step"], line[name]) for line in noted_lines(run) if name in line]
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return [(event.step, event.value) for event in EventAccumulator(str(run / "tensorboard")).Reload().Scalars(name)]
+    return [(event.step, event.value) for event in events(run).Scalars(name)]
 
 
 def require_once(run: Path, trackers: Sequence[str], trained: Sequence[int], evaluated: Sequence[int]) -> None:
@@ -116,6 +120,7 @@ def test_a_run_has_every_step_once_with_its_figures(run: Path) -> None:
     assert {key: value for key, value in settings.items() if key in resolved} == resolved
     assert name == "a small run"
     assert json.loads((run / "tracking.json").read_text())["id"] in path.name
+    assert "config/text_summary" in events(run).Tags()["tensors"]
     lines = noted_lines(run)
     assert lines[0]["config"]["optimizer.lr"] == 0.01
     assert lines[-1] == {"finished": True}

@@ -270,7 +270,8 @@ def test_a_rank_that_is_killed_is_named_by_all(
 @pytest.mark.parametrize(
     ("size", "axes", "case", "said"),
     [
-        (4, {"tensor": 4}, {"kind": "two heads"}, "2 query heads cannot be divided among 4 ranks; parallel.tensor may be at most"),
+        (4, {"tensor": 4}, {"kind": "two heads"},
+         "2 query heads cannot be divided among 4 ranks; parallel.tensor may be at most 2"),
         (4, {"pipeline": 4}, {"kind": "gpt2"}, "2 blocks cannot be cut into 4 pipeline stages"),
         (2, {"pipeline": 2, "stages": [1, 2]}, {}, "has 3 of them, the model 4"),
         (2, {"pipeline": 2, "stages": [4]}, {}, "parallel.stages has 1 numbers of blocks for 2"),

@@ -87,11 +87,11 @@ def test_a_message_that_has_failed_is_named_by_the_next_one() -> None:
         return Mock(wait=Mock(side_effect=CollectiveError(f"rank 1 is gone; {call.what}")))
 
     pair = SimpleNamespace(start=failed, on_stream=False, index=0)
-    line = point_to_point._Line(pair, torch.device("cpu"))  # type: ignore[arg-type]
+    channel = point_to_point._Channel(pair, torch.device("cpu"))  # type: ignore[arg-type]
     specs = [point_to_point.MessageSpec.of(torch.ones(2))]
-    line.send("kind", [torch.ones(2)], specs, "the first")
+    channel.send("kind", [torch.ones(2)], specs, "the first")
     with pytest.raises(CollectiveError, match="rank 1 is gone; the first"):
-        line.send("kind", [torch.ones(2)], specs, "the second")
+        channel.send("kind", [torch.ones(2)], specs, "the second")
 
 
 @pytest.mark.skipif(DEVICE.type == "sim", reason="what moves the simulated device's tensors says itself who is gone")

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -108,16 +109,18 @@ def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
     from tests.simulated import device
 
     seen: list[str] = []
-    send, arrive, loss_of = DeviceBatch.send, DeviceBatch._arrive, Stepper._loss_of
+    send, present, loss_of = DeviceBatch.send, DeviceBatch.present, Stepper._loss_of
 
     def noted_send(self: DeviceBatch) -> None:
         seen.extend(["sent"] * (self._copied is None))
-        with device.no_waits("a batch is sent"):
-            send(self)
+        send(self)
 
-    def noted_arrive(self: DeviceBatch) -> None:
-        with device.no_waits("a batch is used"):
-            arrive(self)
+    @contextmanager
+    def noted_present(self: DeviceBatch) -> Iterator[None]:
+        with ExitStack() as inside:
+            with device.no_waits("a batch is used, and the next one sent"):
+                inside.enter_context(present(self))
+            yield
 
     def noted_loss(self: Stepper, batch: Any, seed: float) -> Any:
         seen.append("computed")
@@ -126,7 +129,7 @@ def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
 
     with (
         patch.object(DeviceBatch, "send", noted_send),
-        patch.object(DeviceBatch, "_arrive", noted_arrive),
+        patch.object(DeviceBatch, "present", noted_present),
         patch.object(Stepper, "_loss_of", noted_loss),
     ):
         precision = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}

@@ -80,7 +80,7 @@ NAMES = st.sampled_from([*GOOD, "metric", "callbacks", "stream", "log_history", 
 
 
 @given(st.dictionaries(NAMES, VALUES, max_size=4))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_any_state_is_one_that_can_be_used_or_an_error(changes: dict[str, Any]) -> None:
     try:
         state = TrainerState.from_json({**GOOD, **changes}, "x")

@@ -57,8 +57,9 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     for seed in (0, 1):
         values = values_of(SOME, seed)
         reader = write(tmp_path, 4, split(values, 2, random.Random(seed)))
-    found = read(reader, "embed", 0, torch.zeros(2100))
-    assert bits(found) == bits(values[SOME[0]].reshape(-1))
+    for each in SOME[:3]:
+        found = read(reader, each.name, 0, torch.zeros(each.shape, dtype=each.dtype).reshape(-1))
+        assert bits(found) == bits(values[each].reshape(-1))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
 
 

@@ -38,7 +38,8 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
     [
         (ZeroOptions, {"stage": 5}, ["zero.stage is 5; it must be one of"]),
         (ZeroOptions, {"prefetch": -1}, ["zero.prefetch is -1"]),
-        (ZeroOptions, {"gathered_budget": None}, ["zero.gathered_budget is None; it must be auto, or 0 or more bytes"]),
+        (ZeroOptions, {"gathered_budget": -1}, ["zero.gathered_budget is -1; it must be 0 or more bytes, or auto"]),
+        (ZeroOptions, {"gathered_budget": "1MiB"}, ["zero.gathered_budget is '1MiB'"]),
         (ZeroOptions, {**IN_BACKWARD, "clip_norm": 1.0}, ["optimizer.in_backward needs run.clip_norm 0"]),
         (ZeroOptions, {"optimizer_in_backward": True}, ["optimizer.in_backward needs run.on_nonfinite: stop"]),
         (ZeroOptions, {**IN_BACKWARD, "precision": HALF}, ["cannot run with a loss scale"]),
@@ -66,12 +67,6 @@ def test_impossible_options(make: Any, given: dict[str, Any], said: list[str]) -
     assert [words for words, problem in zip(said, error.value.problems, strict=True) if words not in problem] == []
 
 
-@pytest.mark.parametrize("name", ["betas", "eps", "weight_decay"])
-def test_an_engine_without_a_configuration_updates_as_torch_does(name: str) -> None:
-    (parameter,) = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).param_groups
-    assert getattr(ZeroOptions().optimizer, name) == parameter[name]
-
-
 def test_what_the_engine_would_refuse_is_no_valid_configuration() -> None:
     """Else it would be said only when all ranks have met."""
     widths, choices = ("float32", "float64"), itertools.product((False, True), ("skip", "stop"), (0.0, 1.0))
@@ -91,6 +86,17 @@ def test_what_the_engine_would_refuse_is_no_valid_configuration() -> None:
         valid += 1
     # Seven settings of dtypes, with either clip_norm; two of them are float16, which needs `skip`. In backward, `stop` alone.
     assert valid == 2 * (7 + 5) + 5
+
+
+def test_without_a_configuration_defaults_are_those_of_torch() -> None:
+    """A configuration has betas and a weight decay of its own."""
+    (group,) = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).param_groups
+    decayed, _ = OptimizerSettings().groups()
+    assert [decayed[name] for name in ("betas", "eps", "weight_decay")] == [
+        group[name] for name in ("betas", "eps", "weight_decay")
+    ]
+    configured, _ = engine_options(load_config({}), accumulation=1).optimizer.groups()
+    assert (configured["betas"], configured["weight_decay"]) == ((0.9, 0.95), 0.1)
 
 
 def test_the_roles_of_dtypes_are_one_line() -> None:

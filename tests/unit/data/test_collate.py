@@ -121,6 +121,7 @@ def test_class_labels_are_no_token_ids_and_an_unknown_vocabulary_has_no_end() ->
     check_batch(batch, vocab_size=10, causal=False, indices=[0])
     for ids in ([[1, 2], [3, 10]], [[1, 2], [-1, 3]], [1, 2, 12], [[0.0, 0.0]]):
         check_batch({"input_ids": torch.tensor(ids)}, vocab_size=None, causal=True, indices=[7, 8])
+    check_batch({"labels": torch.tensor([[1, -100], [3, -1]])}, vocab_size=None, causal=True, indices=[7, 8])
 
 
 @pytest.mark.parametrize("collate", [None, default_data_collator])

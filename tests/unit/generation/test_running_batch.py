@@ -38,7 +38,7 @@ def _batch(model: Any, *, rows: int, prefill_tokens: int = 64, cache_tokens: int
 
 
 def _add(batch: RunningBatch, request: Request) -> None:
-    batch.add(request, ModelSettings(batch._module, None).of(request.fields, len(request.tokens)))
+    batch.add(request, ModelSettings(batch._module, None).for_request(request.fields, len(request.tokens)))
 
 
 def _run(
@@ -70,7 +70,7 @@ def test_greedy_requests_are_as_if_alone(kind: str) -> None:
         Request(
             number=number,
             tokens=[draw.randrange(6, 48) for _ in range(draw.choice([1, 2, 3, 9, 17, 40]))],
-            fields={"max_new_tokens": draw.choice([1, 2, 5, 30, 60]), "eos_token_id": ENDS},
+            fields={"max_new_tokens": draw.choice([1, 2, 5, 30, 90]), "eos_token_id": ENDS},
         )
         for number in range(14)
     ]
@@ -170,11 +170,11 @@ def test_the_cache_has_a_bound() -> None:
 def test_what_cannot_join_a_running_batch_is_named() -> None:
     model = _model("full")
     known = ModelSettings(model, None)
-    assert "beam_search" in known.why_unbatched(known.of({"num_beams": 2}, 3))
+    assert "beam_search" in known.why_unbatched(known.for_request({"num_beams": 2}, 3))
     mamba = tf.MambaForCausalLM(tf.MambaConfig(vocab_size=48, hidden_size=16, num_hidden_layers=1))
     other = ModelSettings(mamba, None)
-    assert "Mamba" in other.why_unbatched(other.of({}, 3))
-    drawn = known.of({"do_sample": True}, 3)
+    assert "Mamba" in other.why_unbatched(other.for_request({}, 3))
+    drawn = known.for_request({"do_sample": True}, 3)
     assert known.why_unbatched(drawn) == ""
     model.model.layers[0].self_attn.is_causal = False
     assert "later tokens" in ModelSettings(model, None).why_unbatched(drawn)

@@ -42,6 +42,8 @@ WRONG: list[dict[str, Any]] = [
     {"sequence_bias": [[[10**6], 1.0]]},
     {"eos_token_id": 10**23},
     {"num_beams": 10**23},
+    {"num_beams": 0, "do_sample": True},
+    {"num_beam_groups": 0},
     {"eos_token_id": "end"},
     {"min_new_tokens": "two"},
     {"max_new_tokens": "ten"},
@@ -130,7 +132,7 @@ def test_an_error_of_the_form_of_the_hub_ends_the_call_that_streams_weights(
         raise ConfigError("no form")
 
     monkeypatch.setattr(type(generator.mesh), "call", call)
-    monkeypatch.setattr(generator.placed.hub_form, "of", refuse)
+    monkeypatch.setattr(generator.placed.hub_form, "convert", refuse)
     weights = generator.stream_weights()
     next(weights)
     with pytest.raises(ConfigError, match="no form") as caught:

@@ -93,7 +93,7 @@ def test_every_field_is_taken_or_refused(message: dict[str, Any]) -> None:
 def test_a_host_that_sends_nonsense_is_refused(said: dict[str, Any], named: str) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        member = Member(line=LauncherConnection(ours, ours, "", serves=True), name="b", processes=1, running=True)
+        member = Member(connection=LauncherConnection(ours, ours, "", serves=True), name="b", processes=1, running=True)
         assert named in refusal(lambda: Leader(ALONE, 1, print, bool)._take(member, said))
 
 
@@ -262,7 +262,7 @@ def test_a_leader_that_is_gone_is_named_not_ranks_that_noticed(in_order: bool) -
         if in_order:
             leader.close()
         else:
-            leader._members.pop().line.close()
+            leader._members.pop().connection.close()
         assert follower.poll() == (follower.rest_seconds if in_order else 0)
         if in_order:
             noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, distance=1)

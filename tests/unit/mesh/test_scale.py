@@ -106,7 +106,7 @@ class CountingStore(dict[str, str]):
 def test_a_process_asks_the_store_once_for_the_places_of_all() -> None:
     store = CountingStore()
     row = json.dumps([{"host": "far", "name": "far", "island": 0}, {"order": "topology"}, ""])
-    store.update({f"place/{process}": row for process in range(1, 64)})
+    store.update({f"location/{process}": row for process in range(1, 64)})
     device, asked = torch.device("cpu"), {"order": "topology"}
     first = exchange_locations(store, 0, 64, device, asked)  # type: ignore[arg-type]
     assert store.asked == 64 + 1

@@ -60,7 +60,7 @@ def small_tiers(stripes: int, *, checksums: bool, piece: int = 2 * BLOCK) -> Ite
     """Tiers whose pieces, stripes and conversions are small, so that there are many of each, in files that are gone afterwards."""
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(file_tier, "PIECE", piece)
-        patch.setattr(file_tier, "_STRAIGHT", 2 * piece)
+        patch.setattr(file_tier, "_LARGE_PIECE", 2 * piece)
         patch.setattr(file_tier, "STRIPE", 3 * BLOCK)
         patch.setattr(tiers_module, "_CONVERTED", 1000)
         with closing(made_tiers(Path(root), stripes=stripes, checksums=checksums)) as tiers:

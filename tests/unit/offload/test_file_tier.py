@@ -207,15 +207,19 @@ def test_whole_blocks_go_past_the_page_cache_without_a_detour(tier: FileTier, ch
 
 @checked
 def test_nothing_goes_through_the_page_cache(tier: FileTier, moved: Moved, checksums: bool) -> None:
-    """Whatever bytes are moved, from wherever: it would fill with what nobody reads twice."""
-    slot = tier.allocate(3 * BLOCK + 100, "some")
+    """Whatever bytes are moved, from wherever: it would fill with what nobody reads twice. Also more than is moved at once."""
+    straight = file_tier._STRAIGHT
+    slot = tier.allocate(2 * straight + 300, "some")
     model = torch.zeros(slot.nbytes, dtype=torch.uint8)
-    for begin, end, shift in ((0, slot.nbytes, 8), (0, 2 * BLOCK, 1000), (5, 50, 0), (BLOCK, 3 * BLOCK, 0)):
+    near = ((0, 3 * BLOCK + 100, 8), (0, 2 * BLOCK, 1000), (5, 50, 0), (BLOCK, 3 * BLOCK, 0))
+    alike = ((10, slot.nbytes - 7), (0, slot.nbytes), (BLOCK, straight + 5), (BLOCK - 1, slot.nbytes))
+    for begin, end, shift in (*near, *((begin, end, begin % BLOCK) for begin, end in alike)):
         model[begin:end] = some_bytes(end - begin, end)
         slot.write(begin, placed(some_bytes(end - begin, end), shift))
         out = memory(end - begin, shift)
         slot.read(begin, out).wait()
         assert torch.equal(out, model[begin:end])
+        assert torch.equal(content(slot), model)
     assert len(moved) >= 8
     assert all(direct for *_, direct in moved)
 
@@ -230,9 +234,9 @@ def test_stripes_of_several_disks_are_moved_at_once(tmp_path: Path, monkeypatch:
         return submit(tier, work, at, data)
 
     monkeypatch.setattr(FileTier, "submit", noted)
-    for count, longest in ((1, file_tier._STRAIGHT), (2, file_tier.STRIPE)):
+    for count, longest in ((1, file_tier._LARGE_PIECE), (2, file_tier.STRIPE)):
         with closing(FileTier([tmp_path / str(number) for number in range(count)], "some")) as tier:
-            slot = tier.allocate(file_tier._STRAIGHT, "a row")
+            slot = tier.allocate(file_tier._LARGE_PIECE, "a row")
             lengths.clear()
             slot.read(0, memory(slot.nbytes, 0)).wait()
         assert lengths == [longest] * (slot.nbytes // longest)
@@ -584,7 +588,7 @@ def check_closed(transfer: Transfer, ended: threading.Event, span: str) -> None:
 def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(os.listdir("/proc/self/fd"))
     tier = FileTier([tmp_path], "some", threads=2)
-    monkeypatch.setattr(file_tier, "_STRAIGHT", file_tier.PIECE)
+    monkeypatch.setattr(file_tier, "_LARGE_PIECE", file_tier.PIECE)
     slot = tier.allocate(8 * file_tier.PIECE, "exp_avg")
     reads = Gate(monkeypatch, "read")
     out, ended = memory(slot.nbytes, 0), threading.Event()

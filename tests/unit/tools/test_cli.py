@@ -90,7 +90,7 @@ def test_nproc_starts_workers_of_the_same_command(
     assert arguments[-7:] == ("-m", "zeromesh", "train", "--worker", "--", config, "run.seed=3")
     assert not fitted
     assert main(["evaluate", *(word.format(config) for word in words)]) == 0
-    assert launched[1][1][-5:] == ("evaluate", "--worker", "--", config, "run.seed=3")
+    assert (launched[1][0], launched[1][1][-5:]) == (2, ("evaluate", "--worker", "--", config, "run.seed=3"))
     # What a worker is started with is a command line that this command understands.
     start = arguments.index("train")
     worker = [word for word in arguments[start:] if word != "--worker"]

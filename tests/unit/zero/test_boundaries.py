@@ -38,6 +38,13 @@ def test_a_budget_keeps_what_fits_it_exactly_the_last_unit_first(budget: int, ke
     assert found == [[stays] * len(unit) for stays, unit in zip(kept, units, strict=True)]
 
 
+@pytest.mark.parametrize(("kind", "kept"), [("local", True), ("shared", True), ("gloo", False)])
+def test_no_budget_is_an_automatic_one(kind: str, kept: bool) -> None:
+    budgets: Any = ("auto", None)
+    for budget in budgets:
+        assert kept_buckets([[_layout(50)]], ZeroOptions(gathered_budget=budget), CPU, kind) == [[kept]]
+
+
 @pytest.mark.parametrize("norm", [0.0, 1e-7, 0.999, 1.0, 1.0000005, 1.000002, 37.0])
 def test_clipping_multiplies_as_torch_does(norm: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))

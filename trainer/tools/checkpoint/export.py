@@ -190,5 +190,5 @@ def _merged(
     read = read_tensors(reader, [chosen[given][0] for given in order], moved)
     widest = max((to.dtype for to, _ in chosen.values() if to.dtype.is_floating_point), key=lambda each: each.itemsize)
     pairs = ((names[stored.name], each) for stored, each in read)
-    weights = form.of(pairs, torch.promote_types(torch.float32, widest), CheckpointError)
+    weights = form.convert(pairs, torch.promote_types(torch.float32, widest), CheckpointError)
     return tensors, ((name, _converted(name, each, tensors[name].dtype)) for name, each in weights)

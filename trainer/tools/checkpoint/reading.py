@@ -293,8 +293,8 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     rows = (_compared(*here, *there) for here, there in zip(*values, strict=True))
     apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
     differences = [
-        [*_facts_apart(*readers, tolerance)],
-        [*_tensors_apart(a, b)],
+        [*_fact_lines(*readers, tolerance)],
+        [*_tensor_lines(a, b)],
         [line for _, line in apart],
     ]
     for lines in differences:
@@ -336,8 +336,8 @@ def _compared(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there: torch
     )
 
 
-def _facts_apart(one: CheckpointReader, two: CheckpointReader, tolerance: float | None) -> Iterator[str]:
-    """Yield lines about aliases and, of checkpoints of a trainer, counters and settings."""
+def _fact_lines(one: CheckpointReader, two: CheckpointReader, tolerance: float | None) -> Iterator[str]:
+    """Yield a line for each alias that differs and, of checkpoints of a trainer, each counter and setting."""
     found: list[dict[str, Any]] = []
     for reader in (one, two):
         state = state_of(reader)
@@ -352,7 +352,7 @@ def _facts_apart(one: CheckpointReader, two: CheckpointReader, tolerance: float 
             yield f"{name}: {here!r} in A, {there!r} in B"
 
 
-def _tensors_apart(a: Mapping[tuple[str, str], TensorSpec], b: Mapping[tuple[str, str], TensorSpec]) -> Iterator[str]:
+def _tensor_lines(a: Mapping[tuple[str, str], TensorSpec], b: Mapping[tuple[str, str], TensorSpec]) -> Iterator[str]:
     """Yield lines about tensors that only one checkpoint has, in one line for a kind that the other lacks, or of other shapes."""
     for here, there, which in ((a, b, "A"), (b, a, "B")):
         kinds = {kind for kind, _ in there}

@@ -78,9 +78,9 @@ class BlockStub(Stub):
         length = hidden.shape[1]
         if slot.shares is not None:
             if self._index == 0:
-                slot.shares.enter(length)
+                slot.shares.decide(length)
             elif self._index > slot.inject_at:
-                length = slot.shares.whole(length)
+                length = slot.shares.whole_length(length)
         if self._index == slot.inject_at:
             if slot.received is None:
                 raise PhaseError(f"block {self._index} was to hand on a hidden state, but none was received")

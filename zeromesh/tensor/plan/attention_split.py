@@ -62,8 +62,8 @@ Shares = tuple[tuple[Interval, ...], ...]
 """The intervals of the divided features of each rank, in the order of the local tensor."""
 
 
-def linear_form(module: nn.Module) -> bool | None:
-    """Return True if a linear layer keeps its weight transposed, `[in, out]`; None for any other module."""
+def is_transposed(module: nn.Module) -> bool | None:
+    """Return True if a linear layer keeps its weight as `[in, out]`, False for `[out, in]`; None for any other module."""
     if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
         return False
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
@@ -71,7 +71,7 @@ def linear_form(module: nn.Module) -> bool | None:
     return None
 
 
-def experts_form(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | None:
+def intermediate_dims(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | None:
     """Return the intermediate dim of `gate_up_proj` and `down_proj` from their shapes; None for other experts."""
     if set(shapes) != {"gate_up_proj", "down_proj"} or any(len(shape) != 3 for shape in shapes.values()):
         return None
@@ -93,7 +93,7 @@ def forward_source(module: nn.Module) -> str:
 
 def linear_sizes(module: Any) -> tuple[int, int]:
     """Return outputs and inputs of a linear layer."""
-    outputs, inputs = module.weight.shape[::-1] if linear_form(module) else module.weight.shape
+    outputs, inputs = module.weight.shape[::-1] if is_transposed(module) else module.weight.shape
     return outputs, inputs
 
 

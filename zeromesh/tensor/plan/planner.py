@@ -28,9 +28,9 @@ from zeromesh.tensor.plan.attention_split import (
     AttentionDivision,
     Shares,
     division_of,
-    experts_form,
     forward_source,
-    linear_form,
+    intermediate_dims,
+    is_transposed,
     linear_sizes,
     moved,
 )
@@ -113,7 +113,7 @@ class TensorPlan:
         """Return True if a module or parameter is inside a block of experts: router, experts, shared experts."""
         return inside(name, (layer.parent for layer in self.layers if layer.style is Style.EXPERTS))
 
-    def readers(self) -> tuple[str, ...]:
+    def whole_sequence_modules(self) -> tuple[str, ...]:
         """Return the FQNs of modules in blocks that need the whole sequence, since code around column layers reads its length."""
         gathered = (layer.parent for layer in self.layers if layer.style is Style.COLUMN_GATHERED)
         return tuple(name for name in dict.fromkeys((*self.attentions, *gathered)) if self.in_block(name))
@@ -218,7 +218,7 @@ class _Planner:
             name = next((name for name, module in self.modules.items() if module is target), "")
             if target is None or not name or self.styles.pop(name, "") == "replicate":
                 continue
-            if _divisible_embedding(target) or linear_form(target) is False:
+            if _divisible_embedding(target) or is_transposed(target) is False:
                 self._divide(name, style, target.weight.shape[0])
             else:
                 self.notes.append(f"{name} ({type(target).__name__}) is whole on all tensor ranks")
@@ -302,14 +302,14 @@ class _Planner:
             raise LayoutError(f"{name}: style {style} of a parameter alone is not known; give its module another one")
         if style == "moe_tp_experts":
             held = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
-            form = experts_form(held) if getattr(module, "is_concatenated", True) else None
-            if form is None:
+            dims = intermediate_dims(held) if getattr(module, "is_concatenated", True) else None
+            if dims is None:
                 shapes = ", ".join(f"{leaf} {list(shape)}" for leaf, shape in held.items())
                 raise LayoutError(
                     f"{name}: experts with parameters {shapes} cannot be divided; known are gate_up_proj [experts, 2 x "
                     "intermediate, hidden] with down_proj [experts, hidden, intermediate], or both transposed"
                 )
-            self._divide(name, Style.EXPERTS, held["down_proj"][form["down_proj"]])
+            self._divide(name, Style.EXPERTS, held["down_proj"][dims["down_proj"]])
         elif style == "replicated_with_grad_allreduce":
             self._add(name, Style.PARTIAL)
         elif style == "embedding_heads" and isinstance(module, nn.Embedding):
@@ -361,7 +361,7 @@ class _Planner:
 
     def _linear(self, name: str) -> tuple[int, int]:
         module = self.modules.get(name)
-        if module is None or linear_form(module) is None:
+        if module is None or is_transposed(module) is None:
             kind = "parameter" if module is None else type(module).__name__
             raise LayoutError(f"{name}: a {kind} cannot be divided; allowed are torch.nn.Linear and GPT-2's Conv1D")
         return linear_sizes(module)
@@ -461,9 +461,9 @@ def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -
 def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...], rank: int) -> ParameterPart | None:
     if layer.style in (Style.PARTIAL, Style.LATENT, Style.SLICED):
         return None
-    transposed = bool(linear_form(module))
+    transposed = bool(is_transposed(module))
     if layer.style is Style.EXPERTS:
-        dim = (experts_form({name: tuple(held.shape) for name, held in module.named_parameters()}) or {})[leaf]
+        dim = (intermediate_dims({name: tuple(held.shape) for name, held in module.named_parameters()}) or {})[leaf]
     elif layer.style in (Style.ROW, Style.ROW_SPLIT):
         if leaf == "bias":
             return None
@@ -490,4 +490,4 @@ def _partial(plan: TensorPlan, full: str, sequence: bool) -> bool:
     if not sequence or not plan.in_block(full) or plan.in_experts(full):
         return False
     rows = of(Style.ROW, Style.ROW_SPLIT)
-    return inside(full, rows) or full.removesuffix("_bias") in rows or not inside(full, plan.readers())
+    return inside(full, rows) or full.removesuffix("_bias") in rows or not inside(full, plan.whole_sequence_modules())

@@ -13,7 +13,7 @@ from itertools import chain
 
 from torch import nn
 
-from zeromesh.tensor.plan.attention_split import count_heads, linear_form, linear_sizes
+from zeromesh.tensor.plan.attention_split import count_heads, is_transposed, linear_sizes
 from zeromesh.units.plan import block_modules
 
 Rules = Mapping[str, str]
@@ -65,7 +65,7 @@ def recognised(model: nn.Module) -> dict[str, str]:
 
 def _styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     modules = dict(block.named_modules())
-    linear = {name: linear_sizes(module) for name, module in modules.items() if linear_form(module) is not None}
+    linear = {name: linear_sizes(module) for name, module in modules.items() if is_transposed(module) is not None}
     order, left = list(linear), dict(linear)
     width = 0
     for parent, attention in modules.items():
@@ -106,7 +106,7 @@ def _mlps(
     def is_plain(name: str) -> bool:
         # Recurrent and convolutional mixers have other matrices beside the layers.
         parent = name.rpartition(".")[0]
-        held = [each for each in modules[parent].children() if linear_form(each) is None and not [*each.children()]]
+        held = [each for each in modules[parent].children() if is_transposed(each) is None and not [*each.children()]]
         matrices = any(parameter.dim() > 1 for each in held for parameter in each.parameters())
         return not parent or not (matrices or [*modules[parent].parameters(recurse=False)])
 
