@@ -139,6 +139,20 @@ def gathers(mesh: Mesh, transport: str, prefetch: int, delay: str) -> dict[str, 
     return {"entries": timeline.entries, "digest": _end(run)}
 
 
+def shorter_evaluations(mesh: Mesh) -> list[list[str]]:
+    """The blocks that three evaluations gather, of which the last two end after the second block."""
+    timeline, found = Timeline(), list[list[str]]()
+    run = watched_run(mesh, Layout(transport="gloo", budget=0, prefetch=1), timeline)
+    for order in ([0, 1, 2, 3], [0, 1], [0, 1]):
+        timeline.entries.clear()
+        run.model.order = order
+        with run.engine.evaluation():
+            run.model(torch.zeros(1, 4, dtype=torch.long, device=mesh.device))
+        found.append([name for _, name in timeline.entries if name.startswith("gather blocks")])
+    run.close()
+    return found
+
+
 def late_reader(mesh: Mesh, stage: int, transport: str, budget: int | None, in_backward: bool, seconds: float) -> str:
     """The last rank sleeps in backward of each block, after its weights have their gradients and before it reads them again."""
     torch.manual_seed(2)
@@ -248,6 +262,12 @@ def test_without_prefetch_a_unit_is_gathered_when_it_is_needed(workers: Workers)
         entries = found["entries"]
         for number in range(3):
             assert place(entries, f"gather blocks.{number + 1}") > place(entries, f"forward {number}")
+
+
+def test_what_a_pass_has_left_out_at_its_end_is_not_gathered_ahead_in_the_next_one(workers: Workers) -> None:
+    for found in workers.run(2, "test_overlap:shorter_evaluations"):
+        whole = [f"gather blocks.{number}" for number in range(4)]
+        assert found == [whole, whole[:3], whole[:2]]
 
 
 @pytest.mark.parametrize("transport", ["shared", "gloo"])

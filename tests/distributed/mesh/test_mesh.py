@@ -242,6 +242,9 @@ class TestWatch:
             end = time.monotonic() + 0.3
             watch.wait(lambda: time.monotonic() > end, [0, 1], "start-up")
         assert watch.timeout_seconds == 0.05
+        watch = watch_of(boards[0], 0, timeout=20)
+        with watch.patience(10):
+            assert watch.timeout_seconds == 20, "it is a minimum"
 
     def test_a_peer_that_failed_is_named_with_its_reason(self, boards: Boards) -> None:
         first, second = boards

@@ -189,7 +189,9 @@ def test_a_full_disk_or_one_that_refuses_is_found_before_anything_is_written(
 def test_files_of_a_directory_are_replaced_together_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "out"
+    out, replaced = tmp_path / "out", list[str]()
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda old, new: (replaced.append(new.name), replace(old, new)))
     (out / "config.json").mkdir(parents=True)
     for name in ("notes", "model.safetensors"):
         (out / name).write_text("old")
@@ -206,6 +208,7 @@ def test_files_of_a_directory_are_replaced_together_or_not_at_all(
             (folder / name).write_text("new")
     found = {path.name: path.read_text() for path in out.iterdir()}
     assert found == {"notes": "old", "model.safetensors": "new", "config.json": "new"}
+    assert replaced == ["config.json", "model.safetensors"], "who finds the new weights finds all else too"
     assert list(tmp_path.iterdir()) == [out]
     for name, words in (("notes", r" \(there is a file of this name; give a"), ("notes/below", ": Not a directory")):
         with pytest.raises(StorageError, match=rf"out/{name}' cannot be written{words}"):

@@ -305,6 +305,18 @@ def damage_of(directory: Path) -> list[Damage]:
     return list(find_damage(CheckpointReader(directory, checked=False), lambda nbytes: None))
 
 
+def test_of_many_damaged_pieces_one_is_described_and_the_others_are_counted(copy: Path) -> None:
+    pieces = CheckpointReader(copy).manifest.files[FILE].pieces
+    raw = bytearray((copy / FILE).read_bytes())
+    for piece in pieces[-3:]:
+        raw[piece.begin] ^= 1
+    (copy / FILE).write_bytes(raw)
+    (damage,) = damage_of(copy)
+    first, more = damage.reasons
+    assert f"bytes [{pieces[-3].begin:,}, {pieces[-3].end:,}) are not what" in first
+    assert more == f"so are 2 more of its {len(pieces)} pieces"
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -136,14 +136,14 @@ def test_a_chain_of_files_is_summed(tmp_path: Path) -> None:
     top = inherited(
         tmp_path,
         top_yaml="base: sub/middle.yaml\nrun: {max_steps: 3}\nmodel: {lora: null}\ndata:\n",
-        sub__middle_yaml="base: ../root.json\noptimizer: {betas: [0.1, 0.2]}\nrun: {seed: 4, max_steps: 5}",
-        root_json='{"model": {"lora": {"rank": 2}}, "optimizer": {"lr": 0.5, "betas": [0.3, 0.4]}, "data": {"shuffle": false}}',
+        sub__middle_yaml="base: ../up/root.json\noptimizer: {betas: [0.1, 0.2]}\nrun: {seed: 4, max_steps: 5}",
+        up__root_json='{"model": {"lora": {"rank": 2}}, "optimizer": {"lr": 0.5, "betas": [0.3, 0.4]}, "data": {"shuffle": false}}',
     )
     config = load_config(top)
     assert (config.run.max_steps, config.run.seed, config.run.name) == (3, 4, "top")
     assert (config.optimizer.lr, config.optimizer.betas) == (0.5, (0.1, 0.2))
     assert (config.model.lora, config.data.shuffle) == (None, False)
-    assert config.folders == (str(tmp_path), str(tmp_path / "sub"), str(tmp_path))
+    assert config.folders == (str(tmp_path), str(tmp_path / "sub"), str(tmp_path / "up"))
     assert load_config(yaml.safe_load(config.to_yaml())).model_dump() == config.model_dump()
     assert load_config({"base": str(top), "run": {"seed": 1}}).run.seed == 1
     assert load_config(top, ["optimizer.lr=0.25"]).optimizer.lr == 0.25

@@ -77,6 +77,11 @@ def test_interleaved_is_sound_and_with_full_rounds_divides_the_bubble(
     if microbatches % ranks == 0:
         # Times of a chunk; in times of the whole model on a rank the bubble is `chunks` times smaller.
         assert simulate(schedule).duration == 3 * microbatches * chunks + 3 * (ranks - 1)
+    if microbatches % ranks == 0 and chunks > 1:
+        # Ranks are so far ahead that messages of further rounds are on their way beside computing.
+        longer = make_schedule("interleaved", ranks=ranks, microbatches=2 * microbatches, chunks=chunks)
+        few, many = (simulate(each, transfer=0.25).duration for each in (schedule, longer))
+        assert many - few == 3 * microbatches * chunks
 
 
 @settings(max_examples=40)

@@ -17,6 +17,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.offload import Purpose, TierChoice
 from zeromesh.optim.fused_optimizer import GroupRules
+from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import load_tokenizer
@@ -145,6 +146,15 @@ def test_more_microbatches_keep_less(subject: Subject) -> None:
     recomputed = estimator.estimate(Layout(micro=8, stage=1, recompute="block"))
     assert recomputed.device[ACTIVATIONS] < many.device[ACTIVATIONS] / 2
     assert recomputed.seconds > many.seconds
+
+
+def test_parameters_on_the_host_come_for_forward_and_again_for_backward(on_card: Subject) -> None:
+    card = _card()
+    assert card.device.copies is not None
+    layout = Layout(shard=2, prefetch=0, optimizer=_HOST, parameters=_HOST)
+    one, two = (Estimator(on_card, card, 2).estimate(replace(layout, accumulation=count)) for count in (1, 2))
+    further = two.phases[StepPhase.OFFLOAD_WAIT] - one.phases[StepPhase.OFFLOAD_WAIT]
+    assert further * card.device.copies.to_device == pytest.approx(2 * one.host[Purpose.PARAMETERS.value], rel=1e-3)
 
 
 def test_rows_that_a_plan_cannot_tell_apart_are_one(on_card: Subject) -> None:

@@ -86,7 +86,7 @@ def written(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_all_of_a_run_from_code(folder: Path) -> None:
+def test_all_of_a_run_from_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Trainer(config=written(folder)) as trainer:
         report = trainer.fit()
         code: Any = sys.modules["own_code"]
@@ -96,6 +96,9 @@ def test_all_of_a_run_from_code(folder: Path) -> None:
         evaluated = read_metrics(trainer.run_directory / "evaluations.jsonl")
     assert started["given"] == []
     assert {"eval_a_loss", "eval_b_c_loss", "eval_loss"} <= evaluated[0].keys()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "evaluation loss" in line]
+    # Each set has targets of its own, and the mean of their losses has none.
+    assert lines == [f"step {each['step']}: evaluation loss {each['eval_loss']:.4f}" for each in evaluated]
     torch.manual_seed(0)
     plain = Trainer(
         lambda: code.Net(8),
