@@ -324,7 +324,7 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
     "AdamW": torch.optim.AdamW,
     "Adam": lambda groups: torch.optim.Adam(groups, amsgrad=True),
     "Adam decoupled": lambda groups: torch.optim.Adam(groups, decoupled_weight_decay=True),
-    "SGD": lambda groups: torch.optim.SGD(groups, momentum=0.9, nesterov=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, momentum=0.9, nesterov=True, maximize=True),
     "SGD dampened": lambda groups: torch.optim.SGD(groups, momentum=0.9, dampening=0.5, maximize=True),
     "NAdam": torch.optim.NAdam,
     "RAdam": lambda groups: torch.optim.RAdam(groups, betas=(0.5, 0.6)),

@@ -8,7 +8,8 @@ from torch import nn
 
 from tests.conformance.models import SUBJECTS, Stack, bert, frozen, gpt2, llama, moe, odd, stack
 from zeromesh.errors import LayoutError
-from zeromesh.units.plan import ModelPlan, plan_model
+from zeromesh.flat.layout import StageCopies
+from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
 
 
 def wide_pair() -> list[nn.Module]:
@@ -138,6 +139,15 @@ def test_buckets_have_one_dtype_and_one_need_for_gradients() -> None:
     by_name = {unit.name: unit for unit in plan.units}
     assert [specs[0].requires_grad for specs in by_name["model.layers.0"].buckets()] == [False]
     assert {specs[0].requires_grad for specs in by_name["model.layers.2"].buckets()} == {False, True}
+
+
+def test_what_stages_share_lies_in_a_bucket_of_its_own() -> None:
+    name = "transformer.wte.weight"
+    copies = StageCopies(name=name, aliases=("lm_head.weight",), ranks=(0, 1))
+    root, *_ = plan_model(gpt2(), torch.float32, cuts=ModelCuts(copies={name: copies})).units
+    buckets = [{spec.fqn for spec in bucket} for bucket in root.buckets()]
+    assert {name} in buckets
+    assert len(buckets) == 2
 
 
 def test_optimizer_groups_are_asked_for_by_name() -> None:
