@@ -24,7 +24,7 @@ from pathlib import Path
 
 from zeromesh.errors import StorageError
 
-_PASSING = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
 """The names of unfinished files, short since the final name may have the maximum of 255 bytes."""
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
@@ -34,9 +34,9 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
+_RUNNING: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
 """The running disk calls of each thread, outermost first: operation, path and start time."""
-_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
+_UNSUPPORTED = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
@@ -104,7 +104,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True)
 def remove_unfinished(directory: Path) -> None:
     """Remove the files that processes killed in `write_whole` left in a directory without writers. Raises `OSError`."""
     for path in directory.iterdir():
-        if _PASSING.fullmatch(path.name):
+        if _TEMPORARY.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
@@ -126,7 +126,7 @@ def try_lock(descriptor: int) -> bool:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return False
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in _UNSUPPORTED:
                 raise
         else:
             return True
@@ -155,7 +155,7 @@ class Waiting:
 def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record for the length of the block that this thread waits for a disk; blocks may be nested."""
     thread = threading.get_ident()
-    calls = _CALLS.setdefault(thread, [])
+    calls = _RUNNING.setdefault(thread, [])
     calls.append((what, path, time.monotonic()))
     try:
         yield
@@ -166,13 +166,13 @@ def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         calls.pop()
         if not calls:
-            del _CALLS[thread]
+            del _RUNNING[thread]
 
 
 def longest() -> Waiting | None:
     """Return the longest running of all threads' innermost disk calls; None if there is none."""
     now = time.monotonic()
-    found = [(calls[0][2], *calls[-1]) for calls in map(list, list(_CALLS.values())) if calls]
+    found = [(calls[0][2], *calls[-1]) for calls in map(list, list(_RUNNING.values())) if calls]
     if not found:
         return None
     outer, what, path, since = min(found, key=lambda call: call[3])

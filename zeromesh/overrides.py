@@ -51,7 +51,7 @@ def override(instance: object, attribute: str, value: Any) -> Callable[[], None]
 
 
 @contextmanager
-def tensors_put_aside(root: nn.Module) -> Iterator[Callable[[], list[str]]]:
+def cached_tensors_removed(root: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Remove, after the block, tensors that modules cached as attributes inside it, such as a recurrent state.
 
     Attributes that were not None before are kept. Yields a function that returns the names of attributes that hold such a tensor.

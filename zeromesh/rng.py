@@ -118,7 +118,7 @@ class Streams:
         self._first_mark = number_of(f"{self._where}//marks")
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def drawing(self) -> Iterator[None]:
         """Make the generators draw from these streams inside the block, first from that of the loss; afterwards restore them."""
         with own_randomness():
             self._callers.clear()

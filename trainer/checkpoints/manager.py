@@ -273,7 +273,7 @@ class RunCheckpoints:
         self._note(f"WARNING: {why}; {kept}. {then}")
 
     def _release(self, bucket: Bucket) -> None:
-        self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
+        self._saver.release(self._engine.checkpoint_state.bucket_number(bucket))
 
     def _kept(self) -> set[int]:
         """Return the steps that `keep_last` and `keep_best` keep; called on rank 0."""

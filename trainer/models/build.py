@@ -40,7 +40,7 @@ from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, match
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, canonical_names
-from zeromesh.zero.hooks import parameters_made
+from zeromesh.zero.hooks import on_registration
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -224,7 +224,7 @@ def _bounded(made: Any) -> Iterator[None]:
             raise refused(f"parts that take more than {_MOST_SECONDS} s to describe")
 
     try:
-        with parameters_made(count):
+        with on_registration(count):
             yield
     except RuntimeError as error:
         if "overflow" in str(error):  # The byte count of a single weight overflows.

@@ -78,7 +78,7 @@ class StridedRows:
     @lru_cache
     def whole(cls, numel: int) -> StridedRows:
         """Return all of a tensor of `numel` elements, as one row."""
-        return cls(count=1, width=max(1, numel), columns=_all(max(1, numel)))
+        return cls(count=1, width=max(1, numel), columns=_full_dim(max(1, numel)))
 
     def before(self, logical: int) -> int:
         """Return the number of local elements before a logical position, also the local position of the first element after it."""
@@ -162,14 +162,14 @@ class Region:
                     )
                 end = interval.end
         local_shape = tuple(sum(interval.length for interval in intervals) for intervals in self.dims)
-        split = max((dim for dim, size in enumerate(self.shape) if self.dims[dim] != _all(size)), default=-1)
+        split = max((dim for dim, size in enumerate(self.shape) if self.dims[dim] != _full_dim(size)), default=-1)
         for name, value in (("local_shape", local_shape), ("numel", prod(local_shape)), ("split", split)):
             object.__setattr__(self, name, value)
 
     @classmethod
     @lru_cache
     def whole(cls, shape: tuple[int, ...]) -> Region:
-        return cls(shape=shape, dims=tuple(_all(size) for size in shape))
+        return cls(shape=shape, dims=tuple(_full_dim(size) for size in shape))
 
     @property
     def is_whole(self) -> bool:
@@ -180,7 +180,7 @@ class Region:
         """Return the region as columns of rows, if it has elements and one dim is divided, into slices in order; else None."""
         split = self.split
         others = [dim for dim in range(len(self.shape)) if dim != split]
-        if split < 0 or not self.numel or any(self.dims[dim] != _all(self.shape[dim]) for dim in others):
+        if split < 0 or not self.numel or any(self.dims[dim] != _full_dim(self.shape[dim]) for dim in others):
             return None
         taken = [interval for interval in self.dims[split] if interval.length]
         if any(one.end > other.start for one, other in pairwise(taken)):
@@ -191,7 +191,7 @@ class Region:
 
     def boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Yield the boxes of the region, each as slices of the local tensor and of the logical one."""
-        for box in itertools.product(*map(_placed, self.dims)):
+        for box in itertools.product(*map(_slice_pairs, self.dims)):
             yield tuple(here for here, _ in box), tuple(there for _, there in box)
 
     def runs(self, interval: Interval) -> Iterator[Tile]:
@@ -232,11 +232,11 @@ class Region:
             yield found
 
 
-def _all(size: int) -> tuple[Interval, ...]:
+def _full_dim(size: int) -> tuple[Interval, ...]:
     return (Interval(start=0, end=size),)
 
 
-def _placed(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
+def _slice_pairs(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
     """Yield each interval as a slice of their concatenation, and as a slice of the dim that it is taken from."""
     at = 0
     for interval in intervals:

@@ -100,7 +100,7 @@ def chunked_cross_entropy(
     If no gradient is needed, nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk,
     and `DataError` for a target outside of the vocabulary.
     """
-    _check(hidden, weight, bias, targets, sizes, exchange)
+    _check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if not (math.isfinite(seed) and chunk_tokens >= 1):
         raise LayoutError(f"seed must be finite and chunk_tokens at least 1; got {seed} and {chunk_tokens}")
     first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
@@ -123,7 +123,7 @@ def chunked_cross_entropy(
     return total
 
 
-def _check(
+def _check_shapes(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -193,7 +193,7 @@ class HeadPass:
         first: int,
     ) -> None:
         self._exchange, self._first = exchange, first
-        self._under_way: tuple[torch.Tensor, Pending] | None = None
+        self._pending_sum: tuple[torch.Tensor, Pending] | None = None
         self.shape = hidden.shape
         self.hidden = hidden if rows is None else hidden.index_select(0, rows)
         self.weight, self.bias, self.rows, self.targets, self.change = weight, bias, rows, targets, change
@@ -221,20 +221,20 @@ class HeadPass:
             end = min(start + self.chunk, self.tokens)
             chunk = logits[: end - start]
             self._logits(self.hidden[start:end], chunk)
-            softmax = self.softmax if self._exchange is None else partial(self.softmax_of_part, self._exchange)
+            softmax = self.softmax if self._exchange is None else partial(self.sharded_softmax, self._exchange)
             softmax(chunk, self.targets[start:end], losses[start:end])
             self.gradients(chunk, start, end)
             if self._exchange is not None and self.grad_hidden is not None:
                 part = self.grad_hidden[start:end]
                 begun = (part, self._exchange.all_reduce_async(part))
-                self._arrive()
-                self._under_way = begun
+                self._finish_sum()
+                self._pending_sum = begun
         del logits
         self.finish()
         return losses.sum()
 
     @property
-    def wants_gradients(self) -> bool:
+    def needs_gradients(self) -> bool:
         return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
@@ -269,14 +269,14 @@ class HeadPass:
             chosen = wide.gather(1, picked)
             total = wide.exp_().sum(dim=1, keepdim=True)
             losses[start : start + rows] = (total.log() - chosen).squeeze(1)
-            if self.wants_gradients:
+            if self.needs_gradients:
                 wide.div_(total).scatter_add_(1, picked, torch.full_like(chosen, -1.0))
                 if slope is not None:
                     wide.mul_(slope)
                 if scratch is not None:
                     part.copy_(wide)
 
-    def softmax_of_part(
+    def sharded_softmax(
         self, exchange: Exchange, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
     ) -> None:
         """Do the same as `softmax` for a part of the vocabulary."""
@@ -292,7 +292,7 @@ class HeadPass:
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
             self.change.apply_(wide)
             # The largest logit m, the sum of exp(logit - m), and the logit of the target or 0.
-            own, picked = _picked(wide, local[block])
+            own, picked = _local_columns(wide, local[block])
             chosen, largest = wide.gather(1, picked).squeeze(1).masked_fill_(~own, 0), wide.amax(dim=1)
             total = wide.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
             statistics[:, block] = torch.stack((largest, total, chosen))
@@ -300,7 +300,7 @@ class HeadPass:
         largest = everyone[:, 0].amax(dim=0)
         total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
         losses.copy_(total.log() + (largest - everyone[:, 2].sum(dim=0)))
-        if not self.wants_gradients:
+        if not self.needs_gradients:
             return
         for block in blocks:
             part = logits[block]
@@ -343,15 +343,15 @@ class HeadPass:
         if grad_hidden is not None and wide is not None and wide is not grad_hidden:
             grad_hidden.copy_(wide)
 
-    def _arrive(self) -> None:
-        if self._under_way is not None:
-            part, pending = self._under_way
+    def _finish_sum(self) -> None:
+        if self._pending_sum is not None:
+            part, pending = self._pending_sum
             part.copy_(pending.wait())
-            self._under_way = None
+            self._pending_sum = None
 
     def finish(self) -> None:
         """Convert the gradients to the dtypes and shapes of their tensors."""
-        self._arrive()
+        self._finish_sum()
         dtype = self.hidden.dtype
         if self.grad_bias is not None:
             self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
@@ -363,13 +363,13 @@ class HeadPass:
             self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
 
 
-def _picked(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a mask of the targets `local` [rows] that have a column in `part`, and a valid column index for each, `[rows, 1]`."""
     return (local >= 0) & (local < part.shape[1]), local.clamp(0, part.shape[1] - 1).unsqueeze(1)
 
 
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
-    own, picked = _picked(softmax, local)
+    own, picked = _local_columns(softmax, local)
     softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
 
 

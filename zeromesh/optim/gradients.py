@@ -11,7 +11,7 @@ On a device the host runs ahead of the kernels and cannot query when a slot will
 slot as soon as it is complete and next, and the compute stream waits for the slot's previous reduction. The order and the time of
 launches thus follow from the program alone, alike on all ranks.
 
-An offloaded shard has memory only while its bucket is being summed: at most `LEAVING` shards are on their way out at a time.
+An offloaded shard has memory only while its bucket is being summed: at most `MOST_OFFLOADS` shards are on their way out at a time.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ class GradientReducer:
         self._reducer = reducer
         self._options = options
         self._wire_dtype = cache(partial(options.wire_dtype, on_device=reducer.on_stream))
-        self._direct = mesh.shard.size == 1
+        self._is_alone = mesh.shard.size == 1
         """True if the shard group is this rank alone, so that its own sums are the result."""
         self._mesh = mesh
         self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
@@ -81,7 +81,7 @@ class GradientReducer:
         self._flying: deque[tuple[Bucket, Reduction]] = deque()
         self._whole: list[tuple[Bucket, Reduction]] = []
         self._reduce = self._first = self._last = self._settled = False
-        self.came: dict[int, set[int]] = {}
+        self.with_gradient: dict[int, set[int]] = {}
         """The numbers of each bucket's parameters that have had a gradient on this rank in the present step."""
         self._sums: dict[int, Callable[[], None]] = {}
         """The call that waits for the sum over replicas, by the number of the bucket."""
@@ -99,7 +99,7 @@ class GradientReducer:
         rank's sums. `settled`: its order of buckets is that of an earlier backward."""
         self.buckets = buckets
         self.inside = last and self._options.optimizer_in_backward
-        self._reduce = reduce and not self._direct
+        self._reduce = reduce and not self._is_alone
         self._first = self.shards.first = first
         self._last, self._settled = last, settled
         self._incomplete.clear()
@@ -111,7 +111,7 @@ class GradientReducer:
             self._arrivals[id(bucket)] = arrivals
             self._queue.append(arrivals)
             if first:
-                self.came[id(bucket)] = set()
+                self.with_gradient[id(bucket)] = set()
             if self._reduce:
                 self._next_sequence += 1
 
@@ -127,7 +127,7 @@ class GradientReducer:
                 f"parameter {bucket.layout.slots[index].spec.fqn} got a gradient outside its backward, or a second one in it. "
                 "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
             )
-        self.came[id(bucket)].add(index)
+        self.with_gradient[id(bucket)].add(index)
         again = index in arrivals.arrived
         arrivals.arrived.add(index)
         arrivals.missing -= not again
@@ -135,24 +135,24 @@ class GradientReducer:
             if not again:  # Autograd adds a second gradient to the first.
                 arrivals.waiting.append(index)
         elif not self._reduce:
-            _put(self._own_sum(bucket), bucket, [index], add=again or not self._first)
+            _store_gradients(self._own_sum(bucket), bucket, [index], add=again or not self._first)
         elif again:
             # Autograd has added the gradient to an earlier one that still waits.
             if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
-                _put(arrivals.filled, bucket, [index], add=True)
+                _store_gradients(arrivals.filled, bucket, [index], add=True)
         elif (slot := self._slot_of(arrivals)) is not None:
-            _put(slot, bucket, [index], add=False)
+            _store_gradients(slot, bucket, [index], add=False)
         else:
             arrivals.waiting.append(index)
         if not arrivals.missing:
             if not again:
                 self._incomplete[bucket.unit] -= 1
             if not self._reduce:
-                self._keep(arrivals)
+                self._add_to_sum(arrivals)
             elif self._options.overlap:
-                self.pump()
+                self.launch_ready()
 
-    def pump(self, *, wait: bool = False) -> None:
+    def launch_ready(self, *, wait: bool = False) -> None:
         """Launch the complete buckets that are next in order, and finish reductions that peers completed.
 
         `wait`: wait for peers until slots are free, when backward leaves a unit; otherwise the host never waits. Gradients that
@@ -173,26 +173,26 @@ class GradientReducer:
         offload."""
         for arrivals in () if self._reduce else [*self._queue]:
             if not arrivals.launched:
-                self._keep(arrivals)
+                self._add_to_sum(arrivals)
         while self._queue:
             self._launch_next()
         while self._flying:
             self._finish_one()
         for bucket, reduction in self._whole:
             reduction.settle()
-            self._hand_over(bucket)
+            self._on_local_sum(bucket)
         self._whole.clear()
         self._arrivals = {}
         self._incomplete.clear()
         self._end_sums()
 
-    def owes(self, unit: int) -> bool:
+    def awaits_gradients(self, unit: int) -> bool:
         """Return True if gradients of a unit are still missing in the running backward."""
         return self._incomplete[unit] > 0
 
     def lacking(self, bucket: Bucket) -> frozenset[int]:
         """The numbers of a bucket's trained parameters that have had no gradient on this rank in the present step."""
-        came = self.came.get(id(bucket), ())
+        came = self.with_gradient.get(id(bucket), ())
         if len(came) == sum(bucket.training):
             return frozenset()
         return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
@@ -219,7 +219,7 @@ class GradientReducer:
         self._announce(bucket)
         if filled is None or bucket.grad is None:
             raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
-        _put(filled, bucket, arrivals.waiting, add=False)
+        _store_gradients(filled, bucket, arrivals.waiting, add=False)
         _zero_missing(filled, arrivals)
         _zero_gaps(filled, bucket)
         if bucket.partial is not None and not self._first:
@@ -232,22 +232,22 @@ class GradientReducer:
         if not self._options.overlap:
             self._finish_one()
 
-    def _keep(self, arrivals: BucketArrivals) -> None:
+    def _add_to_sum(self, arrivals: BucketArrivals) -> None:
         """Add the waiting gradients to this rank's sum; gradients of frozen and of unused parameters are zeros in it. Sums that
         are next in the order that all ranks share are passed on, since sums over replicas may follow."""
         if self._first or arrivals.waiting:
             target = self._own_sum(arrivals.bucket)
-            _put(target, arrivals.bucket, arrivals.waiting, add=not self._first)
+            _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not self._first)
             if self._first:
                 _zero_missing(target, arrivals)
         arrivals.launched = True
         while self._queue and self._queue[0].launched:
             bucket = self._queue.popleft().bucket
-            if self._direct:
+            if self._is_alone:
                 self._announce(bucket)
-            self._hand_over(bucket)
+            self._on_local_sum(bucket)
 
-    def _hand_over(self, bucket: Bucket) -> None:
+    def _on_local_sum(self, bucket: Bucket) -> None:
         # As far as this rank knows: `find_missing` asks the others.
         bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
         if not self._last:
@@ -258,9 +258,9 @@ class GradientReducer:
         if bucket.spec.copies is not None:
             self._tied.append(bucket)  # The other stage may wait for a message sent after this backward.
         else:
-            self._share(bucket)
+            self._sum_replicas(bucket)
 
-    def _share(self, bucket: Bucket) -> None:
+    def _sum_replicas(self, bucket: Bucket) -> None:
         wait = self.sharing.all_reduce_async(bucket, gradient_of(bucket))
         if wait is not None:
             self._sums[id(bucket)] = wait
@@ -294,7 +294,7 @@ class GradientReducer:
         """Sum the buckets that stages share, after all backwards of the step, when no other rank waits for one of this rank's."""
         tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.spec.name), []
         for bucket in tied:
-            self._share(bucket)
+            self._sum_replicas(bucket)
         self._end_sums()
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
@@ -309,10 +309,10 @@ class GradientReducer:
             self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._compared, settled=self._settled)
 
     def _own_sum(self, bucket: Bucket) -> torch.Tensor:
-        fresh = self._direct and bucket.grad is None
+        fresh = self._is_alone and bucket.grad is None
         if fresh:
             self.shards.allocate(bucket)
-        target = bucket.grad if self._direct else bucket.partial
+        target = bucket.grad if self._is_alone else bucket.partial
         if target is None:
             raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
         if fresh:
@@ -332,12 +332,12 @@ class GradientReducer:
         with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
         if bucket.is_shard:
-            self._hand_over(bucket)
+            self._on_local_sum(bucket)
         else:
             self._whole.append((bucket, reduction))
 
 
-def _put(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
+def _store_gradients(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
     """Copy or add the gradients on `.grad` of parameters to their places in `flat`: on a device by one kernel, with the cast."""
     if not indices:
         return
@@ -367,7 +367,7 @@ def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
         flat[gap].zero_()
 
 
-LEAVING = 2
+MOST_OFFLOADS = 2
 """The number of gradient shards that may be on their way to another tier at once."""
 
 
@@ -382,7 +382,7 @@ class GradientShards:
         self.first = True
         """True in a step's first backward, for which no earlier sum is read."""
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
-        self._leaving: deque[tuple[Transfer, int]] = deque()
+        self._offloading: deque[tuple[Transfer, int]] = deque()
         self._ordered: list[Transfer] = []
         """Transfers to the host that the device's later work is already ordered after."""
         self._norms: dict[int, torch.Tensor] = {}
@@ -408,9 +408,9 @@ class GradientShards:
         if bucket.grad is not None:
             return
         if not (self._stay or self._pass_through) and bucket.layout.parts > 1:
-            bucket.grad = self._memory_for(bucket)
+            bucket.grad = self._allocate_grad(bucket)
         elif rest is not None and bucket.partial is None and not self.first and id(bucket) not in self._arriving:
-            memory = self._memory_for(bucket)
+            memory = self._allocate_grad(bucket)
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def allocate(self, bucket: Bucket) -> None:
@@ -422,10 +422,10 @@ class GradientShards:
             bucket.grad, transfer = found
             transfer.wait()
         elif bucket.grad is None:
-            bucket.grad = self._memory_for(bucket)
+            bucket.grad = self._allocate_grad(bucket)
 
-    def _memory_for(self, bucket: Bucket) -> torch.Tensor:
-        while len(self._leaving) >= LEAVING:
+    def _allocate_grad(self, bucket: Bucket) -> torch.Tensor:
+        while len(self._offloading) >= MOST_OFFLOADS:
             self._order_oldest()
         length = bucket.length
         if bucket.grad_rest is None:
@@ -444,12 +444,12 @@ class GradientShards:
         grad = gradient_of(bucket)
         if last:
             self._norms[id(bucket)] = torch.linalg.vector_norm(grad)
-        self._leaving.append((bucket.grad_rest.write(0, grad), grad.nbytes))
+        self._offloading.append((bucket.grad_rest.write(0, grad), grad.nbytes))
         bucket.grad = None
 
     def order(self) -> None:
         """Order later device work after all offloads so far. Raises `StorageError` if one failed."""
-        while self._leaving:
+        while self._offloading:
             self._order_oldest()
 
     def wait(self) -> None:
@@ -460,7 +460,7 @@ class GradientShards:
             transfer.wait()
 
     def _order_oldest(self) -> None:
-        transfer, nbytes = self._leaving.popleft()
+        transfer, nbytes = self._offloading.popleft()
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
         transfer.order()
         if transfer.crosses:

@@ -49,7 +49,7 @@ from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
-_HALF_DONE = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
+_INSIDE_BACKWARD = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
 _EXCHANGE_ELEMENTS = 1 << 20
 
 
@@ -136,10 +136,10 @@ class WeightAverage:
 _CPU = torch.device("cpu")
 _TRIED_ELEMENTS = 1 << 25
 """Elements of half a gibibyte of states and gradients; an eighth of it fits a processor's cache, which flatters the trial."""
-_ROUNDS = 3
+_TIMED_ROUNDS = 3
 
 
-def place_updates(
+def choose_device(
     wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
 ) -> tuple[torch.device, str | None]:
     """Choose the device of updates whose states are not in accelerator memory, alike on all ranks, which all call this. The CPU
@@ -161,7 +161,7 @@ def place_updates(
     return chosen, note
 
 
-def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: int = _TRIED_ELEMENTS) -> float:
+def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: int = _TRIED_ELEMENTS) -> float:
     """Return the seconds for a billion elements of an update computed on `device`, with states and gradients in host memory. At
     most `most` elements are tried."""
     elements = min(most, _TRIED_ELEMENTS)
@@ -190,7 +190,7 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: i
 
     rows = list(stream.rows(0, elements, uses))
     seconds = []
-    for _ in range(_ROUNDS):
+    for _ in range(_TIMED_ROUNDS):
         began = time.perf_counter()
         stream.run(rows, compute)
         stream.settle()
@@ -252,11 +252,11 @@ class OptimizerStep:
         wanted, own_class = options.offload.update, options.optimizer.own_class
         # A user's class has an unknown cost, and inside backward the device would wait for an update on the CPU.
         untried = own_class is not None or options.optimizer_in_backward
-        device, self.note = place_updates(
+        device, self.note = choose_device(
             "device" if wanted == "auto" and untried else wanted,
             mesh,
-            partial(try_update, tiers=tiers, options=options, most=sum(each.length for each in self._buckets)),
-            in_reach=not self._missing(tiers.device),
+            partial(time_update, tiers=tiers, options=options, most=sum(each.length for each in self._buckets)),
+            in_reach=not self._most_elsewhere(tiers.device),
         )
         self._stream = self._make_stream(device)
 
@@ -281,11 +281,11 @@ class OptimizerStep:
             self._tiers.ledger.add(_memory_of(device), Purpose.STAGING, -self._stream.nbytes)
             self._stream = self._make_stream(device)
 
-    def _missing(self, device: torch.device) -> int:
+    def _most_elsewhere(self, device: torch.device) -> int:
         """Count the tensors of a bucket's update that are not in the memory of `device`, at most."""
 
         def count(bucket: Bucket) -> int:
-            uses = self._uses(bucket, averaging=True)
+            uses = self._operands(bucket, averaging=True)
             # Gradients that are not allocated yet will be allocated on this rank's compute device.
             coming = bucket.grad is None and bucket.grad_rest is None and device.type != self._tiers.device.type
             return sum(use.tensor.whole(device) is None for use in uses) + coming
@@ -295,7 +295,7 @@ class OptimizerStep:
     def _make_stream(self, device: torch.device) -> UpdateStream:
         stream = UpdateStream(
             device,
-            width=self._missing(device),
+            width=self._most_elsewhere(device),
             longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
             nbytes=self._options.offload.staging_on(device),
             waits=self._tiers.waits,
@@ -354,10 +354,10 @@ class OptimizerStep:
         scale = self.scaler.scale
         norm = math.sqrt(squares) * abs(factor) / scale
         finite = math.isfinite(norm)
-        cause = "" if finite else self._cause(norm, loss_finite)
+        cause = "" if finite else self._describe_nonfinite(norm, loss_finite)
         if not finite and options.on_nonfinite == "stop":
             unchanged = "no parameter was changed (run.on_nonfinite: stop)"
-            raise NonFiniteError(f"{cause}; {_HALF_DONE if options.optimizer_in_backward else unchanged}")
+            raise NonFiniteError(f"{cause}; {_INSIDE_BACKWARD if options.optimizer_in_backward else unchanged}")
         self.scaler.update(overflow=not finite)
         self.update(units, factor / scale * clip_factor(norm, options.clip_norm), skip=not finite)
         waited = self._tiers.waited()
@@ -398,7 +398,7 @@ class OptimizerStep:
     def _averaging(self) -> WeightAverage | None:
         return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
 
-    def _cause(self, norm: float, loss_finite: bool) -> str:
+    def _describe_nonfinite(self, norm: float, loss_finite: bool) -> str:
         """Name the units whose gradients, and the ranks whose losses, are not finite. All ranks call it and get the same text."""
         units = [self._units[bucket.unit] for bucket, norm in self._norms if not math.isfinite(norm)]
         found = sorted({(unit.index, unit.name) for unit in units})
@@ -444,7 +444,7 @@ class OptimizerStep:
             norm = self.gradients.shards.norm(bucket)
             # On a device the norm is read at the end of the step, since the host would wait here for the device.
             if not on_accelerator(norm) and not math.isfinite(norm):
-                raise NonFiniteError(f"gradients of unit {unit.name} are not finite; {_HALF_DONE}")
+                raise NonFiniteError(f"gradients of unit {unit.name} are not finite; {_INSIDE_BACKWARD}")
             self._updated.append((bucket, norm))
             done = {id(bucket), *map(id, self.last_order)}
             if not bucket.missing:
@@ -476,7 +476,7 @@ class OptimizerStep:
         with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
             bucket.buffer.begin_write()
             if optimizer.whole:
-                run_whole(self._uses(bucket, averaging=averages is not None), compute, self._mesh.device)
+                run_whole(self._operands(bucket, averaging=averages is not None), compute, self._mesh.device)
             else:
                 # If no tensor is offloaded, nothing is read ahead.
                 ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
@@ -484,10 +484,10 @@ class OptimizerStep:
             bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:
-        uses = self._uses(bucket, averaging=self._averaging is not None)
+        uses = self._operands(bucket, averaging=self._averaging is not None)
         return self._stream.rows(id(bucket), bucket.length, uses)
 
-    def _uses(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
+    def _operands(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
         """List the operands of a bucket's update in the order in which `_update` takes them: master weights, moments, averages,
         the gradients unless backward has just left them in memory, and the copy that is gathered."""
         states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]

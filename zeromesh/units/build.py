@@ -54,7 +54,7 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
 
 
 _CPU = torch.device("cpu")
-_PASSING = 1 << 20
+_COPIED = 1 << 20
 """The most elements of a parameter to move to another tier at a time."""
 _LEAST_RUN = 1 << 18
 """Bytes of a run of rows below which neighbouring runs are read together."""
@@ -100,17 +100,17 @@ def build_units(
     require_equal_plans(mesh.data, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
     # The source reads ahead while memory is reserved.
-    source.expect(_ranges(flat, mesh, options))
+    source.expect(_reads(flat, mesh, options))
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     pairs = list(zip(flat, keep, strict=True))
     stored = [
-        None if kept else _stored(layout, _interval(layout, mesh, options), options, source, tiers)
+        None if kept else _runs_in_files(layout, _interval(layout, mesh, options), options, source, tiers)
         for layout, kept in pairs
     ]
     trained = [layout for layout in flat if layout.first.requires_grad]
     ring = options.gradient_slots, slot_bytes(trained, options, mesh.device)
-    leads = [_lead(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
+    leads = [_page_offset(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
     if options.offload.in_place:
         leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the memory, so they use one offset.
     requests = [
@@ -214,16 +214,16 @@ def _bucket(
     if stored is not None:
         master, copy = tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
     else:
-        master, copy = _weights(layout, buffer, interval.length, options, tiers)
+        master, copy = _allocate_weights(layout, buffer, interval.length, options, tiers)
         for piece in layout.pieces(interval):
-            _fill(master, piece, source)
+            _fill_piece(master, piece, source)
         if copy is not None:
             copy.copy_from(master)
     for slot in layout.slots:
         source.release(slot.spec.name)
     parameters = [model.get_parameter(slot.spec.fqn) for slot in layout.slots]
     for parameter in parameters:
-        _move(parameter, mesh.device)
+        _move_parameter(parameter, mesh.device)
     bucket = Bucket(layout, parameters, buffer, interval, master, copy)
     buffer.end_write()
     bucket.hide()
@@ -232,7 +232,7 @@ def _bucket(
     return bucket
 
 
-def _stored(
+def _runs_in_files(
     layout: BucketLayout, interval: Interval, options: ZeroOptions, source: ParameterSource, tiers: Tiers
 ) -> list[TieredPart] | None:
     """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""
@@ -242,7 +242,7 @@ def _stored(
         return None
     runs = []
     for piece in layout.pieces(interval):
-        if _scattered(piece) is not None:
+        if _short_rows(piece) is not None:
             return None
         for run in piece.spec.region.runs(piece.in_parameter):
             place = source.place(piece.spec.name, run.logical, first.dtype)
@@ -254,7 +254,7 @@ def _stored(
     return runs
 
 
-def _lead(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
+def _page_offset(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
     """Return the offset of a bucket's memory from the start of a page that aligns it with its blocks in the files, so that most of
     what the first rank reads needs no copy."""
     alike = Counter({0: 0})
@@ -268,7 +268,7 @@ def _interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interva
     return Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
 
 
-def _ranges(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -> Iterator[tuple[str, int, int]]:
+def _reads(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -> Iterator[tuple[str, int, int]]:
     """Yield the parameter ranges that this rank will read, in order, without those that may stay in their files."""
     if options.offload.in_place and options.offload.parameters.tier == "file":
         return
@@ -282,7 +282,7 @@ def _ranges(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -
 def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]]:
     """Yield the selections of a piece: columns of a parameter's rows, elements of these, and their position in the shard."""
     region, part, start = piece.spec.region, piece.in_parameter, piece.in_shard.start
-    if (rows := _scattered(piece)) is not None:
+    if (rows := _short_rows(piece)) is not None:
         yield rows, part, start
         return
     whole = StridedRows.whole(prod(region.shape))
@@ -290,26 +290,26 @@ def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]
         yield whole, Interval(start=run.logical, end=run.logical + run.length), start + run.local - part.start
 
 
-def _scattered(piece: ShardPiece) -> StridedRows | None:
+def _short_rows(piece: ShardPiece) -> StridedRows | None:
     """Return the rows of a piece that consists of many short runs; None for few or long runs."""
     rows = piece.spec.region.rows()
     return rows if rows is not None and rows.count > 1 and rows.taken * piece.spec.dtype.itemsize < _LEAST_RUN else None
 
 
-def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
+def _fill_piece(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
     for rows, interval, start in _selections(piece):
         memory = master.view(start, start + interval.length, _CPU)
         if memory is not None:
             source.fill(piece.spec.name, rows, interval, memory)
             continue
-        for begin in range(0, interval.length, _PASSING):
-            own = Interval(start=interval.start + begin, end=min(interval.start + begin + _PASSING, interval.end))
+        for begin in range(0, interval.length, _COPIED):
+            own = Interval(start=interval.start + begin, end=min(interval.start + begin + _COPIED, interval.end))
             passing = torch.empty(own.length, dtype=master.dtype)
             source.fill(piece.spec.name, rows, own, passing)
             master.write(start + begin, passing).wait()
 
 
-def _weights(
+def _allocate_weights(
     layout: BucketLayout, buffer: GatherBuffer, length: int, options: ZeroOptions, tiers: Tiers
 ) -> tuple[TieredTensor, TieredTensor | None]:
     spec, offload = layout.first, options.offload
@@ -343,7 +343,7 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     _allocate_gradients(bucket, options, tiers)
 
 
-def _move(parameter: nn.Parameter, device: torch.device) -> None:
+def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     """Move the model's own parameter object to `device`, so that its hooks stay and lists that hold it stay valid."""
     placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     if not torch._has_compatible_shallow_copy_type(parameter, placeholder):

@@ -51,7 +51,7 @@ _METADATA = frozenset(
 """The functions, as `__torch_function__` receives them, that neither read nor write a tensor's values."""
 
 
-class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
+class ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
     """The metaclass of the parameter classes that an engine creates: instances of their `kind` count as theirs, so that comparisons
     of classes, as in `torch.testing.assert_close`, succeed."""
 
@@ -60,12 +60,12 @@ class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives 
         return bool(super().__instancecheck__(instance) if kind is None else isinstance(instance, kind))
 
 
-def subclass_of(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
+def make_subclass(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
     """Make the subclass of `base` for parameters of class `kind`, with these attributes."""
     return type(name, (base,) if kind is nn.Parameter else (base, kind), {"kind": kind, **attributes})
 
 
-class AtRest(nn.Parameter, metaclass=KindOfParameter):
+class AtRest(nn.Parameter, metaclass=ParameterMeta):
     """A parameter at rest; its first use calls `on_use` with it. See [Note: Parameters at rest]."""
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
@@ -112,7 +112,7 @@ def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     parameter.data = values
 
 
-def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+def live_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     """Return the class of a parameter while it is live."""
     kind = type(parameter)
     return kind.kind if issubclass(kind, AtRest) else kind
@@ -133,14 +133,14 @@ _DIGEST_WORDS = 1 << 22
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Uses:
+class UseCallback:
     """Calls `on_use` with the name of a parameter of one bucket that is used at rest. Parameter classes refer to this and not to
     the bucket: a cycle with it would keep a closed engine's memory from being freed."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
         named = zip(parameters, layout.slots, strict=True)
         self._names = {id(parameter): slot.spec.fqn for parameter, slot in named}
-        self.on_use: Callable[[str], None] = no_engine
+        self.on_use: Callable[[str], None] = refuse_closed
 
     def __call__(self, used: nn.Parameter) -> None:
         self.on_use(self._names[id(used)])
@@ -193,21 +193,21 @@ class Bucket:
         flat = buffer.carve([slot.where for slot in layout.slots])
         self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
         self._rest = [poison.expand(slot.spec.shape) for slot in layout.slots]
-        self.uses = Uses(self.parameters, layout)
+        self.uses = UseCallback(self.parameters, layout)
         self._resting: list[type[AtRest]] = []
-        self.set_kinds(list(map(type, self.parameters)))
+        self.set_live_classes(list(map(type, self.parameters)))
         self._versions: list[int] = []
         self._digests: list[torch.Tensor] = []
-        self._miscounts = False
+        self._versions_unreliable = False
         """True if version counters rise without changes of values, as under parametrizations, and cannot be used."""
         self.first_changed: torch.Tensor | None = None
         """On a device, the unread index of the first parameter changed through `.data` since its values were recorded; the number
         of parameters if there is none."""
 
-    def set_kinds(self, kinds: Sequence[type[nn.Parameter]]) -> None:
+    def set_live_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         """Replace the classes that the parameters have while live."""
         on_use = staticmethod(self.uses)
-        resting = {each: subclass_of(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
+        resting = {each: make_subclass(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
         self._resting = [resting[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
@@ -231,8 +231,8 @@ class Bucket:
                 parameter.__class__ = kind.kind
             parameter.data = view
         self._versions = list(map(_version_of, self.parameters))
-        if self._miscounts:
-            self.note_values()
+        if self._versions_unreliable:
+            self.record_digests()
 
     def hide(self) -> None:
         """Replace the parameters by NaN of equal shape, in the class that calls `on_use` at their first use."""
@@ -241,13 +241,13 @@ class Bucket:
                 parameter.data = rest
                 parameter.__class__ = kind
 
-    def note_values(self) -> None:
+    def record_digests(self) -> None:
         """Record the values of the live parameters, so that `changed_parameter` finds writes that leave no other trace."""
         self._digests = [digest(view) for view in self._views]
 
     def changed_parameter(self) -> str | None:
         """Return the name of a parameter changed in place since it was shown, or since the last call; None if there is none."""
-        replaced = self._moved(cast=False)  # Parameters with replaced memory, as by `parameter.data = values`.
+        replaced = self._outside_buffer(cast=False)  # Parameters with replaced memory, as by `parameter.data = values`.
         for number in replaced:
             self._views[number].copy_(self.parameters[number].detach())
             set_values(self.parameters[number], self._views[number])
@@ -261,9 +261,9 @@ class Bucket:
             self._compare(noted)
         else:
             changed += [number for number, old in enumerate(noted) if old != digest(self._views[number])]
-        self._miscounts = self._miscounts or bool(noted and counted)
-        if self._miscounts:
-            self.note_values()
+        self._versions_unreliable = self._versions_unreliable or bool(noted and counted)
+        if self._versions_unreliable:
+            self.record_digests()
         return self.layout.slots[min(changed)].spec.fqn if changed else None
 
     def _compare(self, noted: Sequence[torch.Tensor]) -> None:
@@ -273,10 +273,10 @@ class Bucket:
 
     def drop_casts(self) -> None:
         """Undo `module.to(dtype)` on live parameters, for evaluation."""
-        for number in self._moved(cast=True):
+        for number in self._outside_buffer(cast=True):
             set_values(self.parameters[number], self._views[number])
 
-    def _moved(self, *, cast: bool) -> list[int]:
+    def _outside_buffer(self, *, cast: bool) -> list[int]:
         """Return the indices of live parameters outside the gathered buffer, of another dtype (`cast`) or of their own."""
         if list(map(torch.Tensor.data_ptr, self.parameters)) == list(map(torch.Tensor.data_ptr, self._views)):
             return []
@@ -333,9 +333,9 @@ class Unit:
                 return True
         return False
 
-    def note_values(self) -> None:
+    def record_digests(self) -> None:
         for bucket in self.buckets:
-            bucket.note_values()
+            bucket.record_digests()
 
     def enter(self, phase: Phase) -> None:
         """Enter the next phase. Raises `PhaseError` for a phase that may not follow."""
@@ -378,7 +378,7 @@ class Unit:
         self.enter(Phase.RESTING)
 
 
-_FIRST = 2
+_FIRST_FORWARDS = 2
 """The number of first forwards of each unit in which parameter values are compared."""
 
 
@@ -394,19 +394,19 @@ class InplaceWrites:
         """The number of training forwards so far."""
         self._calls: Counter[int] = Counter()
 
-    def look_at(self, unit: Unit, units: int) -> None:
+    def record(self, unit: Unit, units: int) -> None:
         """Record the values of a unit that is about to run forward, if it is the unit's turn among `units` units."""
         self._calls[unit.index] += 1
-        if self._calls[unit.index] <= _FIRST or self.forwards % units == unit.index:
+        if self._calls[unit.index] <= _FIRST_FORWARDS or self.forwards % units == unit.index:
             self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
-            unit.note_values()
+            unit.record_digests()
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` if forward has changed a parameter, since ranks would train different weights."""
         for unit, name in _changed(units):
             self._refuse(unit, name)
 
-    def unread(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
+    def comparisons(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
         """List the comparisons on a device that the host has not read yet, as scalars to be passed to `refuse_changed`."""
         buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
         return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
@@ -461,7 +461,7 @@ def digest(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def no_engine(name: str) -> None:
+def refuse_closed(name: str) -> None:
     """Raise the error for the use of a parameter whose engine is closed."""
     raise PhaseError(
         f"parameter {name} was read or written after the trainer was closed, while the model was still divided among ranks; its "

@@ -331,7 +331,7 @@ class SeededSource(BuiltSource):
             self._drawn.clear()
             values, lost, reason = self.skeleton.recompute(owner, "_parameters", self._owned[owner], self._seed)
             if lost:
-                raise LostValuesError(tuple(_joined(owner, leaf) for leaf in lost), reason)
+                raise LostValuesError(tuple(_full_name(owner, leaf) for leaf in lost), reason)
             self._drawn[owner] = values
         return self._drawn[owner][leaf]
 
@@ -348,10 +348,10 @@ class SeededSource(BuiltSource):
         names: list[str] = []
         for owner, leaves in self._owned.items():
             kinds = tuple(type(module) for module in self.skeleton.path(owner))
-            key = (kinds, tuple((leaf, self._values[_joined(owner, leaf)].shape) for leaf in leaves))
+            key = (kinds, tuple((leaf, self._values[_full_name(owner, leaf)].shape) for leaf in leaves))
             if key not in verdicts:
                 verdicts[key] = self._lost_in(owner, leaves)
-            names += [_joined(owner, leaf) for leaf in verdicts[key]]
+            names += [_full_name(owner, leaf) for leaf in verdicts[key]]
         return tuple(names)
 
     def _lost_in(self, owner: str, leaves: list[str]) -> tuple[str, ...]:
@@ -373,7 +373,7 @@ class SeededSource(BuiltSource):
         return self.skeleton.recompute(owner, "_parameters", leaves, self._seed)[1]
 
 
-def _joined(fqn: str, leaf: str) -> str:
+def _full_name(fqn: str, leaf: str) -> str:
     return f"{fqn}.{leaf}" if fqn else leaf
 
 
@@ -392,7 +392,7 @@ def materialize_buffers(
         for name, attribute in vars(module).items():
             for each in attribute if isinstance(attribute, list | tuple) else (attribute,):
                 if isinstance(each, torch.Tensor) and each.is_meta and not isinstance(each, nn.Parameter):
-                    lost.append(_joined(fqn, name))
+                    lost.append(_full_name(fqn, name))
                     break
     for fqn, module in model.named_modules():
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
@@ -402,10 +402,10 @@ def materialize_buffers(
             if id(buffer) not in moved:
                 value: torch.Tensor | None = buffer
                 if name in todo:
-                    value = source.buffer(_joined(fqn, name)) if source is not None else None
+                    value = source.buffer(_full_name(fqn, name)) if source is not None else None
                     if value is None:
                         value = values.get(name)
-                        lost += [_joined(fqn, name)] if name in unset else []
+                        lost += [_full_name(fqn, name)] if name in unset else []
                 if value is None:
                     value = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else -1)
                 moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)

@@ -28,7 +28,7 @@ from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.optim.optimizer_step import clip_factor
 from zeromesh.rng import Streams
-from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of, subclass_of
+from zeromesh.units.unit import Bucket, ParameterMeta, Phase, Unit, live_class, make_subclass
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes, PassMode, PassProgress
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
+class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     """The class of the parameters of an `AutogradEngine`. Gradients are divided among ranks, so `grad` raises where ordinary
     code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on. Values lie in the engine's memory."""
 
@@ -141,7 +141,7 @@ class AutogradPasses(Passes):
             inner = [module for _, module in unit.module.named_modules(memo=modules - {unit.module})][1:]
             self._inner.append([(module, int(module in hooks.parts)) for module in inner])
 
-    def _follow_hooked(self, unit: Unit) -> None:
+    def _follow_new_hooks(self, unit: Unit) -> None:
         def after(output: Any) -> None:
             if self.mode is PassMode.FORWARD:
                 on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.calls - 1))
@@ -168,18 +168,18 @@ class AutogradPasses(Passes):
 
     def before_forward(self, unit: Unit) -> None:
         if unit.index == 0:
-            unheld = self.mode is PassMode.FORWARD and self._open_graph is None and self._graph_of_now() is None
-            if unheld or self._entry is not None:
+            unheld = self.mode is PassMode.FORWARD and self._open_graph is None and self._latest_graph() is None
+            if unheld or self._direct_call is not None:
                 self.end()  # The open forward's results were dropped, or an evaluation has failed.
         self.require_no_failure()
         super().before_forward(unit)
         if self._releases and self.mode is PassMode.FORWARD:
-            self._follow_hooked(unit)
+            self._follow_new_hooks(unit)
 
     def before_part(self, module: nn.Module) -> None:
         super().before_part(module)
         if self._releases and self.mode is PassMode.FORWARD:
-            self._follow_hooked(self.units[0])
+            self._follow_new_hooks(self.units[0])
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         super().after_forward(unit, output)
@@ -188,7 +188,7 @@ class AutogradPasses(Passes):
             if torch.is_grad_enabled():
                 self._end_forward(list(tensors_in(output)))
 
-    def _graph_of_now(self) -> _Graph | None:
+    def _latest_graph(self) -> _Graph | None:
         return self._graph() if self._graph is not None else None
 
     def require_idle(self) -> None:
@@ -204,33 +204,33 @@ class AutogradPasses(Passes):
     # Backward
 
     def _on_reached(self, unit: Unit, call: int) -> Callable[[], None]:
-        return partial(self._reached, unit, call, self._graph_of_now() or _Graph(self._progress, self.generation))
+        return partial(self._enter_unit, unit, call, self._latest_graph() or _Graph(self._progress, self.generation))
 
-    def _reached(self, unit: Unit, call: int, graph: _Graph) -> None:
+    def _enter_unit(self, unit: Unit, call: int, graph: _Graph) -> None:
         if self.mode is not PassMode.BACKWARD:
-            if not self._accumulates():  # This is `autograd.grad`, whose results may be part of a loss.
+            if not self._sets_gradients():  # This is `autograd.grad`, whose results may be part of a loss.
                 self._require_current(graph)
                 if self.mode is PassMode.IDLE:
                     self._begin(PassMode.FORWARD, "train", graph.progress)
                     self._graph = weakref.ref(graph)
-                    self.need(self.units[0])
-                self._hold(unit)
+                    self.make_live(self.units[0])
+                self._keep_live(unit)
                 return
             self._begin_backward(graph)
             # Its parts are entered without a hook where they were called by themselves.
-            self._need_in_backward(self.units[0])
+            self._make_live_in_backward(self.units[0])
         if graph.progress is self._progress:
             self.before_backward(unit, call)
         else:
             self._require_current(graph)
-            self._hold(unit)
+            self._keep_live(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         if self.mode is not PassMode.BACKWARD:
-            self._begin_backward(self._graph_of_now() or _Graph(PassProgress(), self.generation))
+            self._begin_backward(self._latest_graph() or _Graph(PassProgress(), self.generation))
         super().on_gradient(unit, bucket, index, parameter)
 
-    def _accumulates(self) -> bool:
+    def _sets_gradients(self) -> bool:
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -333,7 +333,7 @@ class AutogradPasses(Passes):
         self.gradients.find_missing(buckets)
 
 
-def _identities(modules: Iterable[nn.Module]) -> list[int]:
+def _ids_of_contents(modules: Iterable[nn.Module]) -> list[int]:
     tables = (table for module in modules for table in (module._modules, module._parameters))
     return [id(each) for table in tables for each in table.values()]
 
@@ -348,28 +348,28 @@ class AutogradEngine(ZeroEngine):
         super().__init__(*arguments, **named)
         self._passes.before_step = self._before_step
         self._passes.follow_inner(self._hooks)
-        self._takes = False
+        self._is_loading = False
         guarded: dict[type[nn.Parameter], type[GuardedParameter]] = {}
         for bucket in self._buckets:
-            for kind in map(kind_of, bucket.parameters):
+            for kind in map(live_class, bucket.parameters):
                 fields = {"passes": self._passes, "__module__": kind.__module__}
-                guarded[kind] = guarded.get(kind) or subclass_of(GuardedParameter, kind, kind.__name__, **fields)
-            bucket.set_kinds([guarded[kind_of(each)] for each in bucket.parameters])
-        self._own = dict(self.model.named_parameters())
-        self._modules, self._identities = list[nn.Module](), [0]
+                guarded[kind] = guarded.get(kind) or make_subclass(GuardedParameter, kind, kind.__name__, **fields)
+            bucket.set_live_classes([guarded[live_class(each)] for each in bucket.parameters])
+        self._sharded = dict(self.model.named_parameters())
+        self._modules, self._ids_of_contents = list[nn.Module](), [0]
         """The modules that were compared last, and what they held."""
 
     def close(self) -> None:
         super().close()
         for bucket in self._buckets:
-            bucket.set_kinds([getattr(kind_of(each), "kind", nn.Parameter) for each in bucket.parameters])
+            bucket.set_live_classes([getattr(live_class(each), "kind", nn.Parameter) for each in bucket.parameters])
 
     def require_same_parameters(self) -> None:
         """Raise `PhaseError` when the model's parameters are not those that were partitioned."""
-        if _identities(self._modules) == self._identities:  # Names of all parameters take ten times as long.
+        if _ids_of_contents(self._modules) == self._ids_of_contents:  # Names of all parameters take ten times as long.
             return
         found = dict(self.model.named_parameters())
-        for one, other in ((found, self._own), (self._own, found)):
+        for one, other in ((found, self._sharded), (self._sharded, found)):
             others = set(map(id, other.values()))
             changed = next((name for name, each in one.items() if id(each) not in others), None)
             if changed is not None:
@@ -378,7 +378,7 @@ class AutogradEngine(ZeroEngine):
                     "what was there, or call zeromesh.unshard(model), change it, and call shard() again"
                 )
         self._modules = list(self.model.modules())
-        self._identities = _identities(self._modules)
+        self._ids_of_contents = _ids_of_contents(self._modules)
 
     def _before_step(self) -> None:
         self.begin_step(self.optimizer_step.updates)
@@ -387,16 +387,16 @@ class AutogradEngine(ZeroEngine):
 
     def load_whole(self, load: Callable[[], _Result]) -> _Result:
         """Call `load()`, which copies whole values into the model's parameters, and shard the values. All ranks call it alike."""
-        if self._takes:  # The enclosing call stores the values.
+        if self._is_loading:  # The enclosing call stores the values.
             return load()
         self._passes.require_idle()
-        self._takes = True
+        self._is_loading = True
         try:
             # torch warns that parameters on meta get no values.
-            with self.state.taking() as given, warnings.catch_warnings(action="ignore", category=UserWarning):
+            with self.state.receiving_values() as given, warnings.catch_warnings(action="ignore", category=UserWarning):
                 result = load()
         finally:
-            self._takes = False
+            self._is_loading = False
         with self.loading(averaged_updates=0):
             self.checkpoint_state.fill(given)
         return result
@@ -436,7 +436,7 @@ class AutogradEngine(ZeroEngine):
         if the parameters were updated."""
         self.require_same_parameters()
         self._passes.close_backwards()
-        if self._passes.writes.unread(self.units):
+        if self._passes.writes.comparisons(self.units):
             self.read_step()
         scale = self.loss_scale
         scaled = self.options.precision.loss_scale is not None

@@ -19,7 +19,7 @@ from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.optim.fused_optimizer import moment_names
-from zeromesh.optim.gradients import LEAVING
+from zeromesh.optim.gradients import MOST_OFFLOADS
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.build import kept_buckets, plan_layouts, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelPlan
@@ -82,7 +82,7 @@ class MemoryModel:
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
         self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
         """Bytes of all parameters in the compute dtype."""
-        self.passing = self._leaving()
+        self.passing = self._offloading_bytes()
         """The peak of further bytes for gradient shards on their way to another tier."""
         tiers = {tier: Counter[Purpose]() for tier in Tier}
         tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept)
@@ -119,28 +119,28 @@ class MemoryModel:
         # On a CPU the host's memory is the device's.
         hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
         for layout, stays, count in self._buckets:
-            for purpose, dtype, choice in self._resting(layout, stays=stays):
+            for purpose, dtype, choice in self._shard_tensors(layout, stays=stays):
                 for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
-                    placed[purpose] += choice.on(tier, self._own(layout)) * dtype.itemsize * count
+                    placed[purpose] += choice.on(tier, self._length(layout)) * dtype.itemsize * count
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
-            memory[Purpose.GRADIENTS] += self._passing_gradients() * sums
+            memory[Purpose.GRADIENTS] += self._transient_elements() * sums
         if options.sums_before_reducing and self._parts > 1:
             memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self._trained) * sums
-        memory[Purpose.STAGING] += self._staging()
+        memory[Purpose.STAGING] += self._staging_bytes()
         hosted[Purpose.STAGING] += THREAD_BYTES if files.total() else 0
 
-    def _own(self, layout: BucketLayout) -> int:
+    def _length(self, layout: BucketLayout) -> int:
         return layout.padded if self._replicated else layout.shard_length
 
-    def _resting(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:
-        """Yield the tensors of a bucket's shard as `build_units` allocates them, each of `_own` elements."""
+    def _shard_tensors(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:
+        """Yield the tensors of a bucket's shard as `build_units` allocates them, each of `_length` elements."""
         spec, options, offload = layout.first, self._options, self._options.offload
         trained = spec.requires_grad and spec.dtype.is_floating_point
         dtype = options.precision.master if trained else spec.dtype
         if dtype != spec.dtype:
             yield Purpose.MASTER, dtype, offload.optimizer
-            if not stays and not offload.optimizer.in_reach(self._own(layout), self._device):
+            if not stays and not offload.optimizer.in_reach(self._length(layout), self._device):
                 yield Purpose.PARAMETERS, spec.dtype, offload.parameters
         elif not stays:
             yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, dtype, offload.parameters
@@ -152,32 +152,32 @@ class MemoryModel:
             if not options.gradients_pass_through:
                 yield Purpose.GRADIENTS, options.precision.sums, offload.gradients_at
 
-    def _leaving(self) -> int:
+    def _offloading_bytes(self) -> int:
         """Return the bytes of gradient shards in memory on their way to another tier: those in flight, and the next one."""
-        options, lengths = self._options, sorted(map(self._own, self._trained), reverse=True)
+        options, lengths = self._options, sorted(map(self._length, self._trained), reverse=True)
         passing = options.gradients_pass_through
         if passing or not lengths or options.offload.gradients_at.in_reach(lengths[0], self._device):
             return 0
-        return sum(lengths[: LEAVING + 1]) * options.precision.sums.itemsize
+        return sum(lengths[: MOST_OFFLOADS + 1]) * options.precision.sums.itemsize
 
-    def _staging(self) -> int:
+    def _staging_bytes(self) -> int:
         widths = [
             sum(
-                not choice.in_reach(self._own(layout), self._device)
-                for *_, choice in self._resting(layout, stays=stays)
+                not choice.in_reach(self._length(layout), self._device)
+                for *_, choice in self._shard_tensors(layout, stays=stays)
             )
             for layout, stays, _ in self._buckets
             if layout.first.requires_grad
         ]
-        longest = max(map(self._own, self._trained), default=0) * self._options.precision.master.itemsize
+        longest = max(map(self._length, self._trained), default=0) * self._options.precision.master.itemsize
         width = max(widths, default=0)
         return stream_bytes(width, longest, self._options.offload.staging_on(self._device)) if width else 0
 
-    def _passing_gradients(self) -> int:
+    def _transient_elements(self) -> int:
         """Return the elements of gradient shards that live from reduction to update: those in flight, and the root's, which are
         updated last. Without a reduction, they are the root's and those of the unit in backward. Stage 0 completes all at the end.
         """
-        root, *units = [[self._own(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
+        root, *units = [[self._length(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
         if self._parts == 1:
             return sum(root) + max(map(sum, units), default=0)
         if self._replicated:
