@@ -47,7 +47,7 @@ _LAUNCHERS = {
     "openmpi": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Launchers and their variables: the rank, the number of ranks, and the same two within the host. torchrun and Slurm tell more."""
+"""Launchers and their variables: the rank, the number of ranks, and both within the host. torchrun and Slurm set more variables."""
 _LAUNCH_VARIABLES = (
     *(*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
@@ -92,7 +92,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
         ConfigError: when some variables of a launcher are missing; the message names them.
     """
     environ = os.environ if environ is None else environ
-    if environ.get("RANK"):  # The explicit ones.
+    if environ.get("RANK"):  # torchrun's variables come before those of others.
         return _read_torchrun(environ)
     # A batch script's body has SLURM_PROCID=0 too, but is no step that `srun` has started.
     in_step = any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"))
@@ -194,7 +194,7 @@ class RankRange:
 
 
 def command_start_time() -> float | None:
-    """Return the start time of the command that started this worker; None for other processes, and for restarted workers."""
+    """Return the start, in seconds since boot, of this worker's command; None for other processes and restarted workers."""
     began = setting(BEGAN)
     return float(began) if began is not None and setting(_RUN_VARIABLES[1]) == "0" else None
 

@@ -3,7 +3,7 @@
 It also tracks the disk operations that this process waits for, to tell a slow disk from a hanging rank.
 
     with disk_call("fsync", path): ...
-    longest()       Waiting(what="fsync of '/data/run/model.safetensors'", seconds=3.2, in_all=3.4)
+    longest_disk_call()   DiskWait(what="fsync of '/data/run/model.safetensors'", seconds=3.2, in_all=3.4)
 
 Functions that open, read and write raise `OSError`. For a path that is no regular file, its `strerror` names the kind of file.
 """
@@ -143,7 +143,7 @@ def refusals(path: str | os.PathLike[str], what: str, cure: str = "") -> Iterato
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Waiting:
+class DiskWait:
     """A running disk call, its seconds so far, and those of the outermost call around it."""
 
     what: str
@@ -169,11 +169,11 @@ def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
             del _RUNNING[thread]
 
 
-def longest() -> Waiting | None:
-    """Return the longest running of all threads' innermost disk calls; None if there is none."""
+def longest_disk_call() -> DiskWait | None:
+    """Return the disk call that runs longest, among the innermost one of each thread; None if no thread waits for a disk."""
     now = time.monotonic()
     found = [(calls[0][2], *calls[-1]) for calls in map(list, list(_RUNNING.values())) if calls]
     if not found:
         return None
     outer, what, path, since = min(found, key=lambda call: call[3])
-    return Waiting(what=f"{what} of {os.fspath(path)!r}", seconds=now - since, in_all=now - outer)
+    return DiskWait(what=f"{what} of {os.fspath(path)!r}", seconds=now - since, in_all=now - outer)

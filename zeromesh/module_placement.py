@@ -188,7 +188,7 @@ class _RemoteModule(Stub):
 
 
 class _MovedGradients(torch.autograd.Function):
-    """Applies one call to tensors and another to their gradients, around the module, on the ranks of its set."""
+    """Applies one function to tensors and another to their gradients, at the inputs or outputs of a module on its own ranks."""
 
     @staticmethod
     def forward(ctx: Any, forward: _Move, backward: _Move, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

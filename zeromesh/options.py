@@ -32,7 +32,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placements:
-    """The placements of one stage: gradients are `accumulating` between microbatches, and `gradients` at the end of a step."""
+    """The placements at one ZeRO stage: `accumulating` of gradients between microbatches, `gradients` of those of a whole step."""
 
     parameters: Placement
     accumulating: Placement
@@ -152,8 +152,8 @@ STAGING_SHARE = 64
 class OffloadOptions:
     """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3. The
     caller offloads `activations`, the block inputs that recomputation keeps for backward. `gradients` None follows the optimizer.
-    `update` is the place of updates for states that are not on the device. `staging_bytes` bounds the buffers on the way there;
-    None: `staging_on`."""
+    `update` names the processor that computes updates of offloaded states. `staging_bytes` bounds the buffers through which states
+    pass to it; None: see `staging_on`."""
 
     optimizer: TierChoice = field(default_factory=TierChoice)
     gradients: TierChoice | None = None

@@ -183,7 +183,7 @@ class Exchange:
         parts[self.index] = own
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
-        times = moved / others.numel() if others.numel() else 1.0  # An exchange of nothing is one, too.
+        times = moved / others.numel() if others.numel() else 1.0  # Without elements, any factor will do.
         return self._begin(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
 
     def _begin(

@@ -72,7 +72,7 @@ class Futex:
 
 
 _SPINS = 500
-"""The number of times that a rank looks at counters before it sleeps: mostly the others come within some microseconds."""
+"""The number of times that a rank reads counters before it sleeps: mostly the others arrive within some microseconds."""
 LINE = 8
 """The number of words in a cache line: counters of different writers never share one."""
 
@@ -381,7 +381,7 @@ class SharedBuffer(GatherBuffer):
 
     def _reserve_own(self) -> None:
         if self._own_bytes[1]:
-            if self.persistent:  # Asked once: other buffers are reserved too often to ask each time.
+            if self.persistent:  # Other buffers are reserved too often for a check each time.
                 require_memory(self._what, self._own_bytes[1])
             self._arena.reserve(*self._own_bytes)
             self._pages_freed = False

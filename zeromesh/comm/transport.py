@@ -204,7 +204,7 @@ class Reduction:
             self.done = True
 
     def settle(self) -> None:
-        """Complete an `out` that takes the whole sum. All ranks settle in the order of launches."""
+        """Gather the other ranks' sums if this rank needs the whole sum. All ranks call it in the order of launches."""
         if self.complete is not None:
             self.complete()
 
@@ -244,7 +244,7 @@ class Reducer:
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         """Return the bytes of the slot for `sequence`; None while a peer still reads its old contents, unless `block`."""
-        # The caller finishes launched reductions before it blocks, so no slot is missing while it blocks.
+        # The caller finishes launched reductions before it blocks, so a slot is free by then.
         return self._send[sequence % len(self._send)] if sequence < self.finished + len(self._send) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:

@@ -40,7 +40,7 @@ from zeromesh.intervals import ALIGNMENT, Interval, padded_length, round_up, sha
 from zeromesh.mesh.mesh_shape import Axis
 
 Positions = tuple[tuple[Axis, tuple[int, ...]], ...]
-"""Indices along some axes."""
+"""Pairs of a mesh axis and indices along it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class StridedRows:
     width: int
     columns: tuple[Interval, ...]
     taken: int = field(init=False, repr=False, compare=False)
-    """The number of elements of a local row; all of it where that is `width`, so that local and logical positions are the same."""
+    """The number of elements of a local row. If it equals `width`, local and logical positions are the same."""
 
     def __post_init__(self) -> None:
         ordered = all(one.end <= other.start for one, other in pairwise(self.columns))

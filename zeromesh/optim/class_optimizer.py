@@ -43,7 +43,7 @@ _LARGE_STEPS = 3
 _LEAST_RATE = 0.01
 """The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
 _UpdateInputs = tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]
-"""A parameter's values, gradient and states."""
+"""The tensors of one parameter for an update: values, gradient and states by name."""
 _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -74,8 +74,8 @@ def make_optimizers(
 
 
 class PieceOptimizer(BucketOptimizer):
-    """The optimizer of one bucket's shard for a class whose update is element by element. What the class keeps beside tensors,
-    such as a count of its steps, is `[slots]`, float64, on the CPU of each rank."""
+    """The optimizer of one bucket's shard for a class whose update is element by element. Numbers that the class keeps for each
+    parameter, such as a step count, are float64 tensors `[parameters of the bucket]` on the CPU of each rank."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
         self._class = own_class
@@ -305,7 +305,7 @@ def classify(optimizer: Optimizer) -> OptimizerClass:
 
 
 class _Trial:
-    """The trial of a group's hyperparameters on two tensors, the first of `shape`: `plan` and `element_wise`."""
+    """Runs a class's updates on two tensors, the first of `shape`: `plan` has its states, `element_wise` if pieces suffice."""
 
     def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], steps: int) -> None:
         self._optimizer = optimizer
@@ -343,7 +343,7 @@ class _Trial:
         try:
             with torch.compiler.set_stance("force_eager"):
                 return self._equal(self._run([0], cut=True), self._whole)
-        except Exception:  # noqa: BLE001 - whatever it is, the class does not take pieces
+        except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False
 
     def _run(self, numbers: Sequence[int], *, cut: bool = False) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
@@ -407,7 +407,7 @@ def _state_plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) ->
 
 
 def _attribute_marks(optimizer: Optimizer) -> dict[str, Any]:
-    """Return a fingerprint of each of an optimizer's attributes, which changes when the attribute does, also in place."""
+    """Return a mark of each of an optimizer's attributes, which changes when the attribute does, also in place."""
     return {name: _value_mark(value) for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
 
 

@@ -82,9 +82,9 @@ class GradientReducer:
         self._whole: list[tuple[Bucket, Reduction]] = []
         self._reduce = self._first = self._last = self._settled = False
         self.with_gradient: dict[int, set[int]] = {}
-        """The numbers of each bucket's parameters that have had a gradient on this rank in the present step."""
+        """The indices of parameters that have had a gradient on this rank in the present step, by the bucket's id."""
         self._sums: dict[int, Callable[[], None]] = {}
-        """The call that waits for the sum over replicas, by the number of the bucket."""
+        """The function that waits for the sum over replicas, by the bucket's id."""
         self._ready: deque[Bucket] = deque()
         """Summed buckets that are still to be offloaded."""
         self._tied: list[Bucket] = []
@@ -191,7 +191,7 @@ class GradientReducer:
         return self._incomplete[unit] > 0
 
     def lacking(self, bucket: Bucket) -> frozenset[int]:
-        """The numbers of a bucket's trained parameters that have had no gradient on this rank in the present step."""
+        """Return the indices of a bucket's trained parameters that have had no gradient on this rank in the present step."""
         came = self.with_gradient.get(id(bucket), ())
         if len(came) == sum(bucket.training):
             return frozenset()
@@ -248,7 +248,7 @@ class GradientReducer:
             self._on_local_sum(bucket)
 
     def _on_local_sum(self, bucket: Bucket) -> None:
-        # As far as this rank knows: `find_missing` asks the others.
+        # Preliminary: `find_missing` also takes other ranks' gradients into account.
         bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
         if not self._last:
             if bucket.grad is not None:
@@ -304,7 +304,7 @@ class GradientReducer:
         self.shards.abandon(buckets)
 
     def _announce(self, bucket: Bucket) -> None:
-        """Let the other ranks compare which sum starts now. Replicas compare too, as they sum in the order of reductions."""
+        """Report the reduction that starts now to the watchdog, which compares its order over all data-parallel ranks."""
         if self._compared:
             self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._compared, settled=self._settled)
 
@@ -431,7 +431,7 @@ class GradientShards:
         if bucket.grad_rest is None:
             grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
         else:
-            grad = allocate_lasting(length, self._dtype, self._tiers.device)  # on pages of its own, as files want it
+            grad = allocate_lasting(length, self._dtype, self._tiers.device)  # pages outside the heap
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, grad.nbytes)
         return grad
 
@@ -475,7 +475,7 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
     def norm(self, bucket: Bucket) -> torch.Tensor:
-        """The norm of a shard, a scalar on the device; nan or inf if an element is, 0 if the gradient was already used."""
+        """Return the norm of a gradient shard, a scalar on the device; nan or inf if an element is, 0 if it was already used."""
         found = self._norms.get(id(bucket))
         if found is None and bucket.grad is not None:
             found = torch.linalg.vector_norm(bucket.grad)
@@ -492,7 +492,7 @@ class GradientShards:
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:
-    """A bucket's gradient shard, in memory. Raises `PhaseError` if it has none now."""
+    """Return a bucket's gradient shard, in memory. Raises `PhaseError` if it has none now."""
     if bucket.grad is None:
         raise PhaseError(f"bucket {bucket.name} has no gradients")
     return bucket.grad
@@ -534,7 +534,7 @@ class ReplicaGroups:
         return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
 
     def sharers(self, bucket: Bucket) -> ProcessSet:
-        """The ranks that share a bucket's elements, this rank included."""
+        """Return the ranks that sum gradients of a bucket's elements, this rank included."""
         return self._sets[bucket.shared_by]
 
     def all_reduce_async(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:

@@ -135,7 +135,7 @@ class WeightAverage:
 
 _CPU = torch.device("cpu")
 _TRIED_ELEMENTS = 1 << 25
-"""Elements of half a gibibyte of states and gradients; an eighth of it fits a processor's cache, which flatters the trial."""
+"""The elements of a timed update: half a gibibyte of states and gradients, since less may fit a cache and be too fast."""
 _TIMED_ROUNDS = 3
 
 
@@ -143,9 +143,9 @@ def choose_device(
     wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
 ) -> tuple[torch.device, str | None]:
     """Choose the device of updates whose states are not in accelerator memory, alike on all ranks, which all call this. The CPU
-    saves the transfer to the device and back, and the device computes faster: both are tried. `in_reach`: all states are in the
-    device's memory. `try_on(device)` gives the seconds of a billion elements there. Returns the device, and if there was a
-    choice, a line that says where updates are computed and why."""
+    saves the transfer to the device and back, and the device computes faster: both are timed. `in_reach`: all states are in the
+    device's memory. `try_on(device)` returns the seconds of an update of a billion elements. Returns the device, and if both
+    were timed, a line for the log that says where updates are computed and why."""
     device = mesh.device
     if not is_accelerator(device) or in_reach or wanted == "device":
         return device, None
@@ -242,7 +242,7 @@ class OptimizerStep:
         self._norms: list[tuple[Bucket, float]] = []
         replicated = options.placements.optimizer is Placement.REPLICATED
         self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
-        """True if this rank counts the elements that it updates, among all ranks that update the same elements."""
+        """True if this rank adds its gradients to the global norm, as one of the ranks that update the same elements."""
         self.updates = 0
         """The number of updates: steps that were not skipped."""
         self.last_order: list[Bucket] = []
@@ -282,7 +282,7 @@ class OptimizerStep:
             self._stream = self._make_stream(device)
 
     def _most_elsewhere(self, device: torch.device) -> int:
-        """Count the tensors of a bucket's update that are not in the memory of `device`, at most."""
+        """Return the largest number of tensors that a bucket's update needs and that are outside the memory of `device`."""
 
         def count(bucket: Bucket) -> int:
             uses = self._operands(bucket, averaging=True)

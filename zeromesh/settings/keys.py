@@ -29,7 +29,7 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class ConvertedBy:
-    """Metadata of a type with the function that converts what files have in its place, before a value is checked."""
+    """Metadata of a type with the function that converts a value read from a file, such as text, before it is checked."""
 
     convert: Callable[[object], object]
 

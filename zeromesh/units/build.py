@@ -54,8 +54,8 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
 
 
 _CPU = torch.device("cpu")
-_COPIED = 1 << 20
-"""The most elements of a parameter to move to another tier at a time."""
+_CHUNK = 1 << 20
+"""The most elements of a parameter that are copied to an offloaded shard at a time."""
 _LEAST_RUN = 1 << 18
 """Bytes of a run of rows below which neighbouring runs are read together."""
 
@@ -73,7 +73,7 @@ class Built:
 
 
 def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
-    """Return the bucket layouts of every unit."""
+    """Return the bucket layouts of every unit, for `parts` ranks that share the states."""
     return [
         [build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())]
         for unit in plan.units
@@ -171,9 +171,9 @@ def kept_buckets(
 ) -> list[list[bool]]:
     """Return for each bucket of each unit, the root first, whether its gathered parameters are kept between uses.
 
-    With an automatic budget these are all on a single rank, and where ranks share pages those that need no extra memory: the root,
-    always gathered while others are, and units at rest in the dtype of the gather. Buckets used in place on a single rank always
-    are.
+    With the budget `auto`, a single rank keeps all, and ranks that share pages keep those that need no extra memory: the root,
+    which is gathered whenever another unit is, and units whose shards are stored in the dtype of the gather. A single rank always
+    keeps buckets whose shards are themselves the parameters.
     """
     away, budget = options.offload.parameters.leaves(device), options.gathered_budget
     alone = kind == "local" and not away
@@ -194,7 +194,7 @@ def kept_buckets(
 
 
 def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
-    """Return True if the shard of a bucket rests in the gathered dtype, so that it can be a part of the gathered buffer."""
+    """Return True if the shard of a bucket is stored in the gathered dtype, so that it can be a part of the gathered buffer."""
     spec = layout.first
     trained = spec.requires_grad and spec.dtype.is_floating_point
     return not trained or spec.dtype == options.precision.master
@@ -302,8 +302,8 @@ def _fill_piece(master: TieredTensor, piece: ShardPiece, source: ParameterSource
         if memory is not None:
             source.fill(piece.spec.name, rows, interval, memory)
             continue
-        for begin in range(0, interval.length, _COPIED):
-            own = Interval(start=interval.start + begin, end=min(interval.start + begin + _COPIED, interval.end))
+        for begin in range(0, interval.length, _CHUNK):
+            own = Interval(start=interval.start + begin, end=min(interval.start + begin + _CHUNK, interval.end))
             passing = torch.empty(own.length, dtype=master.dtype)
             source.fill(piece.spec.name, rows, own, passing)
             master.write(start + begin, passing).wait()

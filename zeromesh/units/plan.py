@@ -1,4 +1,4 @@
-"""Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype. Pure.
+"""Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype.
 
 A unit is a transformer block, the embedding, the head, or the root for the rest. Blocks are the modules whose class the model names
 in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A container without a
@@ -107,7 +107,7 @@ def plan_model(
                 copies=copies,
             )
         )
-    least = _LEAST_ELEMENTS if cuts.chunks == 1 else 0  # The root is in a single chunk.
+    least = _LEAST_ELEMENTS if cuts.chunks == 1 else 0  # The root is in one chunk alone.
     for module in [module for module in modules if sum(spec.numel for spec in members[module]) < least]:
         members[ROOT] += members.pop(module)
     return ModelPlan(units=tuple(UnitPlan(module=module, specs=tuple(specs)) for module, specs in members.items()))

@@ -180,7 +180,7 @@ class Bucket:
         self.missing: frozenset[int] = frozenset()
         """The indices of parameters without a gradient on any rank in the current step, which keep their values."""
         self.trainable = any(self.training)
-        """True if there are master weights, moments and gradients, since a parameter is or was trained."""
+        """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained."""
         self.learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         """The names of the parameters that are or were trained."""
         self.average: TieredTensor | None = None
@@ -277,7 +277,7 @@ class Bucket:
             set_values(self.parameters[number], self._views[number])
 
     def _outside_buffer(self, *, cast: bool) -> list[int]:
-        """Return the indices of live parameters outside the gathered buffer, of another dtype (`cast`) or of their own."""
+        """Return the indices of live parameters outside the gathered buffer: with `cast` those of another dtype."""
         if list(map(torch.Tensor.data_ptr, self.parameters)) == list(map(torch.Tensor.data_ptr, self._views)):
             return []
         pairs = enumerate(zip(self.parameters, self._views, strict=True))
@@ -379,12 +379,12 @@ class Unit:
 
 
 _FIRST_FORWARDS = 2
-"""The number of first forwards of each unit in which parameter values are compared."""
+"""The number of forwards of each unit, from its first on, in which all parameter values are compared."""
 
 
 class InplaceWrites:
     """Detects parameters that were changed in place. Version counters are compared in every pass. Digests of values, which show
-    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit in turn. Parameters that are
+    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit a forward. Parameters that are
     read between steps are compared too, and from then on those whose counters have risen without a change."""
 
     def __init__(self, *, alone: bool) -> None:
@@ -395,7 +395,7 @@ class InplaceWrites:
         self._calls: Counter[int] = Counter()
 
     def record(self, unit: Unit, units: int) -> None:
-        """Record the values of a unit that is about to run forward, if it is the unit's turn among `units` units."""
+        """Record digests of a unit that is about to run forward: in its first forwards, then in one of every `units` forwards."""
         self._calls[unit.index] += 1
         if self._calls[unit.index] <= _FIRST_FORWARDS or self.forwards % units == unit.index:
             self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
@@ -439,7 +439,7 @@ def _changed(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
     found = []
     for unit in units:
         for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
-            if (name := bucket.changed_parameter()) is not None:  # Every bucket has to record its finding.
+            if (name := bucket.changed_parameter()) is not None:  # Each call also resets the records of its bucket.
                 found.append((unit, name))
     return found
 

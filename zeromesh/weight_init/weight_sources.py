@@ -364,7 +364,7 @@ class SeededSource(BuiltSource):
             except INITIALISER_ERRORS:
                 break  # It may have failed only for want of a value on meta.
             if any(log.writes_to(p) for p in self._values.values() if p.is_meta):
-                return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
+                return tuple(leaves)  # it writes to the model and not the skeleton: unsafe to run later
             if all(not p.numel() or any(numel >= p.numel() for _, _, numel, _ in log.writes_to(p)) for p in wanted):
                 return ()
             if not self.skeleton.managed_by_pretrained(owner):
@@ -421,7 +421,7 @@ class BuiltModel:
     source: ParameterSource
     notes: tuple[str, ...] = ()
     compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """The function with which the user has compiled the whole model before; None: none."""
+    """The function by which the user has compiled the whole model; None if it is not compiled."""
 
 
 def build_deferred(

@@ -2,7 +2,7 @@
 
     model(...)          with gradients, the first call opens a forward, which later calls join; without, it is an evaluation
     loss.backward()     begins at the first result of a unit, or the first gradient, that autograd reaches, and ends with autograd
-    close_backwards()   ends what a step still owes, such as sums over replicas, before gradients are measured, read or used
+    close_backwards()   completes pending sums over ranks, before gradients are measured, read or used
 
 [Note: Several graphs] The hooks of a unit's results know the forward that made them. A backward runs through the graph of one
 forward, however many calls and losses that forward had, and another backward may run through the rest of the graph. Units that
@@ -109,7 +109,7 @@ class StepGradients:
 
 
 class AutogradPasses(Passes):
-    """Passes without a trainer that announces their begin and end. All ranks run the same program."""
+    """Passes for a user's own training loop: a call of the model begins forward, autograd begins backward, alike on all ranks."""
 
     reading: ClassVar[str] = (
         "Read it inside `with zeromesh.gathered(model, [{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -130,11 +130,11 @@ class AutogradPasses(Passes):
         self.before_step: Callable[[], None] = lambda: None
         """Called before the first forward of a step."""
         self._inner: list[list[tuple[nn.Module, int]]] = []
-        """The modules inside each unit, with the number of the engine's forward hooks on each."""
+        """For each unit, the modules inside it without user hooks so far, with the number of the engine's forward hooks on each."""
         self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]
 
-    def follow_inner(self, hooks: Hooks) -> None:
-        """From now on, follow intermediate tensors that user hooks took out of a unit, from which backward may enter the unit."""
+    def watch_user_hooks(self, hooks: Hooks) -> None:
+        """Prepare to hook outputs of modules inside units that get user hooks, which may keep one: backward then enters there."""
         self._hook_after = hooks.after
         modules = {unit.module for unit in self.units}
         for unit in self.units if self._releases else ():
@@ -158,7 +158,7 @@ class AutogradPasses(Passes):
             return
         if not self.step.backwards or self.step.used:
             self.before_step()
-        # Ranks that divide a layer draw alike, and other ranks on their own, from the global generators.
+        # Tensor-parallel ranks need equal random numbers, from a stream; other ranks draw from the global generators.
         shared = self._mesh.shape.divides("layers")
         where = self.generation << 20 | self.step.backwards
         streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
@@ -217,7 +217,7 @@ class AutogradPasses(Passes):
                 self._keep_live(unit)
                 return
             self._begin_backward(graph)
-            # Its parts are entered without a hook where they were called by themselves.
+            # Modules of the root that were called without the root have no hook for backward.
             self._make_live_in_backward(self.units[0])
         if graph.progress is self._progress:
             self.before_backward(unit, call)
@@ -257,7 +257,7 @@ class AutogradPasses(Passes):
 
     def _begin_backward(self, graph: _Graph) -> None:
         self._require_current(graph)
-        # A backward that passes through, as to a generator, may come before gradients are forgotten.
+        # A backward may come before `zero_grad`, as through a discriminator to a generator.
         if self.step.used:
             self.step = StepGradients(mixed=True)
         step = self.step
@@ -347,7 +347,7 @@ class AutogradEngine(ZeroEngine):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._passes.before_step = self._before_step
-        self._passes.follow_inner(self._hooks)
+        self._passes.watch_user_hooks(self._hooks)
         self._is_loading = False
         guarded: dict[type[nn.Parameter], type[GuardedParameter]] = {}
         for bucket in self._buckets:
@@ -357,7 +357,7 @@ class AutogradEngine(ZeroEngine):
             bucket.set_live_classes([guarded[live_class(each)] for each in bucket.parameters])
         self._sharded = dict(self.model.named_parameters())
         self._modules, self._ids_of_contents = list[nn.Module](), [0]
-        """The modules that were compared last, and what they held."""
+        """The modules at the latest comparison, and the ids of their submodules and parameters."""
 
     def close(self) -> None:
         super().close()
@@ -366,7 +366,7 @@ class AutogradEngine(ZeroEngine):
 
     def require_same_parameters(self) -> None:
         """Raise `PhaseError` when the model's parameters are not those that were partitioned."""
-        if _ids_of_contents(self._modules) == self._ids_of_contents:  # Names of all parameters take ten times as long.
+        if _ids_of_contents(self._modules) == self._ids_of_contents:  # Listing all parameters takes ten times as long.
             return
         found = dict(self.model.named_parameters())
         for one, other in ((found, self._sharded), (self._sharded, found)):
@@ -387,7 +387,7 @@ class AutogradEngine(ZeroEngine):
 
     def load_whole(self, load: Callable[[], _Result]) -> _Result:
         """Call `load()`, which copies whole values into the model's parameters, and shard the values. All ranks call it alike."""
-        if self._is_loading:  # The enclosing call stores the values.
+        if self._is_loading:  # A nested call: the outer one shards the values.
             return load()
         self._passes.require_idle()
         self._is_loading = True

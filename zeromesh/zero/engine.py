@@ -94,10 +94,10 @@ class ZeroEngine:
         self._flag_changes = 0
         """The number of changes of the set of trained parameters."""
         self._states: dict[bool, FullState] = {}
-        """Cached for `state` and `averaged_state` until the set of trained parameters changes."""
+        """The values of `state` (False) and `averaged_state` (True), cached until the set of trained parameters changes."""
         self._states_valid_at: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self.optimizer_step, mesh, options)
-        """This rank's part of all states, by the names of whole tensors."""
+        """The parameters, master weights and optimizer states of this rank, as parts of whole tensors by name."""
         if not self._releases:
             self._gather_all()
 
@@ -455,7 +455,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Remove the hooks, release shared memory and remove files."""
         self._hooks.remove()
-        # The callbacks' owners reference what calls them.
+        # The callbacks and the objects that call them refer to each other, a cycle that would keep memory alive.
         self.optimizer_step.before_change = self._passes.gradients.on_summed = lambda bucket: None
         self._states.clear()
         self._tiers.close()

@@ -48,8 +48,8 @@ class CheckpointState:
         self._options = options
 
     def tensors(self, *, reading: bool = False) -> list[TensorSpec]:
-        """List every stored tensor, alike on all ranks, in the order of buckets, so that neighbours in a shard are neighbours in
-        a file. `reading`: only the tensors that a load needs, without parameters that follow from master weights."""
+        """List the tensors of a checkpoint, alike on all ranks, in the order of buckets, so that tensors adjacent in a shard are
+        adjacent in a file. `reading`: list only what a load needs, without parameters that are cast from master weights."""
         found = [
             TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=slot.spec.region.shape)
             for bucket in self._buckets
@@ -69,15 +69,15 @@ class CheckpointState:
         return {alias: name for row in rows for alias, name in row.items()}
 
     def frozen(self) -> set[str]:
-        """Names of the parameters of all stages that were never trained."""
+        """Return the names of the parameters of all pipeline stages that were never trained."""
         names = [
             s.spec.name for bucket in self._buckets for s in bucket.layout.slots if s.spec.fqn not in bucket.learned
         ]
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
 
-    def written(self) -> list[TensorShard]:
-        """The parts that this rank writes. Replicated tensors are shared out among their holders, so that every element is
-        written once. A buffer is written by the first rank of the first stage that has the buffer."""
+    def shards_to_write(self) -> list[TensorShard]:
+        """List the shards that this rank writes. Ranks that hold the same tensor write disjoint parts of it, so that every element
+        is written once. The first rank of the first pipeline stage with a buffer writes the buffer."""
         holders, index = self._mesh.replicate.size, self._mesh.replicate.index
         if self._options.placements.optimizer is Placement.REPLICATED:
             holders, index = self._mesh.data.size, self._mesh.data_index
@@ -91,16 +91,16 @@ class CheckpointState:
         first = self._mesh.tensor.index == self._mesh.data_index == 0
         return [*found, *(_buffer_shard(spec.name, buffers[spec.name].clone()) for spec in specs if first)]
 
-    def wanted(self) -> list[TensorShard]:
-        """The parts that this rank reads: its whole shards, with master weights rather than parameters, and all buffers."""
+    def shards_to_read(self) -> list[TensorShard]:
+        """List the shards that this rank reads: all that it holds, with master weights rather than parameters, and all buffers."""
         found: list[TensorShard] = []
         for bucket in self._buckets:
             found += self._shards_of(bucket, bucket.interval, reading=True)
         return [*found, *(_buffer_shard(name, buffer) for name, buffer in persistent_buffers(self._model).items())]
 
     def fill(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite this rank's part of the named parameters from whole tensors, inside `ZeroEngine.loading`."""
-        for shard in self.wanted():
+        """Copy whole tensors, by parameter name, into this rank's shards; called inside `ZeroEngine.loading`."""
+        for shard in self.shards_to_read():
             value, region = given.get(shard.spec.name), shard.region
             if value is None or shard.spec.kind not in (MODEL, MASTER):
                 continue
@@ -118,7 +118,7 @@ class CheckpointState:
         on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.
         """
         for bucket in self._buckets:
-            bucket.buffer.wait()  # For the gathers that an update has started.
+            bucket.buffer.wait()  # An update starts gathers, which write the buffer.
         world = self._mesh.world
         holders: dict[str, dict[int, str]] = {}
         for rank, row in zip(world.ranks, world.gather_json(self._digests(), "digests of weights"), strict=True):
@@ -136,19 +136,19 @@ class CheckpointState:
             for slot in bucket.layout.slots if bucket.buffer.persistent else ():
                 part = _describe_part(slot.spec.region, Interval(start=0, end=slot.spec.region.numel))
                 found[f"{slot.spec.name}{part}"] = _hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
-        for shard in self.wanted():
+        for shard in self.shards_to_read():
             part = _describe_part(shard.region, shard.interval)
             name = shard.spec.name if shard.spec.kind == MODEL else f"{shard.spec.name} ({shard.spec.kind})"
             if shard.values.numel:
                 found[f"{name}{part}, at rest"] = _hex_digest(shard.values.load(self._mesh.device))
         return found
 
-    def order(self) -> dict[int, int]:
-        """The position of each bucket in the next update, predicted from the last update."""
+    def update_order(self) -> dict[int, int]:
+        """Map the number of each bucket to its expected position in the next update, which is its position in the last one."""
         return {self.bucket_number(bucket): place for place, bucket in enumerate(self._updater.last_order)}
 
     def bucket_number(self, bucket: Bucket) -> int:
-        """The number of a bucket, by which a saver identifies the owner of a part."""
+        """Return the index of a bucket among all buckets, by which a saver knows which shards belong to the bucket."""
         return self._buckets.index(bucket)
 
     def _sharded_tensors(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
@@ -175,7 +175,7 @@ class CheckpointState:
             for piece in (bucket.layout.pieces(written) if written is not None else ())
             if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
         ]
-        alone = optimizer.whole  # One owner in the shard group, perhaps without a piece.
+        alone = optimizer.whole  # One rank of the shard group then has all of the states.
         for number, slot in enumerate(bucket.layout.slots):
             writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
             for kind, dtype, shape, values in optimizer.kept(number) if slot.spec.fqn in bucket.learned else ():
@@ -214,7 +214,7 @@ def _explain(what: str, digests: Mapping[int, str]) -> str:
 
 
 def _describe_part(region: Region, interval: Interval) -> str:
-    """Describe the elements of a part within its tensor; empty for all."""
+    """Return text for the elements `interval` of a tensor's region, for an error message; empty for the whole tensor."""
     boxes = " x ".join("+".join(f"{each.start}:{each.end}" for each in dim) for dim in region.dims)
     cut = "" if region == Region.whole(region.shape) else f"[{boxes}]"
     return cut if interval.length == region.numel else f"{cut} elements {interval.start}:{interval.end}"
@@ -265,7 +265,7 @@ def tensors_by_stage(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: st
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers as in `state_dict`, shared ones once."""
+    """Return the persistent buffers by name, as in `state_dict`; a buffer with several names has only the first."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for fqn, module in model.named_modules():
@@ -347,9 +347,9 @@ class FullState:
         return [spec.name for spec in chain.from_iterable(self._stages)]
 
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device. With
-        `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own weights, which the
-        next step changes: copy it to keep it."""
+        """Yield `(name, tensor)` of every parameter: whole master weights, in their dtype and not the compute dtype. With
+        `names`, only these are gathered and yielded. A tensor may be a view of this rank's own weights, which the next step
+        changes: copy it to keep it."""
         return self._gather_all_stages(self._specs if names is None else names, self._gather_bucket, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -361,7 +361,7 @@ class FullState:
                 yield spec.name, self._broadcast(stage, spec, own)
 
     def stored_specs(self) -> list[TensorSpec]:
-        """The tensors that `stored` yields: parameters in the dtype of their master weights; frozen ones in that of the model."""
+        """List the tensors that `stored` yields: parameters in the dtype of their master weights, frozen ones in the model's."""
         return list(chain.from_iterable([*self._stages, *buffers_by_stage(self._model, self._mesh.pipeline)]))
 
     def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -370,11 +370,11 @@ class FullState:
         yield from self.buffers()
 
     def parameter(self, fqn: str) -> torch.Tensor:
-        """One whole parameter, a copy in the dtype of its master weights."""
+        """Return a copy of one whole parameter, in the dtype of its master weights."""
         return next(self.parameters([self._spec_of(fqn).name]))[1].clone()
 
     def gradient(self, fqn: str) -> torch.Tensor | None:
-        """One whole gradient, in the reduction dtype, between backward and update; None for a frozen parameter.
+        """Return one whole gradient, in the reduction dtype, between backward and update; None for a frozen parameter.
 
         The gradient is scaled as the last backward left it: with the loss scale, without clipping. Raises `PhaseError` when the
         optimizer has used the gradient inside backward.
@@ -388,7 +388,7 @@ class FullState:
         return found[1].clone()
 
     def nbytes_of(self, fqns: Iterable[str]) -> int:
-        """Bytes that `whole` needs on a rank for these parameters. Raises `LayoutError` for names that no stage has."""
+        """Return the bytes of whole copies of these parameters on a rank. Raises `LayoutError` for names that no stage has."""
         return sum(spec.nbytes for spec in set(map(self._spec_of, fqns)))
 
     @contextmanager
@@ -432,7 +432,7 @@ class FullState:
         for table, leaf in self._tables_of(name):
             if leaf in table:
                 restore.callback(table.__setitem__, leaf, table[leaf])
-            else:  # It stands for a module of another stage.
+            else:  # This pipeline stage had no such parameter.
                 restore.callback(table.pop, leaf, None)
             table[leaf] = made
 
@@ -442,8 +442,8 @@ class FullState:
 
     @contextmanager
     def receiving_values(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Inside the block the model holds whole parameters without memory; no pass over the model may be open. What is copied
-        into them or put in their place, as `load_state_dict` does, is in the mapping afterwards, by name."""
+        """Inside the block placeholders of whole shape on the meta device replace the model's parameters; no pass over the model
+        may be open. The yielded mapping has, after the block, the values that `load_state_dict` or others gave them, by name."""
         given: dict[str, torch.Tensor] = {}
         stood = {n: _StandIn(torch.empty(self._specs[n].shape, device="meta"), self._trained[n]) for n in self.names()}
         with ExitStack() as restore:
@@ -470,7 +470,7 @@ class FullState:
                 parameter = table[leaf]
                 if parameter is None or parameter.is_meta:
                     table[leaf] = made
-                else:  # The model's own object, which other code may reference.
+                else:  # Other code may refer to this object, so that it is kept.
                     set_values(parameter, value)
                     parameter.grad = None
 

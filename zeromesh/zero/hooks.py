@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeromesh.units.unit import Bucket, Unit, all_buckets, refuse_closed
 
-_MOST_DEPTH = 4
+_MOST_DEPTH = 4  # Levels of objects inside objects in which tensors are searched.
 
 
 Edge = tuple[Node, int]
@@ -43,7 +43,7 @@ _VIEWS = frozenset(
     AliasBackward0 AsStridedBackward0 DetachBackward0 DiagonalBackward0 ExpandBackward0 PermuteBackward0 ReshapeAliasBackward0
     SelectBackward0 SliceBackward0 SplitBackward0 SqueezeBackward0 TBackward0 TransposeBackward0 UnbindBackward0 UnfoldBackward0
     UnsqueezeBackward0 ViewBackward0
-    """.split()  # noqa: SIM905 - a table of words
+    """.split()  # noqa: SIM905 - a list of names
 )
 _COPIES = frozenset({"CloneBackward0"})
 
@@ -85,7 +85,7 @@ class Hooks:
     def __init__(self, units: Sequence[Unit], passes: Any) -> None:
         self._handles = ExitStack()
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []
-        """References are held here, because garbage collection does not see what a parameter's gradient hook holds."""
+        """The gradient hooks, to which parameters have weak proxies: garbage collection does not see what such a hook refers to."""
         self._passes = passes
         self._buckets = all_buckets(units)
         for unit in units:
@@ -200,7 +200,7 @@ class UnitCall(NamedTuple):
 
 
 class UnitCalls:
-    """The calls in a microbatch's forward whose kind was not seen before."""
+    """Records the calls of units in a forward, and finds where backward enters them without a hook, once for each kind of call."""
 
     def __init__(self) -> None:
         self._seen: dict[int, set[tuple[int, int]]] = {}

@@ -47,10 +47,10 @@ class MemoryBytes:
 
 
 class MemoryModel:
-    """Bytes of one rank once every bucket has been updated, each by purpose without empty purposes: in the memory of its compute
-    device (`terms`), in host memory beside an accelerator (`hosted`), and on disk (`files`).
+    """The predicted bytes of one rank after the first update, by purpose, without purposes of 0 bytes: in the memory of its
+    compute device (`terms`), in host memory beside an accelerator (`hosted`), and on disk (`files`).
 
-    `GRADIENTS` inside backward is the peak.
+    The bytes of `Purpose.GRADIENTS` are the peak inside backward.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class MemoryModel:
         root, *others = [int(share * sum(layout.nbytes for layout, stays in unit if not stays)) for unit in pairs]
         window = options.prefetch + 1
         self.gathered = root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
-        """The peak of further bytes for parameters gathered around their use: the root and `prefetch` + 1 consecutive units."""
+        """The peak of bytes, beside `terms`, of parameters gathered around use: the root and `prefetch` + 1 consecutive units."""
         self.kept = sum(count * layout.nbytes for layout, stays, count in self._buckets if stays)
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
         self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
         """Bytes of all parameters in the compute dtype."""
         self.passing = self._offloading_bytes()
-        """The peak of further bytes for gradient shards on their way to another tier."""
+        """The peak of bytes, beside `terms`, of gradient shards that are being offloaded."""
         tiers = {tier: Counter[Purpose]() for tier in Tier}
         tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept)
         tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(

@@ -68,11 +68,11 @@ class PassProgress:
     outputs: list[GradientEdge] = field(default_factory=list)
     """Those outputs of the latest call of a unit that require a gradient."""
     held: set[int] = field(default_factory=set)
-    """Units that are needed beyond their calls: they stay live until the pass is over, and during all of backward."""
+    """The indices of units that are needed after their calls: they stay live until the pass is over, and during all of backward."""
     reached: set[int] = field(default_factory=set)
-    """Units whose outputs backward has reached."""
+    """The indices of units whose outputs backward has reached."""
     inside: list[int] = field(default_factory=list)
-    """Units that backward needs now."""
+    """The indices of units whose backward is not over."""
     calls: int = 0
     """The number of calls of units in forward."""
     first_visits: dict[int, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Passes:
         self.mode = PassMode.IDLE
         self._mesh = mesh
         self._in_stages = mesh.shape.divides("blocks")
-        """True if this rank has but some stages of the model."""
+        """True if pipeline parallelism leaves this rank only some blocks of the model."""
         self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._options = options
@@ -240,15 +240,15 @@ class Passes:
         self._progress.streams = before
 
     def begin_without_root(self) -> None:
-        """Start the root's random streams where a stage runs without the head, and hold the root, since backward has no hook that
-        enters it."""
+        """Begin the root unit's random stream and keep the unit live, for a pipeline stage that runs its blocks without calling
+        the root: backward has no hook at which to gather it."""
         self._keep_live(self.units[0])
         if self._progress.streams is not None:
             self._progress.streams.begin(self.units[0].name)
 
     def _begin(self, mode: PassMode, kind: str, progress: PassProgress | None = None) -> None:
         if self._direct_call is not None:
-            self.end()  # A user's direct call that failed.
+            self.end()  # A user's direct call of the model has raised an error.
         self.require_idle()
         self.mode = mode
         self._progress = progress or PassProgress()
@@ -308,7 +308,7 @@ class Passes:
             return
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(unit.module)
-        # Parameters that are there and stay have no order of gathers in a pass without a backward.
+        # An evaluation gathers nothing where units stay live.
         if self._releases or self.mode is not PassMode.EVALUATION or unit.phase is not Phase.LIVE:
             self._progress.first_visits.setdefault(unit.index, self._progress.calls)
             self._progress.calls += 1
@@ -436,7 +436,7 @@ class Passes:
             self._keep_live(unit)
 
     def before_backward(self, unit: Unit, call: int) -> None:
-        """Prepare a unit whose outputs, those of call number `call`, backward has reached; backward of later calls is done."""
+        """Gather a unit when backward reaches the outputs of call number `call` in forward, and release units of later calls."""
         if self.mode is PassMode.IDLE:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"

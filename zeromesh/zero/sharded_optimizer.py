@@ -52,7 +52,7 @@ class ShardedOptimizer(Optimizer):
         return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to `max_norm`; returns their norm before, a scalar in float64, exact over all ranks. Raises
+        """Scale gradients down to the norm `max_norm`; returns the norm before, a float64 scalar, exact over all ranks. Raises
         `PhaseError` when there are no gradients."""
         self._require_scaled()
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
