@@ -30,12 +30,12 @@ ERRORS = "ZEROMESH_ERROR_FILE"
 BEGAN = "ZEROMESH_BEGAN"
 """The variable that tells workers the start time of their command, in seconds since boot."""
 
-_LAUNCHER = "ZEROMESH_LAUNCHER_PID"
+_LAUNCHER_PID = "ZEROMESH_LAUNCHER_PID"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
-_SECRET = re.compile(
+_SECRET_NAME = re.compile(
     r"(?:KEYS?|TOKENS?|SECRETS?|PASS(?:WORDS?|WD|PHRASE)|CREDENTIALS?)(?:$|_)|_(?:PASS|PWD|PAT|DSN)$|^(?:PASS|PAT)$",
     re.IGNORECASE,
 )
@@ -148,7 +148,7 @@ def kept_environment(variables: Mapping[str, str] | None = None) -> Iterator[Non
 def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return the values of variables whose names mark them as secrets, such as `HF_TOKEN`, without short ones."""
     environ = os.environ if environ is None else environ
-    found = (value.strip() for name, value in environ.items() if _SECRET.search(name))
+    found = (value.strip() for name, value in environ.items() if _SECRET_NAME.search(name))
     return tuple(value for value in found if len(value) >= _LEAST_SECRET)
 
 
@@ -163,7 +163,7 @@ def die_with_launcher() -> None:
     Call it before slow imports: a launcher that is killed cannot end its workers itself.
     """
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-    launcher = setting(_LAUNCHER)
+    launcher = setting(_LAUNCHER_PID)
     if launcher is not None and launcher != str(os.getppid()):
         raise SystemExit(128 + int(signal.SIGKILL))
 
@@ -188,7 +188,7 @@ class RankRange:
             "MASTER_PORT": self.master_port,
             **dict(zip(_RUN_VARIABLES, (self.run_id, self.restart), strict=True)),
             _AGENT_STORE: False,
-            _LAUNCHER: os.getpid(),
+            _LAUNCHER_PID: os.getpid(),
         }
         return {name: str(value) for name, value in found.items()}
 

@@ -35,7 +35,7 @@ from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.units.plan import names_by_parameter
 
 Gradients = tuple[torch.Tensor | None, ...]
-_Move = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+_Convert = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> ModulePlacement:
@@ -136,9 +136,9 @@ class _ModuleExchange:
 def _run_and_send(forward: Callable[..., Any], exchange: _ModuleExchange, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a placed module on the ranks of its set, and send output and input gradients to the other ranks."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    at = _differentiable(leaves)
+    at = _needing_grad(leaves)
     if at:
-        views: _Move = lambda tensors: [each.view_as(each) for each in tensors]  # noqa: E731
+        views: _Convert = lambda tensors: [each.view_as(each) for each in tensors]  # noqa: E731
         entered = _apply(_MovedGradients, views, exchange.send, *(leaves[index] for index in at))
         for index, tensor in zip(at, entered, strict=True):
             leaves[index] = tensor
@@ -176,7 +176,7 @@ class _RemoteModule(Stub):
         wanted = [index for index, each in enumerate(specs) if each.differentiable]
         if wanted:
             anchor = torch.zeros((), requires_grad=True)
-            inputs = [leaves[index] for index in _differentiable(leaves)]
+            inputs = [leaves[index] for index in _needing_grad(leaves)]
             received = _apply(
                 _ReceivedGradients, self._exchange, anchor, len(wanted), *(tensors[index] for index in wanted), *inputs
             )
@@ -191,7 +191,7 @@ class _MovedGradients(torch.autograd.Function):
     """Applies one function to tensors and another to their gradients, at the inputs or outputs of a module on its own ranks."""
 
     @staticmethod
-    def forward(ctx: Any, forward: _Move, backward: _Move, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, forward: _Convert, backward: _Convert, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.move = backward
         passed = forward(list(tensors))
         ctx.mark_non_differentiable(*(to for to, each in zip(passed, tensors, strict=True) if not each.requires_grad))
@@ -220,7 +220,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[to
     return cast("tuple[torch.Tensor, ...]", function.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
-def _differentiable(leaves: list[Any]) -> list[int]:
+def _needing_grad(leaves: list[Any]) -> list[int]:
     if not torch.is_grad_enabled():
         return []
     return [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

@@ -379,7 +379,7 @@ def lost_bucket(zero_gaps: Any, flat: torch.Tensor, bucket: Bucket) -> None:
         flat[bucket.interval.end :].zero_()
 
 
-@seeded(GradientReducer, "_on_local_sum", {"zero.stage": 2}, r"layers\.1")
+@seeded(GradientReducer, "_after_reduction", {"zero.stage": 2}, r"layers\.1")
 def stale_gradient(take: Any, self: GradientReducer, bucket: Bucket) -> None:
     """The gradient of a bucket begins with that of the step before."""
     if self._last and _in_last_block(bucket):

@@ -153,7 +153,7 @@ _ENTRY_WORDS = 16
 """The number of words of an entry: slot number, serial number, file descriptor, bytes, then `ABOUT_WORDS` words of the caller."""
 ABOUT_WORDS = _ENTRY_WORDS - 4
 _LEAST_BYTES = 16 * PAGE
-_VIEWS = 32
+_CACHED_VIEWS = 32
 
 
 class RingSlot:
@@ -165,7 +165,7 @@ class RingSlot:
         self.sequence = -1
         self.raw = raw = segment.tensor(0, segment.nbytes, torch.uint8)
 
-        @lru_cache(_VIEWS)
+        @lru_cache(_CACHED_VIEWS)
         def view(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             """Return the first bytes as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
             return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)

@@ -334,7 +334,7 @@ class Transport:
 
 
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
-_STRONG_ORDER = {"x86_64", "AMD64"}
+_STRONGLY_ORDERED = {"x86_64", "AMD64"}
 
 
 def choose_transport(kind: TransportName, group: ProcessSet, device: torch.device) -> str:
@@ -359,7 +359,7 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
     obstacle, machine = "", platform.machine()
     if not group.one_host:
         obstacle = "the ranks of the group do not share one host and one process namespace"
-    elif machine not in _STRONG_ORDER:
+    elif machine not in _STRONGLY_ORDERED:
         obstacle = f"{machine} orders memory more weakly than x86-64, which its counters rely on"
     if kind == "shared" and obstacle:
         raise ConfigError(f"parallel.transport is shared, but {obstacle}; use auto or gloo")

@@ -130,11 +130,11 @@ class StridedRows:
     def take(self, window: torch.Tensor, start: int, interval: Interval, out: torch.Tensor) -> None:
         """Copy local elements `interval` into `out`, 1-D, from `window`, 1-D: the logical tensor from position `start` on."""
         for tile in self.tiles(interval):
-            there = _block(window, tile.logical - start, tile, self.width)
-            _block(out, tile.local - interval.start, tile, self.taken).copy_(there)
+            there = _strided_view(window, tile.logical - start, tile, self.width)
+            _strided_view(out, tile.local - interval.start, tile, self.taken).copy_(there)
 
 
-def _block(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor:
+def _strided_view(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor:
     return flat.as_strided((tile.rows, tile.length), (stride, 1), flat.storage_offset() + at)
 
 

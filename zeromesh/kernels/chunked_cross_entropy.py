@@ -201,21 +201,21 @@ class HeadPass:
         self.seed = seed * change.scale
         self.tokens, self.vocab = self.hidden.shape[0], weight.shape[0]
         self.chunk = max(1, min(chunk_tokens, self.tokens))
-        self.wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
-        self.product = product_dtype(hidden.dtype, hidden.device.type)
+        self.loss_dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32
+        self.matmul_dtype = product_dtype(hidden.dtype, hidden.device.type)
         self.blocks = [slice(0, self.vocab)]
-        if self.product != hidden.dtype:
+        if self.matmul_dtype != hidden.dtype:
             self.blocks = row_blocks(self.vocab, max(self.chunk, hidden.shape[1]))
         several = self.chunk < self.tokens
         self.grad_hidden = torch.empty_like(self.hidden) if trained[0] else None
         # One chunk's product is rounded once; a sum of several needs the wide dtype.
-        dtype = self.wide if several else weight.dtype
+        dtype = self.loss_dtype if several else weight.dtype
         self.grad_weight = weight.new_empty(weight.shape, dtype=dtype) if trained[1] else None
-        self.grad_bias = weight.new_zeros(self.vocab, dtype=self.wide) if trained[2] else None
+        self.grad_bias = weight.new_zeros(self.vocab, dtype=self.loss_dtype) if trained[2] else None
 
     def run(self) -> torch.Tensor:
         """Return the sum of the losses; `grad_hidden`, `grad_weight` and `grad_bias` then hold the gradients."""
-        losses = self.hidden.new_empty(self.tokens, dtype=self.wide)
+        losses = self.hidden.new_empty(self.tokens, dtype=self.loss_dtype)
         logits = self.hidden.new_empty(self.chunk, self.vocab)
         for start in range(0, self.tokens, self.chunk):
             end = min(start + self.chunk, self.tokens)
@@ -238,15 +238,15 @@ class HeadPass:
         return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        if self.product == hidden.dtype:
+        if self.matmul_dtype == hidden.dtype:
             if self.bias is None:
                 torch.mm(hidden, self.weight.t(), out=out)
             else:
                 torch.addmm(self.bias, hidden, self.weight.t(), out=out)
             return
-        hidden = hidden.to(self.product)
+        hidden = hidden.to(self.matmul_dtype)
         for block in self.blocks:
-            product = torch.mm(hidden, self.weight[block].to(self.product).t())
+            product = torch.mm(hidden, self.weight[block].to(self.matmul_dtype).t())
             if self.bias is not None:
                 product += self.bias[block]
             out[:, block] = product
@@ -259,7 +259,7 @@ class HeadPass:
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
         """Write the losses; if needed, overwrite `logits` by their gradient over `seed`: (softmax - onehot) times the slope."""
         rows = self.rows_at_once(logits)
-        scratch = None if logits.dtype == self.wide else logits.new_empty(rows, self.vocab, dtype=self.wide)
+        scratch = None if logits.dtype == self.loss_dtype else logits.new_empty(rows, self.vocab, dtype=self.loss_dtype)
         for start in range(0, logits.shape[0], rows):
             part = logits[start : start + rows]
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
@@ -283,9 +283,9 @@ class HeadPass:
         local = targets - self._first
         rows = self.rows_at_once(logits)
         # A cap's slope needs the logits again after the exchange.
-        alone = logits.dtype == self.wide and not self.change.cap
-        scratch = None if alone else logits.new_empty(rows, self.vocab, dtype=self.wide)
-        statistics = logits.new_empty(3, logits.shape[0], dtype=self.wide)
+        alone = logits.dtype == self.loss_dtype and not self.change.cap
+        scratch = None if alone else logits.new_empty(rows, self.vocab, dtype=self.loss_dtype)
+        statistics = logits.new_empty(3, logits.shape[0], dtype=self.loss_dtype)
         blocks = [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
         for block in blocks:
             part = logits[block]
@@ -319,16 +319,16 @@ class HeadPass:
 
     def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
         """Multiply a chunk's gradient of the logits into those of hidden states, weight and bias."""
-        hidden = self.hidden[start:end].to(self.product)
+        hidden = self.hidden[start:end].to(self.matmul_dtype)
         first = start == 0
         grad_hidden = None if self.grad_hidden is None else self.grad_hidden[start:end]
         wide = grad_hidden
-        if grad_hidden is not None and grad_hidden.dtype != self.product:
+        if grad_hidden is not None and grad_hidden.dtype != self.matmul_dtype:
             wide = torch.empty_like(hidden)
         for number, block in enumerate(self.blocks):
-            part = dlogits[:, block].to(self.product)
+            part = dlogits[:, block].to(self.matmul_dtype)
             if wide is not None:
-                weight = self.weight[block].to(self.product)
+                weight = self.weight[block].to(self.matmul_dtype)
                 wide.addmm_(part, weight, beta=float(number > 0), alpha=self.seed)
             if self.grad_weight is not None:
                 out, factor = self.grad_weight[block], part.t()
@@ -339,7 +339,7 @@ class HeadPass:
                 else:
                     out.add_(torch.mm(factor, hidden), alpha=self.seed)
             if self.grad_bias is not None:
-                self.grad_bias[block] += part.sum(dim=0, dtype=self.wide)
+                self.grad_bias[block] += part.sum(dim=0, dtype=self.loss_dtype)
         if grad_hidden is not None and wide is not None and wide is not grad_hidden:
             grad_hidden.copy_(wide)
 

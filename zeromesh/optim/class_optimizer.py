@@ -28,7 +28,7 @@ from zeromesh.flat.layout import ParameterSpec
 from zeromesh.flat.redistribute import bucket_placement, redistribute
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
-from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, KeptState
+from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, UnshardedState
 from zeromesh.options import NO_GROUP, OptimizerClass, StatePlan, ZeroOptions
 from zeromesh.units.unit import Bucket
 
@@ -88,11 +88,11 @@ class PieceOptimizer(BucketOptimizer):
         self._plans = [own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing) for spec in specs]
         super().__init__(bucket, options, tiers)
 
-    def follow(self) -> None:
-        super().follow()
+    def update_segments(self) -> None:
+        super().update_segments()
         numbers = {slot.spec.fqn: number for number, slot in enumerate(self._bucket.layout.slots)}
         pieces = [(each.in_shard, numbers[each.spec.fqn]) for each in self._bucket.layout.pieces(self._bucket.interval)]
-        groups, updated = [slot.spec.group for slot in self._bucket.layout.slots], self._updated()
+        groups, updated = [slot.spec.group for slot in self._bucket.layout.slots], self._update_flags()
         # Parameters have step counts of their own, so that no two are updated in one call.
         self._segments = [(at.start, at.end, groups[n], n) for at, n in pieces if updated[n] and groups[n] != NO_GROUP]
 
@@ -100,7 +100,7 @@ class PieceOptimizer(BucketOptimizer):
         super().begin()
         self._before = {name: values.clone() for name, values in self._scalars.items()}
 
-    def kept(self, number: int) -> Iterator[KeptState]:
+    def whole_states(self, number: int) -> Iterator[UnshardedState]:
         for name, values in self._scalars.items():
             yield name, values.dtype, (), TieredTensor.of(values[number : number + 1])
 
@@ -185,9 +185,9 @@ class WholeOptimizer(PieceOptimizer):
             self._class.sized[key] = _state_plan(type(optimizer).__name__, state, dtype)
         return self._class.sized[key]
 
-    def kept(self, number: int) -> Iterator[KeptState]:
+    def whole_states(self, number: int) -> Iterator[UnshardedState]:
         mine = self._owners.get(number) == self._group.index
-        for name, dtype, shape, values in super().kept(number):
+        for name, dtype, shape, values in super().whole_states(number):
             yield name, dtype, shape, values if mine else None
         for name, each in self._examples.get(number, {}).items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
@@ -197,7 +197,7 @@ class WholeOptimizer(PieceOptimizer):
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         master, grad = tensors
-        layout, updated, ranks = self._bucket.layout, self._updated(), self._group.size
+        layout, updated, ranks = self._bucket.layout, self._update_flags(), self._group.size
         numbers = [n for n in sorted(self._owners) if updated[n]]
         where = {n: layout.slots[n].where for n in numbers}
         owned = [[n for n in numbers if self._owners[n] == rank] for rank in range(ranks)]

@@ -87,7 +87,7 @@ def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
     return OPTIMIZERS[settings.name].moments
 
 
-KeptState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
+UnshardedState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
 """A state that is not divided as its parameter is: name, dtype, shape, and the elements where a rank has them."""
 
 
@@ -108,15 +108,15 @@ class BucketOptimizer:
         }
         self.steps = [0] * len(bucket.layout.slots)
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
-        self.follow()
+        self.update_segments()
 
-    def kept(self, number: int) -> Iterable[KeptState]:
+    def whole_states(self, number: int) -> Iterable[UnshardedState]:
         """Return the states of a parameter, by its number, that are no moments."""
         return ()
 
-    def follow(self) -> None:
+    def update_segments(self) -> None:
         """Read which parameters are trained now, and how many updates each has had."""
-        bucket, kinds = self._bucket, list(zip(self._updated(), self.steps, strict=True))
+        bucket, kinds = self._bucket, list(zip(self._update_flags(), self.steps, strict=True))
         self._segments = [
             (segment.where.start, segment.where.end, segment.group, segment.number)
             for segment in bucket.layout.segments(bucket.interval, kinds)
@@ -124,14 +124,14 @@ class BucketOptimizer:
         ]
         self._missing = bucket.missing
 
-    def _updated(self) -> list[bool]:
+    def _update_flags(self) -> list[bool]:
         return [trained and n not in self._bucket.missing for n, trained in enumerate(self._bucket.training)]
 
     def begin(self) -> None:
         """Begin another update, which counts for the parameters that it changes."""
-        self.steps = [count + updated for count, updated in zip(self.steps, self._updated(), strict=True)]
+        self.steps = [count + updated for count, updated in zip(self.steps, self._update_flags(), strict=True)]
         if self._bucket.missing != self._missing:
-            self.follow()
+            self.update_segments()
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         """Update elements of the shard from `start` on in place: `tensors` are master weights, gradients and the moments, each

@@ -69,7 +69,7 @@ class GradientReducer:
         self._is_alone = mesh.shard.size == 1
         """True if the shard group is this rank alone, so that its own sums are the result."""
         self._mesh = mesh
-        self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
+        self._watched_ranks = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._incomplete: Counter[int] = Counter()
         """The number of each unit's buckets that lack a gradient in the running backward."""
@@ -79,7 +79,7 @@ class GradientReducer:
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
         self._flying: deque[tuple[Bucket, Reduction]] = deque()
-        self._whole: list[tuple[Bucket, Reduction]] = []
+        self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._reduce = self._first = self._last = self._settled = False
         self.with_gradient: dict[int, set[int]] = {}
         """The indices of parameters that have had a gradient on this rank in the present step, by the bucket's id."""
@@ -178,10 +178,10 @@ class GradientReducer:
             self._launch_next()
         while self._flying:
             self._finish_one()
-        for bucket, reduction in self._whole:
+        for bucket, reduction in self._unfinished_wholes:
             reduction.settle()
-            self._on_local_sum(bucket)
-        self._whole.clear()
+            self._after_reduction(bucket)
+        self._unfinished_wholes.clear()
         self._arrivals = {}
         self._incomplete.clear()
         self._end_sums()
@@ -245,9 +245,9 @@ class GradientReducer:
             bucket = self._queue.popleft().bucket
             if self._is_alone:
                 self._announce(bucket)
-            self._on_local_sum(bucket)
+            self._after_reduction(bucket)
 
-    def _on_local_sum(self, bucket: Bucket) -> None:
+    def _after_reduction(self, bucket: Bucket) -> None:
         # Preliminary: `find_missing` also takes other ranks' gradients into account.
         bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
         if not self._last:
@@ -305,8 +305,8 @@ class GradientReducer:
 
     def _announce(self, bucket: Bucket) -> None:
         """Report the reduction that starts now to the watchdog, which compares its order over all data-parallel ranks."""
-        if self._compared:
-            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._compared, settled=self._settled)
+        if self._watched_ranks:
+            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._watched_ranks, settled=self._settled)
 
     def _own_sum(self, bucket: Bucket) -> torch.Tensor:
         fresh = self._is_alone and bucket.grad is None
@@ -332,9 +332,9 @@ class GradientReducer:
         with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
         if bucket.is_shard:
-            self._on_local_sum(bucket)
+            self._after_reduction(bucket)
         else:
-            self._whole.append((bucket, reduction))
+            self._unfinished_wholes.append((bucket, reduction))
 
 
 def _store_gradients(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
@@ -377,7 +377,7 @@ class GradientShards:
     def __init__(self, options: ZeroOptions, tiers: Tiers) -> None:
         self._dtype = options.precision.sums
         self._tiers = tiers
-        self._stay = options.gradients_stay(tiers.device)
+        self._keeps_memory = options.gradients_stay(tiers.device)
         self._pass_through = options.gradients_pass_through
         self.first = True
         """True in a step's first backward, for which no earlier sum is read."""
@@ -389,7 +389,7 @@ class GradientShards:
 
     def require_room(self, buckets: Iterable[Bucket]) -> None:
         """Raise `StorageError` before training if a step's shards would not fit beside all other states."""
-        if self._stay or self._pass_through:
+        if self._keeps_memory or self._pass_through:
             return
         nbytes = sum(bucket.length for bucket in buckets) * self._dtype.itemsize
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, nbytes)
@@ -407,7 +407,7 @@ class GradientShards:
         rest = bucket.grad_rest
         if bucket.grad is not None:
             return
-        if not (self._stay or self._pass_through) and bucket.layout.parts > 1:
+        if not (self._keeps_memory or self._pass_through) and bucket.layout.parts > 1:
             bucket.grad = self._allocate_grad(bucket)
         elif rest is not None and bucket.partial is None and not self.first and id(bucket) not in self._arriving:
             memory = self._allocate_grad(bucket)
@@ -469,7 +469,7 @@ class GradientShards:
     def drop(self, bucket: Bucket) -> None:
         """Release the memory of a bucket's used gradients, unless it is kept for the next step."""
         grad = bucket.grad
-        if grad is None or (self._stay and bucket.grad_rest is None):
+        if grad is None or (self._keeps_memory and bucket.grad_rest is None):
             return
         bucket.grad = None
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)

@@ -223,7 +223,7 @@ class OptimizerStep:
         self._mesh = mesh
         self._options = options
         self._tiers = tiers
-        self._all = all_buckets(units)
+        self._all_buckets = all_buckets(units)
         self._units = units
         self._optimizers: dict[int, BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size
@@ -234,7 +234,7 @@ class OptimizerStep:
         gradients.on_summed = self._update_ready
         self._ready: list[Bucket] = []
         """Summed buckets that wait for an update inside this backward."""
-        self._retired: set[int] = set()
+        self._retired_units: set[int] = set()
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
         """The hyperparameters of each parameter group for the next update."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
@@ -261,24 +261,24 @@ class OptimizerStep:
         self._stream = self._make_stream(device)
 
     def _make_optimizers(self) -> None:
-        self._buckets = [bucket for bucket in self._all if any(bucket.training)]
-        new = [bucket for bucket in self._all if bucket.trainable and id(bucket) not in self._optimizers]
+        self._buckets = [bucket for bucket in self._all_buckets if any(bucket.training)]
+        new = [bucket for bucket in self._all_buckets if bucket.trainable and id(bucket) not in self._optimizers]
         made = make_optimizers(new, self._options, self._tiers, self._mesh.shard, self._loads)
         for bucket, optimizer in zip(new, made, strict=True):
             self._optimizers[id(bucket)] = optimizer
             if self.averages is not None:
                 self.averages.begin(bucket)
 
-    def follow(self) -> None:
+    def adapt_to_trained(self) -> None:
         """Adapt, between two steps, to a changed set of trained parameters."""
         known = len(self._optimizers)
         self._make_optimizers()
         for optimizer in self._optimizers.values():
-            optimizer.follow()
+            optimizer.update_segments()
         if len(self._optimizers) > known:
             self._stream.forget()
             device = self._stream.device
-            self._tiers.ledger.add(_memory_of(device), Purpose.STAGING, -self._stream.nbytes)
+            self._tiers.ledger.add(_tier_of(device), Purpose.STAGING, -self._stream.nbytes)
             self._stream = self._make_stream(device)
 
     def _most_elsewhere(self, device: torch.device) -> int:
@@ -301,25 +301,25 @@ class OptimizerStep:
             waits=self._tiers.waits,
             memory=partial(self._tiers.buffer, device=device),
         )
-        self._tiers.ledger.add(_memory_of(device), Purpose.STAGING, stream.nbytes)
+        self._tiers.ledger.add(_tier_of(device), Purpose.STAGING, stream.nbytes)
         return stream
 
     def resume(self, updates: int, steps: Mapping[str, int]) -> None:
         """Continue after `updates` updates; `steps` has, by name, the counts of parameters that had another number of updates."""
         self.updates = updates
-        for bucket in self._all:
+        for bucket in self._all_buckets:
             optimizer = self.optimizer_of(bucket)
             if optimizer is not None:
                 specs = [slot.spec for slot in bucket.layout.slots]
                 optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.learned)) for each in specs]
-                optimizer.follow()
+                optimizer.update_segments()
 
     def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
         """Begin a step, whose updates use these hyperparameters for each group."""
         self.groups = groups
         self._updated = []
         self.gradients.shards.begin_step()
-        self._retired = set()
+        self._retired_units = set()
         self.last_order = []
 
     def leave(self, units: Iterable[Unit]) -> None:
@@ -377,8 +377,8 @@ class OptimizerStep:
         self.drop_gradients()
         if skip:
             return
-        if (averages := self._averaging) is not None:
-            for bucket in self._all:  # The update has blended the averages of buckets that are trained now.
+        if (averages := self._due_averages) is not None:
+            for bucket in self._all_buckets:  # The update has blended the averages of buckets that are trained now.
                 if bucket.average is not None and not any(bucket.training):
                     self.before_change(bucket)
                     modes = ((bucket.master, Access.READ), (bucket.average, Access.UPDATE))
@@ -395,7 +395,7 @@ class OptimizerStep:
             self.gradients.shards.drop(bucket)
 
     @property
-    def _averaging(self) -> WeightAverage | None:
+    def _due_averages(self) -> WeightAverage | None:
         return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
 
     def _describe_nonfinite(self, norm: float, loss_finite: bool) -> str:
@@ -426,8 +426,8 @@ class OptimizerStep:
         """Let the other ranks overwrite this rank's gathered copies of these units, once per step: later a unit may hold the next
         values, which this rank still has to read."""
         for unit in units:
-            if unit.index not in self._retired:
-                self._retired.add(unit.index)
+            if unit.index not in self._retired_units:
+                self._retired_units.add(unit.index)
                 for bucket in unit.trainable:
                     bucket.buffer.retire()
 
@@ -437,7 +437,7 @@ class OptimizerStep:
         ready, self._ready = [*self._ready, *summed], []
         for bucket in ready:
             unit = self._units[bucket.unit]
-            if unit.index not in self._retired:
+            if unit.index not in self._retired_units:
                 self._ready.append(bucket)
                 continue
             self.gradients.complete(bucket)
@@ -458,7 +458,7 @@ class OptimizerStep:
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
         grad = gradient_of(bucket) if self.gradients.inside else None
-        averages = self._averaging
+        averages = self._due_averages
 
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if bucket.copy is not None else None
@@ -484,7 +484,7 @@ class OptimizerStep:
             bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:
-        uses = self._operands(bucket, averaging=self._averaging is not None)
+        uses = self._operands(bucket, averaging=self._due_averages is not None)
         return self._stream.rows(id(bucket), bucket.length, uses)
 
     def _operands(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
@@ -503,5 +503,5 @@ class OptimizerStep:
         return uses
 
 
-def _memory_of(device: torch.device) -> Tier:
+def _tier_of(device: torch.device) -> Tier:
     return Tier.DEVICE if is_accelerator(device) else Tier.HOST

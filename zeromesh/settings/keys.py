@@ -52,7 +52,7 @@ def bytes_from_text(value: object) -> object:
     return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
 
 
-def whole(value: object) -> object:
+def int_if_whole(value: object) -> object:
     """Convert a float without a fraction, such as 1e3, to an integer, as JSON and YAML have one kind of number."""
     if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_LIMIT:
         return int(value)
@@ -68,7 +68,7 @@ Number = Annotated[float, ConvertedBy(_number_from_text)]
 Fraction = Annotated[Number, Ge(0.0), Lt(1.0)]
 Positive = Annotated[Number, Gt(0.0)]
 NotNegative = Annotated[Number, Ge(0.0)]
-Whole = Annotated[int, ConvertedBy(whole)]
+Whole = Annotated[int, ConvertedBy(int_if_whole)]
 Count = Annotated[Whole, Ge(1)]
 CountOrOff = Annotated[Whole, Ge(0)]
 Bytes = Annotated[Whole, ConvertedBy(bytes_from_text), Ge(0), Allowed("a number of bytes, such as 268435456 or 256MiB")]

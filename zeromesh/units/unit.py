@@ -127,10 +127,10 @@ class Phase(Enum):
     """Parameters are whole and current."""
 
 
-_NEXT = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
+_NEXT_PHASE = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
 _version_of = attrgetter("_version")
 _DIGEST_WORDS = 1 << 22
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class UseCallback:
@@ -192,9 +192,9 @@ class Bucket:
         poison = poison.to(buffer.full.device)
         flat = buffer.carve([slot.where for slot in layout.slots])
         self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
-        self._rest = [poison.expand(slot.spec.shape) for slot in layout.slots]
+        self._placeholders = [poison.expand(slot.spec.shape) for slot in layout.slots]
         self.uses = UseCallback(self.parameters, layout)
-        self._resting: list[type[AtRest]] = []
+        self._resting_classes: list[type[AtRest]] = []
         self.set_live_classes(list(map(type, self.parameters)))
         self._versions: list[int] = []
         self._digests: list[torch.Tensor] = []
@@ -208,7 +208,7 @@ class Bucket:
         """Replace the classes that the parameters have while live."""
         on_use = staticmethod(self.uses)
         resting = {each: make_subclass(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
-        self._resting = [resting[kind] for kind in kinds]
+        self._resting_classes = [resting[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
 
@@ -218,7 +218,7 @@ class Bucket:
             flags = [parameter.requires_grad for parameter in self.parameters]
         return [] if flags == self.training else [n for n, flag in enumerate(flags) if flag != self.training[n]]
 
-    def follow(self) -> None:
+    def adopt_requires_grad(self) -> None:
         """Adopt the parameters' present `requires_grad` as their training state."""
         self.training = [parameter.requires_grad for parameter in self.parameters]
         named = zip(self.layout.slots, self.training, strict=True)
@@ -236,7 +236,7 @@ class Bucket:
 
     def hide(self) -> None:
         """Replace the parameters by NaN of equal shape, in the class that calls `on_use` at their first use."""
-        for parameter, rest, kind in zip(self.parameters, self._rest, self._resting, strict=True):
+        for parameter, rest, kind in zip(self.parameters, self._placeholders, self._resting_classes, strict=True):
             if not issubclass(type(parameter), AtRest):
                 parameter.data = rest
                 parameter.__class__ = kind
@@ -258,7 +258,7 @@ class Bucket:
         noted, self._versions, self._digests = self._digests, versions, []
         changed = replaced if noted else replaced + counted
         if noted and on_accelerator(noted[0]):
-            self._compare(noted)
+            self._compare_digests(noted)
         else:
             changed += [number for number, old in enumerate(noted) if old != digest(self._views[number])]
         self._versions_unreliable = self._versions_unreliable or bool(noted and counted)
@@ -266,7 +266,7 @@ class Bucket:
             self.record_digests()
         return self.layout.slots[min(changed)].spec.fqn if changed else None
 
-    def _compare(self, noted: Sequence[torch.Tensor]) -> None:
+    def _compare_digests(self, noted: Sequence[torch.Tensor]) -> None:
         same = torch.stack(list(noted)) == torch.stack([digest(view) for view in self._views])
         unchanged = same.to(torch.float32).cumprod(0).sum()
         self.first_changed = unchanged if self.first_changed is None else torch.minimum(self.first_changed, unchanged)
@@ -301,12 +301,12 @@ class Unit:
             bucket.unit = index
         self._ledger = ledger
         self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
-        self.follow()
+        self.adopt_requires_grad()
 
-    def follow(self) -> None:
+    def adopt_requires_grad(self) -> None:
         """Adopt the parameters' present `requires_grad` as their training state."""
         for bucket in self.buckets:
-            bucket.follow()
+            bucket.adopt_requires_grad()
         self.trainable = tuple(bucket for bucket in self.buckets if any(bucket.training))
         """The buckets that receive gradients in the current step."""
         self.keeps_writes = all(
@@ -339,10 +339,10 @@ class Unit:
 
     def enter(self, phase: Phase) -> None:
         """Enter the next phase. Raises `PhaseError` for a phase that may not follow."""
-        if phase is not _NEXT[self.phase]:
+        if phase is not _NEXT_PHASE[self.phase]:
             raise PhaseError(
                 f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become "
-                f"{_NEXT[self.phase].value}"
+                f"{_NEXT_PHASE[self.phase].value}"
             )
         self.phase = phase
 
@@ -389,7 +389,7 @@ class InplaceWrites:
 
     def __init__(self, *, alone: bool) -> None:
         """`alone`: no other rank has copies or shards of the parameters."""
-        self._alone = alone
+        self._is_alone = alone
         self.forwards = 0
         """The number of training forwards so far."""
         self._calls: Counter[int] = Counter()
@@ -403,8 +403,8 @@ class InplaceWrites:
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` if forward has changed a parameter, since ranks would train different weights."""
-        for unit, name in _changed(units):
-            self._refuse(unit, name)
+        for unit, name in _changed_parameters(units):
+            self._raise_changed(unit, name)
 
     def comparisons(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
         """List the comparisons on a device that the host has not read yet, as scalars to be passed to `refuse_changed`."""
@@ -415,10 +415,10 @@ class InplaceWrites:
         """Raise as `refuse_in_pass` when a comparison has shown a changed parameter; `first` is its number in its bucket."""
         bucket.first_changed = None
         if first < len(bucket.parameters):
-            self._refuse(unit, bucket.layout.slots[first].spec.fqn)
+            self._raise_changed(unit, bucket.layout.slots[first].spec.fqn)
 
-    def _refuse(self, unit: Unit, name: str) -> None:
-        if not (self._alone and unit.keeps_writes):
+    def _raise_changed(self, unit: Unit, name: str) -> None:
+        if not (self._is_alone and unit.keeps_writes):
             raise PhaseError(
                 f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
                 "Embedding(max_norm=), averaged codebooks, clamped or rescaled weights; ranks would then have different weights, "
@@ -427,7 +427,7 @@ class InplaceWrites:
 
     def refuse_between_passes(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` when a parameter was changed since the last update in a way that the next update would lose."""
-        for unit, name in _changed(units):
+        for unit, name in _changed_parameters(units):
             if not unit.keeps_writes:
                 raise PhaseError(
                     f"parameter {name} was changed in place between steps, and the change would be lost: the optimizer updates "
@@ -435,7 +435,7 @@ class InplaceWrites:
                 )
 
 
-def _changed(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
+def _changed_parameters(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
     found = []
     for unit in units:
         for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
@@ -451,7 +451,7 @@ def digest(values: torch.Tensor) -> torch.Tensor:
         # numpy is not used: after it, torch does not free the memory of a storage.
         memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
         return torch.tensor((xxhash.xxh3_64_intdigest(memory) if flat.numel() else 0) >> 1)
-    words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
+    words = flat.view(_INTEGER_DTYPES[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
     places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd factors lose no bit.
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(torch.split(words, _DIGEST_WORDS)):

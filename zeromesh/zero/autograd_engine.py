@@ -33,10 +33,10 @@ from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes, PassMode, PassProgress
 
-_will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
-_GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_will_run_node: Callable[[Node], bool] = torch._C._will_engine_execute_node
+_GRAD_DESCRIPTOR: Any = vars(torch._C.TensorBase)["grad"]
 _Result = TypeVar("_Result")
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
@@ -49,7 +49,7 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient inside backward; None without gradients. Raises `PhaseError` between backward and `zero_grad`."""
-        gradient: torch.Tensor | None = _GRAD.__get__(self)
+        gradient: torch.Tensor | None = _GRAD_DESCRIPTOR.__get__(self)
         if gradient is None:
             type(self).passes.require_no_gradients("read")
         return gradient
@@ -58,11 +58,11 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     def grad(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             type(self).passes.require_no_gradients("set")
-        _GRAD.__set__(self, gradient)
+        _GRAD_DESCRIPTOR.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        _GRAD.__delete__(self)
+        _GRAD_DESCRIPTOR.__delete__(self)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """Register a hook as on any tensor. The engine's hook, which takes the gradient, stays the last one."""
@@ -235,7 +235,7 @@ class AutogradPasses(Passes):
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                 # Keeping a node would keep its parameter alive, and with it the engine, which garbage collection could not free.
-                return any(_will_execute(get_gradient_edge(each).node) for each in trained if each.requires_grad)
+                return any(_will_run_node(get_gradient_edge(each).node) for each in trained if each.requires_grad)
         except RuntimeError:  # `autograd.grad` of a parameter: the call returns its gradient.
             return False
 
@@ -293,7 +293,7 @@ class AutogradPasses(Passes):
     @property
     def failed(self) -> bool:
         """True if the latest backward ended with an error."""
-        return self.mode is PassMode.BACKWARD and _graph_task() == -1
+        return self.mode is PassMode.BACKWARD and _current_backward() == -1
 
     def require_no_failure(self) -> None:
         """Raise `PhaseError` when the latest backward ended with an error."""

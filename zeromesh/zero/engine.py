@@ -247,9 +247,9 @@ class ZeroEngine:
             if not bucket.trainable:
                 make_trainable(bucket, self.options, self._tiers)
                 self._hooks.on_gradients(unit, bucket)
-            unit.follow()
+            unit.adopt_requires_grad()
         self._widen_slots()
-        self.optimizer_step.follow()
+        self.optimizer_step.adapt_to_trained()
 
     def _needed_slot_bytes(self) -> int:
         trained = [bucket.layout for bucket in self._buckets if bucket.trainable]

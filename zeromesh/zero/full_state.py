@@ -178,7 +178,7 @@ class CheckpointState:
         alone = optimizer.whole  # One rank of the shard group then has all of the states.
         for number, slot in enumerate(bucket.layout.slots):
             writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
-            for kind, dtype, shape, values in optimizer.kept(number) if slot.spec.fqn in bucket.learned else ():
+            for kind, dtype, shape, values in optimizer.whole_states(number) if slot.spec.fqn in bucket.learned else ():
                 spec = TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=shape)
                 yield spec, values if written is None or writes else None
 

@@ -203,37 +203,37 @@ class UnitCalls:
     """Records the calls of units in a forward, and finds where backward enters them without a hook, once for each kind of call."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, set[tuple[int, int]]] = {}
-        self._begun: list[tuple[int, int]] = []
-        self._new: list[UnitCall] = []
+        self._seen_kinds: dict[int, set[tuple[int, int]]] = {}
+        self._open_calls: list[tuple[int, int]] = []
+        self._new_calls: list[UnitCall] = []
 
     def reset(self) -> None:
         """Forget the calls of a pass."""
-        self._begun, self._new = [], []
+        self._open_calls, self._new_calls = [], []
 
     def begin(self, unit: int) -> None:
-        self._begun.append((unit, sequence_number()))
+        self._open_calls.append((unit, sequence_number()))
 
     def end(self, unit: int, hooked: Sequence[torch.Tensor]) -> bool:
         """End a call of a unit, whose outputs `hooked` have hooks; returns True if the call is of a new kind."""
         first = end = sequence_number()
-        while self._begun:  # Calls inside it may have ended with an exception.
-            begun, first = self._begun.pop()
+        while self._open_calls:  # Calls inside it may have ended with an exception.
+            begun, first = self._open_calls.pop()
             if begun == unit:
                 break
-        seen = self._seen.setdefault(unit, set())
+        seen = self._seen_kinds.setdefault(unit, set())
         kind = (end - first, len(hooked))
         if end == first or kind in seen or len(seen) >= _MOST_KINDS:
             return False
         seen.add(kind)
         edges = frozenset((each.grad_fn, each.output_nr) for each in hooked if each.grad_fn is not None)
-        self._new.append(UnitCall(unit=unit, first=first, end=end, hooked=edges))
+        self._new_calls.append(UnitCall(unit=unit, first=first, end=end, hooked=edges))
         return True
 
     def unhooked_entries(self, roots: Iterable[Edge]) -> list[tuple[int, torch.Tensor | None]]:
         """List the entries into the new calls, in the graph behind `roots`, where backward begins: the edges without a hook that
         lead from outside into the nodes of a call. Each is the unit, and the parameter if a view of one is read there."""
-        calls, self._new = sorted(self._new, key=lambda call: call.first), []
+        calls, self._new_calls = sorted(self._new_calls, key=lambda call: call.first), []
         firsts = [call.first for call in calls]
         entries: dict[Edge, tuple[int, torch.Tensor | None]] = {}
         stack: list[tuple[int, Edge]] = [(-1, root) for root in roots] if calls else []

@@ -89,7 +89,7 @@ class MemoryModel:
         tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(
             transport, options.gradient_slots, slot_bytes(self._trained, options, device)
         )
-        self._place(tiers)
+        self._add_bytes(tiers)
         self.terms, self.hosted, self.files = (
             {purpose: tiers[tier][purpose] for purpose in Purpose if tiers[tier][purpose]}
             for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE)
@@ -114,7 +114,7 @@ class MemoryModel:
         """Bytes of swap files."""
         return sum(self.files.values())
 
-    def _place(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
+    def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
         # On a CPU the host's memory is the device's.
         hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory

@@ -101,7 +101,7 @@ class Passes:
         self._mesh = mesh
         self._in_stages = mesh.shape.divides("blocks")
         """True if pipeline parallelism leaves this rank only some blocks of the model."""
-        self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
+        self._watched_ranks = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._options = options
         self._updater = updater
@@ -124,7 +124,7 @@ class Passes:
         """True if gradients of parameters are held back until gradients of inputs were sent."""
         self._reads_no_weights = False
         """True if the running backward computes weight gradients from saved tensors, and reads no parameter."""
-        self._last_reductions: dict[int, list[int]] = {}
+        self._last_reduce_order: dict[int, list[int]] = {}
         self.gradients = updater.gradients
 
     # Training
@@ -202,8 +202,8 @@ class Passes:
         own, visited = {unit.index for unit in self._chunks[chunk]}, progress.first_visits
         # The reverse order of first visits, with the units that forward did not touch last.
         order = [index for index in (*reversed(visited), *sorted(own - visited.keys())) if index in own]
-        settled = order == self._last_reductions.get(chunk)
-        self._last_reductions[chunk] = order
+        settled = order == self._last_reduce_order.get(chunk)
+        self._last_reduce_order[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
         reduce = progress.last or self._reduces_each
         self.gradients.begin(buckets, reduce=reduce, first=progress.first, last=progress.last, settled=settled)
@@ -292,8 +292,8 @@ class Passes:
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` is True where the order of gathers is a recorded one."""
         # All data-parallel ranks compare the order: replicas sum over one another in the order of reductions.
-        if self._compared:
-            self._mesh.watch.event(Activity.GATHER, unit.index, self._compared, settled=settled)
+        if self._watched_ranks:
+            self._mesh.watch.event(Activity.GATHER, unit.index, self._watched_ranks, settled=settled)
         with self._recorder.range("gather", unit.name) if self._recorder.profiling else NOTHING:
             unit.gather()
 

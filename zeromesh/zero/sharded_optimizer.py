@@ -36,7 +36,7 @@ class ShardedOptimizer(Optimizer):
         """The wrapped optimizer, under the attribute by which Lightning's LearningRateMonitor treats both as one."""
         self._replaced_optimizers = (optimizer, *getattr(optimizer, "optimizers", ()))
         self._factor = factor
-        self._scaled = False
+        self._loss_is_scaled = False
         refuse: Any = partial(_refuse_step)
         refuse._wrapped_by_lr_sched = True  # Keeps schedulers of the wrapped optimizer from warning.
         for each in self._replaced_optimizers:
@@ -48,7 +48,7 @@ class ShardedOptimizer(Optimizer):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times float16's loss scale, for `optimizer.scale(loss).backward()`; the loss itself without a scale."""
-        self._scaled = True
+        self._loss_is_scaled = True
         return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -74,7 +74,7 @@ class ShardedOptimizer(Optimizer):
         """Forget gradients, so that the next backward begins anew. As in torch, the next step skips parameters without a
         gradient, unless `set_to_none` is False: then their gradients are zeros."""
         self.engine.forget_gradients(zeros=not set_to_none)
-        self._scaled = False
+        self._loss_is_scaled = False
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block no backward is the last one of a step; with `accumulation`, each rank accumulates its own sum."""
@@ -111,7 +111,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def _require_scaled(self) -> None:
-        if self.engine.options.precision.loss_scale is not None and not self._scaled:
+        if self.engine.options.precision.loss_scale is not None and not self._loss_is_scaled:
             raise PhaseError("float16 gradients need the loss scale: call optimizer.scale(loss).backward()")
 
 
