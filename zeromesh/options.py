@@ -166,8 +166,8 @@ class OffloadOptions:
     staging_bytes: int | None = None
 
     def staging_on(self, device: torch.device) -> int:
-        """Return the bytes of the buffers through which states pass that are updated on `device`, if `staging_bytes` is None. An
-        accelerator gets longer rows, since launching many short copies would take longer than the copies."""
+        """Return the bytes of the buffers that bring offloaded states to `device` for their update: `staging_bytes`, or a default,
+        which is larger for an accelerator: launching many short copies would take longer than the copies."""
         if self.staging_bytes is not None or not is_accelerator(device):
             return STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
         return max(STAGING_BYTES, device_memory(device).total // STAGING_SHARE)

@@ -130,7 +130,7 @@ class Streams:
         seed_all(number_of(f"{self._prefix}/{unit}"))
 
     def enter(self, unit: str, *, again: bool) -> None:
-        """Begin the stream of a unit's call and pause that of its caller. `again`: backward recomputes the call.
+        """Seed the generators for a unit's call and save the caller's states. `again`: backward recomputes the call.
 
         `torch.utils.checkpoint` restores the caller's stream before it calls a unit again, and the mark on it identifies the call;
         without restored streams (`preserve_rng_state=False`), the last call is assumed.
@@ -144,7 +144,7 @@ class Streams:
         seed_all(number_of(f"{self._prefix}/{unit}/{number}" if number else f"{self._prefix}/{unit}"))
 
     def leave(self, unit: str) -> None:
-        """End a unit's call and resume the stream of its caller. Inner calls that an exception ended are dropped."""
+        """Restore the caller's generator states after a unit's call. Inner calls that an exception ended are dropped."""
         while self._callers:
             name, after, caller = self._callers.pop()
             if name == unit:

@@ -156,25 +156,25 @@ class Exchange:
         if kind is ExchangeKind.SCATTERED_SUM and on_device and len(set(lengths)) == 1:
             pieces = torch.stack(torch.split(tensor, lengths[0], dim))
             out = torch.empty_like(pieces[0])
-            return self._begin(self._members, kind, Collective.REDUCE_SCATTER, out, pieces, lambda: out)
+            return self._launch(self._members, kind, Collective.REDUCE_SCATTER, out, pieces, lambda: out)
         if kind is ExchangeKind.SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
             own, sent = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
             received, counts = sent.new_empty(size, own.numel()), [part.numel() for part in parts]
             result = lambda: sum_in_ranks([part.view(own.shape) for part in received])  # noqa: E731
-            return self._begin(self._members, kind, Collective.ALL_TO_ALL, received, sent, result, sent=counts)
+            return self._launch(self._members, kind, Collective.ALL_TO_ALL, received, sent, result, sent=counts)
         own = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
         if kind is not ExchangeKind.GATHER and on_device:
             cut = (dim, sum(lengths[: self.index]), lengths[self.index]) if lengths else None
             result = lambda: own if cut is None else own.narrow(*cut).contiguous()  # noqa: E731
-            return self._begin(self._members, kind, Collective.ALL_REDUCE, own, own, result)
+            return self._launch(self._members, kind, Collective.ALL_REDUCE, own, own, result)
         shapes = self._shapes(kind, tensor, dim, lengths)
         sizes = list(map(math.prod, shapes))
         if on_device or (kind is ExchangeKind.GATHER and dim == 0):
             whole = tensor.new_empty(sum(sizes))
             parts = [part.view(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
             result = lambda: self._combine(kind, parts, dim, lengths) if dim else whole.view(-1, *tensor.shape[1:])  # noqa: E731
-            return self._begin(self._members, kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
+            return self._launch(self._members, kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
         # This rank's part is used where it is, since nothing writes to it.
         moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
         sizes[self.index] = 0
@@ -184,9 +184,9 @@ class Exchange:
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
         times = moved / others.numel() if others.numel() else 1.0  # Without elements, any factor will do.
-        return self._begin(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
+        return self._launch(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
 
-    def _begin(
+    def _launch(
         self,
         group: ProcessSet,
         kind: ExchangeKind,

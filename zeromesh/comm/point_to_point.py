@@ -34,7 +34,7 @@ _MOST_KINDS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageSpec:
-    """The shape and dtype of a tensor that travels. `differentiable`: its gradient travels back."""
+    """The shape and dtype of a tensor that is sent. `differentiable`: its gradient is sent back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -129,7 +129,7 @@ class _Channel:
 
     def _launch(self, tensor: torch.Tensor, what: str) -> None:
         while self._flying and self._flying[0][1].done():
-            self._flying.popleft()[1].wait()  # It may have failed.
+            self._flying.popleft()[1].wait()  # This raises the error of a failed send.
         self._flying.append((tensor, self.start(tensor, what)))
 
     def settle(self) -> None:

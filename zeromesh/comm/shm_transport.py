@@ -256,7 +256,7 @@ class SharedRing:
         return slot, about
 
     def consume(self, sequence: int) -> None:
-        """Note that this rank will not read message `sequence` any more."""
+        """Record that this rank has finished reading message `sequence`, so that its slot may be refilled."""
         self._finished.add(sequence)
         while self._behind in self._finished:
             self._finished.discard(self._behind)
@@ -264,7 +264,7 @@ class SharedRing:
         self.consumed.set(self._behind)
 
     def close(self) -> None:
-        """Close the file descriptors, once no rank will map a slot of this rank for the first time."""
+        """Close the file descriptors of all slots, when no other rank will map one of this rank's for the first time."""
         self._finalizer.detach()
         for segment in (self._to_close[0], *(slot.segment for slot in (*self.own, *self._mapped.values()))):
             segment.close()
@@ -426,7 +426,7 @@ class SharedReducer(Reducer):
             add=add,
             arrived=lambda: ring.published.reached(sequence + 1),
             wait=lambda: ring.published.wait(sequence + 1, "reduction of gradients"),
-            free=lambda: ring.consume(sequence),  # This rank has read the bucket of all ranks.
+            free=lambda: ring.consume(sequence),  # This rank has read that bucket of every rank.
         )
 
 

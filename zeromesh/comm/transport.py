@@ -104,7 +104,7 @@ class GatherBuffer:
         return self.full[self._own]
 
     def begin_write(self) -> None:
-        """Wait until no rank reads the current contents."""
+        """Wait until no rank reads the current contents of the buffer, so that this rank may overwrite its shard."""
         if self._group is not None:
             self.wait()
 
@@ -128,7 +128,7 @@ class GatherBuffer:
         self.poll()
 
     def poll(self) -> None:
-        """Advance a started gather as far as possible without waiting."""
+        """Start the queued all-gathers whose shards are in place, without waiting."""
         while self._queue and (reading := self._queue[0]._reading) is not None:
             # On a device a stream may wait for this rank's shard, else it must be in place or have failed.
             on_stream = self._group is not None and self._group.on_stream
@@ -185,7 +185,7 @@ class Reduction:
     """Returns True if `wait` would return at once. It is never called on a device."""
     wait: Callable[[], None]
     free: Callable[[], None]
-    """Called once the slot may be refilled."""
+    """Called once this rank has read the received tensors, so that the slot may be refilled."""
     complete: Callable[[], None] | None = None
     """Gathers the other ranks' sums, if this rank needs the whole sum."""
     done: bool = False
@@ -321,7 +321,7 @@ class Transport:
         self.reducer = Reducer(device, members, slots, nbytes)
 
     def poll(self) -> None:
-        """Advance started work without waiting, at the end of a pass, when no gather follows at once."""
+        """Free spare pages and start queued all-gathers, without waiting; called at the end of a pass."""
         self._spare.give_back()
         if self._queue:
             self._queue[0].poll()

@@ -113,7 +113,7 @@ def chunked_cross_entropy(
         kept = torch.sort(wanted, descending=True, stable=True).indices[:count]
     masked = kept.numel() < targets.numel()
     bound = targets[kept] if masked else targets
-    seed = seed or 1.0  # For a microbatch of weight 0, the gradient passed to backward is 0.
+    seed = seed or 1.0  # A microbatch of weight 0 has seed 0, by which backward could not divide.
     settings: dict[str, Any] = {"seed": seed, "chunk_tokens": chunk_tokens, "trained": trained, "change": change}
     settings |= {"exchange": exchange, "first": first}
     head: Callable[..., HeadPass] = partial(HeadPass, rows=kept if masked else None, targets=bound.long(), **settings)
@@ -170,7 +170,7 @@ def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
 
 
 class HeadPass:
-    """One evaluation: the loss and, if needed, its gradients times `seed`.
+    """One evaluation of a linear head: the summed loss and, if needed, its gradients times `seed`.
 
     `targets`, int64, belong to the `rows` of `hidden` (None: all of them). With an `exchange`, the head holds the tokens from
     `first` on, in step with the ranks that hold the others; the gradient of one chunk's hidden states is summed over the ranks
@@ -279,7 +279,7 @@ class HeadPass:
     def sharded_softmax(
         self, exchange: Exchange, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
     ) -> None:
-        """Do the same as `softmax` for a part of the vocabulary."""
+        """Compute what `softmax` does where the vocabulary is divided over ranks, which exchange three numbers per target."""
         local = targets - self._first
         rows = self.rows_at_once(logits)
         # A cap's slope needs the logits again after the exchange.

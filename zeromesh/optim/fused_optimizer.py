@@ -26,7 +26,7 @@ Hyperparameters = Mapping[str, Any]
 
 
 class GroupRules:
-    """Assigns parameters to optimizer groups: the user's groups, or else 0, with weight decay, and 1, without."""
+    """Assigns parameters to optimizer groups by name: the user's groups, or else group 0 with weight decay and 1 without."""
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self._patterns = settings.no_decay
@@ -51,7 +51,7 @@ class OptimizerRow(NamedTuple):
 
     kind: type[Optimizer]
     settings: tuple[str, ...]
-    """The settings beside `lr` and `weight_decay`."""
+    """The names of its settings other than `lr` and `weight_decay`."""
     moments: tuple[str, ...]
     """The names of the moments; SGD has one with momentum."""
 
@@ -111,11 +111,11 @@ class BucketOptimizer:
         self.update_segments()
 
     def whole_states(self, number: int) -> Iterable[UnshardedState]:
-        """Return the states of a parameter, by its number, that are no moments."""
+        """Return the states of parameter `number` of the bucket that are not divided as its elements are; none here."""
         return ()
 
     def update_segments(self) -> None:
-        """Read which parameters are trained now, and how many updates each has had."""
+        """Recompute the segments of the shard that an update changes, from the parameters trained now and their step counts."""
         bucket, kinds = self._bucket, list(zip(self._update_flags(), self.steps, strict=True))
         self._segments = [
             (segment.where.start, segment.where.end, segment.group, segment.number)
@@ -128,7 +128,7 @@ class BucketOptimizer:
         return [trained and n not in self._bucket.missing for n, trained in enumerate(self._bucket.training)]
 
     def begin(self) -> None:
-        """Begin another update, which counts for the parameters that it changes."""
+        """Count one more update for each parameter that it will change."""
         self.steps = [count + updated for count, updated in zip(self.steps, self._update_flags(), strict=True)]
         if self._bucket.missing != self._missing:
             self.update_segments()

@@ -88,7 +88,7 @@ class GradientReducer:
         self._ready: deque[Bucket] = deque()
         """Summed buckets that are still to be offloaded."""
         self._tied: list[Bucket] = []
-        """Buckets that pipeline stages share, which are summed after all backwards of the step."""
+        """Buckets with parameters tied between pipeline stages, which are summed after all backwards of the step."""
 
     def use(self, reducer: Reducer) -> None:
         """Reduce through another reducer, which has launched nothing yet, from the next backward on."""
@@ -119,7 +119,7 @@ class GradientReducer:
         """Take the gradient of a bucket's parameter from autograd. Raises `PhaseError` when the bucket was already reduced, as
         under reentrant activation checkpointing."""
         if not bucket.training[index]:
-            bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next.
+            bucket.parameters[index].grad = None  # `requires_grad` was set within a step, and counts from the next one.
             return
         arrivals = self._arrivals.get(id(bucket))
         if arrivals is None or arrivals.launched:
@@ -135,7 +135,7 @@ class GradientReducer:
             if not again:  # Autograd adds a second gradient to the first.
                 arrivals.waiting.append(index)
         elif not self._reduce:
-            _store_gradients(self._own_sum(bucket), bucket, [index], add=again or not self._first)
+            _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not self._first)
         elif again:
             # Autograd has added the gradient to an earlier one that still waits.
             if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
@@ -166,7 +166,7 @@ class GradientReducer:
                 break
             self._launch_next()
         while not self._reducer.on_stream and self._flying and self._flying[0][1].ready():
-            self._finish_one()
+            self._finish_oldest()
 
     def flush(self) -> None:
         """End a backward: launch all remaining buckets, with zeros for missing gradients, and finish every reduction, sum and
@@ -177,7 +177,7 @@ class GradientReducer:
         while self._queue:
             self._launch_next()
         while self._flying:
-            self._finish_one()
+            self._finish_oldest()
         for bucket, reduction in self._unfinished_wholes:
             reduction.settle()
             self._after_reduction(bucket)
@@ -211,7 +211,7 @@ class GradientReducer:
     def _launch_next(self) -> None:
         arrivals = self._queue.popleft()
         while arrivals.filled is None and self._slot_of(arrivals) is None and self._flying:
-            self._finish_one()
+            self._finish_oldest()
         bucket, filled = arrivals.bucket, arrivals.filled
         if filled is None:
             filled = self._slot_of(arrivals, block=True)
@@ -230,13 +230,13 @@ class GradientReducer:
         arrivals.launched = True
         self._flying.append((bucket, reduction))
         if not self._options.overlap:
-            self._finish_one()
+            self._finish_oldest()
 
     def _add_to_sum(self, arrivals: BucketArrivals) -> None:
         """Add the waiting gradients to this rank's sum; gradients of frozen and of unused parameters are zeros in it. Sums that
         are next in the order that all ranks share are passed on, since sums over replicas may follow."""
         if self._first or arrivals.waiting:
-            target = self._own_sum(arrivals.bucket)
+            target = self._accumulator(arrivals.bucket)
             _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not self._first)
             if self._first:
                 _zero_missing(target, arrivals)
@@ -283,7 +283,7 @@ class GradientReducer:
             wait()
 
     def _end_sums(self) -> None:
-        """Wait for the sums over replicas, for which updates inside backward wait themselves, and for offloads."""
+        """Wait for the sums over replicas, unless updates inside backward wait for them, and order device work after offloads."""
         if not self.inside:
             self._offload(but=0)
             while self._sums:
@@ -291,7 +291,7 @@ class GradientReducer:
         self.shards.order()
 
     def sum_tied(self) -> None:
-        """Sum the buckets that stages share, after all backwards of the step, when no other rank waits for one of this rank's."""
+        """Sum gradients of parameters tied between stages, after the step's last backward, when no rank waits for another."""
         tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.spec.name), []
         for bucket in tied:
             self._sum_replicas(bucket)
@@ -308,7 +308,7 @@ class GradientReducer:
         if self._watched_ranks:
             self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._watched_ranks, settled=self._settled)
 
-    def _own_sum(self, bucket: Bucket) -> torch.Tensor:
+    def _accumulator(self, bucket: Bucket) -> torch.Tensor:
         fresh = self._is_alone and bucket.grad is None
         if fresh:
             self.shards.allocate(bucket)
@@ -327,7 +327,7 @@ class GradientReducer:
             arrivals.filled = slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
         return arrivals.filled
 
-    def _finish_one(self) -> None:
+    def _finish_oldest(self) -> None:
         bucket, reduction = self._flying.popleft()
         with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
@@ -368,7 +368,7 @@ def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
 
 
 MOST_OFFLOADS = 2
-"""The number of gradient shards that may be on their way to another tier at once."""
+"""The most gradient shards that may be in transfer to another tier at a time."""
 
 
 class GradientShards:
@@ -396,7 +396,7 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
 
     def begin_step(self) -> None:
-        """Forget the norms and transfers of the previous step."""
+        """Clear the gradient norms and the list of transfers of the previous step."""
         self._norms.clear()
         self._ordered.clear()
 

@@ -270,7 +270,7 @@ class OptimizerStep:
                 self.averages.begin(bucket)
 
     def adapt_to_trained(self) -> None:
-        """Adapt, between two steps, to a changed set of trained parameters."""
+        """Make optimizers for newly trained buckets, and adapt the others, after `requires_grad` of parameters has changed."""
         known = len(self._optimizers)
         self._make_optimizers()
         for optimizer in self._optimizers.values():
@@ -323,7 +323,7 @@ class OptimizerStep:
         self.last_order = []
 
     def leave(self, units: Iterable[Unit]) -> None:
-        """Note that this rank has finished backward of these units, so that all ranks may update them."""
+        """Record that this rank has finished backward of these units, and update inside backward the buckets that are ready."""
         if self.gradients.inside:
             self._retire(units)
             self._update_ready()
@@ -413,11 +413,11 @@ class OptimizerStep:
         return text
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
-        """The optimizer of a bucket's shard; None for a bucket that was never trained."""
+        """Return the optimizer of a bucket's shard; None for a bucket that was never trained."""
         return self._optimizers.get(id(bucket))
 
     def abandon(self) -> None:
-        """Abandon a step that has ended before it changed anything."""
+        """Drop the gradients and pending work of a step that ended before it changed any weight or state."""
         self._ready.clear()
         self._stream.forget()
         self.gradients.abandon(self._buckets)

@@ -105,7 +105,7 @@ def build_units(
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     pairs = list(zip(flat, keep, strict=True))
     stored = [
-        None if kept else _runs_in_files(layout, _interval(layout, mesh, options), options, source, tiers)
+        None if kept else _runs_in_files(layout, _rank_interval(layout, mesh, options), options, source, tiers)
         for layout, kept in pairs
     ]
     trained = [layout for layout in flat if layout.first.requires_grad]
@@ -130,7 +130,7 @@ def build_units(
     units = []
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
         module = model.get_submodule(unit_plan.module)
-        buckets = [_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
+        buckets = [_build_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
         units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
     releases = options.placements.parameters is Placement.SHARDED and not (kind == "local" and all(keep))
     return Built(units=tuple(units), releases=releases, transport=transport, reduction=reduction, tiers=tiers)
@@ -200,7 +200,7 @@ def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
     return not trained or spec.dtype == options.precision.master
 
 
-def _bucket(
+def _build_bucket(
     model: nn.Module,
     layout: BucketLayout,
     buffer: GatherBuffer,
@@ -210,7 +210,7 @@ def _bucket(
     source: ParameterSource,
     tiers: Tiers,
 ) -> Bucket:
-    interval = _interval(layout, mesh, options)
+    interval = _rank_interval(layout, mesh, options)
     if stored is not None:
         master, copy = tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
     else:
@@ -245,7 +245,7 @@ def _runs_in_files(
         if _short_rows(piece) is not None:
             return None
         for run in piece.spec.region.runs(piece.in_parameter):
-            place = source.place(piece.spec.name, run.logical, first.dtype)
+            place = source.file_position(piece.spec.name, run.logical, first.dtype)
             if place is None:
                 return None
             start = piece.in_shard.start + run.local - piece.in_parameter.start
@@ -263,7 +263,7 @@ def _page_offset(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
     return max(alike, key=alike.__getitem__)
 
 
-def _interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:
+def _rank_interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:
     whole = options.placements.optimizer is Placement.REPLICATED
     return Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
 
@@ -273,7 +273,7 @@ def _reads(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) ->
     if options.offload.in_place and options.offload.parameters.tier == "file":
         return
     for layout in layouts:
-        for piece in layout.pieces(_interval(layout, mesh, options)):
+        for piece in layout.pieces(_rank_interval(layout, mesh, options)):
             for rows, interval, _ in _selections(piece):
                 hull = rows.hull(interval)
                 yield piece.spec.name, hull.start, hull.end

@@ -213,13 +213,13 @@ class Bucket:
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
 
     def changed_flags(self) -> list[int]:
-        """Return the indices of parameters whose `requires_grad` differs from their training state."""
+        """Return the indices of parameters whose `requires_grad` has changed since `training` was recorded."""
         with torch._C.DisableTorchFunctionSubclass():  # This skips the slow overrides of parameters at rest.
             flags = [parameter.requires_grad for parameter in self.parameters]
         return [] if flags == self.training else [n for n, flag in enumerate(flags) if flag != self.training[n]]
 
     def adopt_requires_grad(self) -> None:
-        """Adopt the parameters' present `requires_grad` as their training state."""
+        """Record in `training` which parameters have `requires_grad` now, and in `learned` those that ever had it."""
         self.training = [parameter.requires_grad for parameter in self.parameters]
         named = zip(self.layout.slots, self.training, strict=True)
         self.learned.update(slot.spec.fqn for slot, trained in named if trained)
@@ -286,7 +286,7 @@ class Bucket:
 
 
 class Unit:
-    """A module whose parameters are gathered together, and its phase."""
+    """A module whose parameters are gathered and released together; `phase` says if they are usable now."""
 
     def __init__(
         self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger, share: float
@@ -304,7 +304,7 @@ class Unit:
         self.adopt_requires_grad()
 
     def adopt_requires_grad(self) -> None:
-        """Adopt the parameters' present `requires_grad` as their training state."""
+        """Record for every bucket which parameters have `requires_grad` now, and which buckets get gradients."""
         for bucket in self.buckets:
             bucket.adopt_requires_grad()
         self.trainable = tuple(bucket for bucket in self.buckets if any(bucket.training))
@@ -354,7 +354,7 @@ class Unit:
             bucket.buffer.gather(bucket.copy or bucket.master)
 
     def wait(self) -> None:
-        """Finish the gather; parameters are usable afterwards."""
+        """Wait until the gather is complete, and make the parameters views of the gathered values."""
         for bucket in self.buckets:
             bucket.buffer.wait()
         self.enter(Phase.LIVE)
@@ -362,7 +362,7 @@ class Unit:
             bucket.show()
 
     def leave(self) -> None:
-        """Let the unit rest if it is live, or after its gather in flight if it was never used."""
+        """Release the unit's parameters if they are gathered, after waiting for a gather in flight."""
         if self.phase is Phase.GATHERING:
             self.wait()
         if self.phase is Phase.LIVE:

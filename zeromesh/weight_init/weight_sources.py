@@ -8,7 +8,7 @@ The engine asks a source for intervals of parameters while it fills its shards, 
 
 `build_deferred` builds a model on the meta device if that loses no values, else on CPU.
 
-[Note: Values that are made again] A model built on the meta device has shapes and no values. They are recomputed one module at a
+[Note: Recomputed initial values] A model built on the meta device has shapes and no values. They are recomputed one module at a
 time on CPU, by the initialisers that a normal construction would run: `_init_weights` of its Hugging Face model, or the module's
 `reset_parameters`. Then those of every module *around* it run, innermost first, since containers correct their contents (GPT-2
 scales the residual projections of each attention, `nn.Transformer` redraws all matrices). All other tensors stay on meta meanwhile,
@@ -103,11 +103,11 @@ class Skeleton:
         """Run the initialisers of the tensors that module `fqn` owns: its own, then those of its ancestors. With `reset_first`, a
         Hugging Face model's module is first reset as its constructor would have done."""
         path = self.path(fqn)
-        found: list[Callable[[], object] | None] = [_reset(path[-1]) if reset_first else None]
+        found: list[Callable[[], object] | None] = [_reset_method(path[-1]) if reset_first else None]
         for depth in range(len(path), 0, -1):
             around: list[Any] = [each for each in path[:depth] if id(each) in self._pretrained]
             module = path[depth - 1]
-            found.append(partial(around[-1]._init_weights, module) if around else _reset(module))
+            found.append(partial(around[-1]._init_weights, module) if around else _reset_method(module))
         with seeded_cpu(seed, fqn):
             for initialiser in filter(None, found):
                 initialiser()
@@ -146,7 +146,7 @@ class Skeleton:
         return values, lost, reason
 
 
-def _reset(module: nn.Module) -> Callable[[], object] | None:
+def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
         reset: Callable[[], object] | None = getattr(module, name, None)
         if callable(reset):
@@ -244,7 +244,7 @@ class ParameterSource(Protocol):
         hull = rows.hull(interval)
         rows.take(self.read(fqn, hull.start, hull.end), hull.start, interval, out)
 
-    def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
+    def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """Return the file and byte offset at which the parameter's elements from `start` on are stored as `dtype`; None if none."""
         return None
 

@@ -417,7 +417,7 @@ class AutogradEngine(ZeroEngine):
         return None if found is None else found.mul_(factor * self._passes.step.clip / self.loss_scale)
 
     def gradient_norm(self, factor: float) -> float:
-        """Return the norm of all gradients times `factor`, clipped, without the loss scale. All ranks call it."""
+        """Return the norm of all gradients times `factor`, after any clipping, without the loss scale. All ranks call it."""
         self._passes.close_backwards()
         step = self._passes.step
         if step.norm is None:

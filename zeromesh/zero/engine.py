@@ -49,7 +49,7 @@ _Result = TypeVar("_Result")
 
 
 class ZeroEngine:
-    """Runs forward, backward and update of a model whose units `build_units` has made."""
+    """Runs forward, backward and update of a model whose units `build_units` has built."""
 
     passes_class: ClassVar[type[Passes]] = Passes
 
@@ -356,7 +356,7 @@ class ZeroEngine:
 
     def abandon_pass(self) -> bool:
         """Forget a pass or step that an exception has cut short, so that the next pass can begin. Only for a rank without peers.
-        Returns False if weights are mixed, because an update or a load had begun."""
+        Returns False if weights may be of two updates, since an update or a load had begun."""
         if self._inconsistent:
             return False
         for unit in self.units:

@@ -405,7 +405,7 @@ class FullState:
         with ExitStack() as restore:
             restore.callback(self._restore_phases)
             for name, value in self.parameters(wanted):
-                places, trained = self._tables_of(name), self._trained[name]
+                places, trained = self._parameter_dicts(name), self._trained[name]
                 shown, *others = [table.get(leaf) for table, leaf in places]
                 # Other stages' parameters are on meta here, perhaps under only one of several names.
                 known = shown is not None and all(each is shown for each in others) and not shown.is_meta
@@ -429,14 +429,14 @@ class FullState:
                 (bucket.show if unit.phase is Phase.LIVE else bucket.hide)()
 
     def _replace(self, name: str, made: nn.Parameter, restore: ExitStack) -> None:
-        for table, leaf in self._tables_of(name):
+        for table, leaf in self._parameter_dicts(name):
             if leaf in table:
                 restore.callback(table.__setitem__, leaf, table[leaf])
             else:  # This pipeline stage had no such parameter.
                 restore.callback(table.pop, leaf, None)
             table[leaf] = made
 
-    def _tables_of(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
+    def _parameter_dicts(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
         parts = [each.rpartition(".") for each in self._names[name]]
         return [(self._model.get_submodule(owner)._parameters, leaf) for owner, _, leaf in parts]
 
@@ -451,7 +451,7 @@ class FullState:
                 self._replace(name, made, restore)
             yield given
             for name, made in stood.items():
-                for each in (made.received, *(table.get(leaf) for table, leaf in self._tables_of(name))):
+                for each in (made.received, *(table.get(leaf) for table, leaf in self._parameter_dicts(name))):
                     if each is not None and not each.is_meta:
                         given[name] = each.detach()
 
@@ -466,7 +466,7 @@ class FullState:
             self._model.get_buffer(name).copy_(value)
         for name, value in values.items():
             made = nn.Parameter(value, requires_grad=self._trained[name])
-            for table, leaf in self._tables_of(name):
+            for table, leaf in self._parameter_dicts(name):
                 parameter = table[leaf]
                 if parameter is None or parameter.is_meta:
                     table[leaf] = made

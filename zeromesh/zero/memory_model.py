@@ -37,7 +37,7 @@ class MemoryBytes:
 
     @property
     def critical(self) -> int:
-        """Bytes of the memory in which ranks compute, which runs short first."""
+        """Bytes of the memory in which ranks compute: the accelerator's, or the host's without one."""
         return self.device or self.host
 
     def beyond(self, room: "MemoryBytes") -> str:

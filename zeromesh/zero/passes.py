@@ -39,7 +39,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class PassMode(Enum):
-    """The kind of the engine's running pass."""
+    """The kind of pass over the model that the engine runs now; IDLE between passes."""
 
     IDLE = "idle"
     EVALUATION = "evaluation"
@@ -263,7 +263,7 @@ class Passes:
             raise PhaseError(f"a pass cannot begin during {self.mode.value}")
 
     def end(self) -> None:
-        """End the pass, successful or not."""
+        """End the running pass, even after an error: release units and keep the order of gathers."""
         self._recorder.end_ranges()
         for unit in self.units if self._releases else ():
             unit.leave()
