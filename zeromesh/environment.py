@@ -105,7 +105,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
             return _read_mpi(environ, names, launcher)
     if of_slurm:
         return _read_slurm(environ)
-    # A world size without a rank: such a process would train alone without being asked to.
+    # A world size without a rank is refused: such a process would train alone by mistake.
     for rank, *others in (_TORCHRUN, *(names[:2] for names in _LAUNCHERS.values())):
         if any(environ.get(name) for name in others):
             raise ConfigError(_missing([rank], environ))

@@ -105,7 +105,7 @@ def library_errors(where: str = "", before: str = "", kind: type[ZeromeshError] 
         yield
     except (ZeromeshError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # Panics of libraries in Rust are no `Exception`.
+    except BaseException as error:  # A panic of a Rust library is no `Exception`.
         text = before + summary(error, lines=2)
         raise (ConfigError(text, where=where) if kind is None else kind(text)) from error
 

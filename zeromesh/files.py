@@ -160,7 +160,7 @@ def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:  # Calls on a descriptor know no file name.
+        if error.filename is None:  # Errors of calls on a descriptor have no file name.
             error.filename = os.fspath(path)
         raise
     finally:

@@ -175,7 +175,7 @@ class Exchange:
             parts = [part.view(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
             result = lambda: self._combine(kind, parts, dim, lengths) if dim else whole.view(-1, *tensor.shape[1:])  # noqa: E731
             return self._launch(self._members, kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
-        # This rank's part is used where it is, since nothing writes to it.
+        # This rank's own part is not copied, since nothing writes to it.
         moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
         sizes[self.index] = 0
         others = tensor.new_empty(sum(sizes))
@@ -183,7 +183,7 @@ class Exchange:
         parts[self.index] = own
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
-        times = moved / others.numel() if others.numel() else 1.0  # Without elements, any factor will do.
+        times = moved / others.numel() if others.numel() else 1.0  # Without elements the traffic needs no scaling.
         return self._launch(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
 
     def _launch(

@@ -252,7 +252,7 @@ class SharedRing:
         if slot is None or slot.serial != serial:
             segment = SharedSegment.attach(self._pids[rank], descriptor, capacity, self._label)
             slot = self._mapped[rank, number] = RingSlot(segment, serial)
-            segment.close()  # The tensor keeps the mapping.
+            segment.close()  # The mapping lives as long as its tensor.
         return slot, about
 
     def consume(self, sequence: int) -> None:
@@ -381,7 +381,7 @@ class SharedBuffer(GatherBuffer):
 
     def _reserve_own(self) -> None:
         if self._own_bytes[1]:
-            if self.persistent:  # Other buffers are reserved too often for a check each time.
+            if self.persistent:  # Other buffers are reserved too often to be checked.
                 require_memory(self._what, self._own_bytes[1])
             self._arena.reserve(*self._own_bytes)
             self._pages_freed = False

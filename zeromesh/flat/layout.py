@@ -212,7 +212,7 @@ class Region:
             at, base, stride, rest = number * row, 0, self.shape[split] * inner, number
             for dim in range(
                 split - 1, -1, -1
-            ):  # The first element of the row, which dims before the divided one number.
+            ):  # `base`: the logical position of row `number`, whose digits are indices of the earlier dims.
                 rest, index = divmod(rest, self.local_shape[dim])
                 base += _logical_index(self.dims[dim], index) * stride
                 stride *= self.shape[dim]

@@ -93,7 +93,7 @@ class PieceOptimizer(BucketOptimizer):
         numbers = {slot.spec.fqn: number for number, slot in enumerate(self._bucket.layout.slots)}
         pieces = [(each.in_shard, numbers[each.spec.fqn]) for each in self._bucket.layout.pieces(self._bucket.interval)]
         groups, updated = [slot.spec.group for slot in self._bucket.layout.slots], self._update_flags()
-        # Parameters have step counts of their own, so that no two are updated in one call.
+        # Each parameter has its own step count, so that each is updated by a separate call.
         self._segments = [(at.start, at.end, groups[n], n) for at, n in pieces if updated[n] and groups[n] != NO_GROUP]
 
     def begin(self) -> None:
@@ -218,7 +218,7 @@ class WholeOptimizer(PieceOptimizer):
             self._update_part(number, groups[spec.group], [value.view(shape), gradient.view(shape), *states])
             for rest, each in zip(at_rest, states, strict=True):
                 rest.write(0, each.view(-1)).wait()
-        # The order of owners lets ranks that need all of it gather it in one collective.
+        # Elements are listed owner by owner: a rank that needs all of them then gets them by one all-gather.
         back = tuple(
             tuple(common for each in owned for n in each if (common := where[n].intersect(interval)).length)
             for (interval,) in held

@@ -158,7 +158,7 @@ def fused_update(
     """Update `master` and `moments`, all `[elements]` like `grad`, in place, by torch's functional fused kernels. `updates` is
     the number of earlier updates."""
     common = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "maximize": group.get("maximize", False)}
-    fused = name != "adagrad" or not on_accelerator(master)  # Not every device has a kernel for it.
+    fused = name != "adagrad" or not on_accelerator(master)  # Not every device has a fused kernel for adagrad.
     # Created on the device that reads it: a copy would make the host wait for the device.
     steps = [torch.full((), float(updates), device=master.device if fused else torch.device("cpu"))]
     with torch.no_grad():

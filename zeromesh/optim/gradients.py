@@ -132,7 +132,7 @@ class GradientReducer:
         arrivals.arrived.add(index)
         arrivals.missing -= not again
         if self._reducer.on_stream:
-            if not again:  # Autograd adds a second gradient to the first.
+            if not again:  # Autograd has added a second gradient to the first, on `.grad`.
                 arrivals.waiting.append(index)
         elif not self._reduce:
             _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not self._first)
@@ -203,7 +203,7 @@ class GradientReducer:
         sums = torch.tensor([each for row in came for each in row])
         self._mesh.data.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
-            if bucket.spec.copies is not None:  # Other pipeline stages have a copy too.
+            if bucket.spec.copies is not None:  # Other pipeline stages have a copy of the parameter, too.
                 self.sharing.sharers(bucket).all_reduce(counts, "shared parameters with gradients")
             missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
             bucket.missing = frozenset(() if self.keep_zeros else missing)
@@ -431,7 +431,7 @@ class GradientShards:
         if bucket.grad_rest is None:
             grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
         else:
-            grad = allocate_lasting(length, self._dtype, self._tiers.device)  # pages outside the heap
+            grad = allocate_lasting(length, self._dtype, self._tiers.device)  # on pages outside the heap
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, grad.nbytes)
         return grad
 
@@ -520,7 +520,7 @@ class ReplicaGroups:
             for row in rows:
                 sharers.setdefault(tuple((axis, tuple(at)) for axis, at in row), []).append(rank)
         for positions, ranks in sorted(sharers.items()):
-            # The mesh caches these sets for the next engine.
+            # The mesh keeps these process sets, so that the next engine on it finds them.
             name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
             axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]
             colour = mesh.shape.group_index(mesh.rank, *axes) if mesh.rank in ranks else None

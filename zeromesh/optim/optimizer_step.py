@@ -373,7 +373,7 @@ class OptimizerStep:
                 self.gradients.shards.wait()
             for number, bucket in enumerate(due):
                 self._update(bucket, factor, due[number + 1 :])
-        self._stream.settle()  # Includes updates inside backward, so that states can be read between steps.
+        self._stream.settle()  # Wait for updates inside backward too: states may be read now.
         self.drop_gradients()
         if skip:
             return

@@ -112,7 +112,7 @@ def build_units(
     ring = options.gradient_slots, slot_bytes(trained, options, mesh.device)
     leads = [_page_offset(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
     if options.offload.in_place:
-        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the memory, so they use one offset.
+        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the buffers, which need one offset.
     requests = [
         BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept, lead=lead)
         for (layout, kept), lead in zip(pairs, leads, strict=True)
@@ -314,7 +314,7 @@ def _allocate_weights(
 ) -> tuple[TieredTensor, TieredTensor | None]:
     spec, offload = layout.first, options.offload
     what = f"weights of {layout.name}"
-    if _rests_as_gathered(layout, options):  # The master weights themselves are gathered.
+    if _rests_as_gathered(layout, options):  # No copy: the master weights themselves are gathered.
         if buffer.persistent:
             buffer.begin_write()
             return TieredTensor.of(buffer.own()), None

@@ -107,7 +107,7 @@ def plan_model(
                 copies=copies,
             )
         )
-    least = _LEAST_ELEMENTS if cuts.chunks == 1 else 0  # The root is in one chunk alone.
+    least = _LEAST_ELEMENTS if cuts.chunks == 1 else 0  # Other chunks have no root.
     for module in [module for module in modules if sum(spec.numel for spec in members[module]) < least]:
         members[ROOT] += members.pop(module)
     return ModelPlan(units=tuple(UnitPlan(module=module, specs=tuple(specs)) for module, specs in members.items()))

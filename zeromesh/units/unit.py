@@ -452,7 +452,7 @@ def digest(values: torch.Tensor) -> torch.Tensor:
         memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
         return torch.tensor((xxhash.xxh3_64_intdigest(memory) if flat.numel() else 0) >> 1)
     words = flat.view(_INTEGER_DTYPES[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
-    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd factors lose no bit.
+    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd factors are invertible.
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(torch.split(words, _DIGEST_WORDS)):
         bits = part.to(torch.int64)

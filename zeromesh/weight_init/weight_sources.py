@@ -187,7 +187,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: dict[int, list[Write]] = {}
-        # An address identifies a storage only while that lives. Tensors are not kept: views refer to the parameters.
+        # An address identifies a storage only while that lives. Tensors are not kept, as views would keep parameters alive.
         self._alive: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
@@ -362,7 +362,7 @@ class SeededSource(BuiltSource):
                 with WriteLog() as log:
                     self.skeleton.initialise(owner, self._seed, reset_first=reset_first)
             except INITIALISER_ERRORS:
-                break  # It may have failed only for want of a value on meta.
+                break  # It may fail only since tensors on meta have no values.
             if any(log.writes_to(p) for p in self._values.values() if p.is_meta):
                 return tuple(leaves)  # it writes to the model and not the skeleton: unsafe to run later
             if all(not p.numel() or any(numel >= p.numel() for _, _, numel, _ in log.writes_to(p)) for p in wanted):

@@ -274,7 +274,7 @@ class AutogradPasses(Passes):
         last = self.synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
         graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
-        # An earlier backward may have run through another part of the graph, or have retained it.
+        # An earlier backward of this graph, through another part of it or with retain_graph, may have set these.
         graph.progress.reached, graph.progress.inside = set(), []
         step.closed, step.summed, step.norm = False, False, None
         self._begin_reducing()

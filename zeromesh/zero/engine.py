@@ -206,7 +206,7 @@ class ZeroEngine:
         if unknown and self.mesh.pipeline.size == 1:
             raise CheckpointError(f"the checkpoint has trained {min(unknown)}, and the model has no such parameter")
         wanted = [bool(trained.get(spec.name, (spec.requires_grad,))[0]) for spec, _ in specs]
-        # Parameters that were ever trained have states to be loaded.
+        # First, all parameters that were ever trained are set to be trained: their states are allocated, to be loaded later.
         for flags in ([on or spec.name in trained for on, (spec, _) in zip(wanted, specs, strict=True)], wanted):
             for (_, parameter), flag in zip(specs, flags, strict=True):
                 parameter.requires_grad_(flag)
@@ -243,7 +243,7 @@ class ZeroEngine:
         self._flag_changes += 1
         for bucket, index in changed:
             unit = self.units[bucket.unit]
-            bucket.parameters[index].grad = None  # Gradients since the change count on no rank.
+            bucket.parameters[index].grad = None  # Gradients computed since the change are dropped on all ranks.
             if not bucket.trainable:
                 make_trainable(bucket, self.options, self._tiers)
                 self._hooks.on_gradients(unit, bucket)
@@ -282,7 +282,7 @@ class ZeroEngine:
             self.mesh.fail(error)
             raise
         finally:
-            self._inconsistent = bool(self.optimizer_step.last_order)  # Inside backward some buckets were updated.
+            self._inconsistent = bool(self.optimizer_step.last_order)  # True if buckets were updated inside backward.
 
     def read_step(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
         """Read the caller's `scalars` from the device after the last backward, for which the host waits once.

@@ -407,7 +407,7 @@ class FullState:
             for name, value in self.parameters(wanted):
                 places, trained = self._parameter_dicts(name), self._trained[name]
                 shown, *others = [table.get(leaf) for table, leaf in places]
-                # Other stages' parameters are on meta here, perhaps under only one of several names.
+                # A parameter of another pipeline stage is on meta here, perhaps under only one of its names.
                 known = shown is not None and all(each is shown for each in others) and not shown.is_meta
                 if known and shown is not None and shown.shape == value.shape:
                     set_values(shown, value.to(shown.dtype, copy=True))

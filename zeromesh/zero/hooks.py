@@ -122,7 +122,7 @@ class Hooks:
             self._on_gradients.append(call)
             hook = weakref.proxy(call)
             trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # Else torch takes no hook.
+            parameter.requires_grad_(True)  # Otherwise torch would refuse the hook.
             handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.callback(handle.remove)
             parameter.requires_grad_(trained)
@@ -152,7 +152,7 @@ def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
     handle: Any = torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)  # type: ignore[no-untyped-call]
     hooks: Any = parameter._post_accumulate_grad_hooks
     for key in [key for key, each in hooks.items() if type(each) is weakref.CallableProxyType]:
-        hooks[key] = hooks.pop(key)  # Autograd goes by the order of insertion.
+        hooks[key] = hooks.pop(key)  # Autograd calls hooks in the order of insertion.
     return handle
 
 
@@ -217,7 +217,7 @@ class UnitCalls:
     def end(self, unit: int, hooked: Sequence[torch.Tensor]) -> bool:
         """End a call of a unit, whose outputs `hooked` have hooks; returns True if the call is of a new kind."""
         first = end = sequence_number()
-        while self._open_calls:  # Calls inside it may have ended with an exception.
+        while self._open_calls:  # Inner calls that an exception ended are dropped.
             begun, first = self._open_calls.pop()
             if begun == unit:
                 break

@@ -67,7 +67,7 @@ class MemoryModel:
         self._replicated = options.placements.optimizer is Placement.REPLICATED
         kept = kept_buckets(units, options, device, transport)
         pairs = [list(zip(*each, strict=True)) for each in zip(units, kept, strict=True)]
-        # Alike blocks may share a layout.
+        # Equal blocks may share a layout object, which is then counted once with its number.
         alike = Counter((id(layout), stays) for unit in pairs for layout, stays in unit)
         distinct = {(id(layout), stays): layout for unit in pairs for layout, stays in unit}
         self._buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
@@ -116,7 +116,7 @@ class MemoryModel:
 
     def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
-        # On a CPU the host's memory is the device's.
+        # Where ranks compute on a CPU, host memory is device memory.
         hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
         for layout, stays, count in self._buckets:
             for purpose, dtype, choice in self._shard_tensors(layout, stays=stays):

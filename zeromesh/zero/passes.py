@@ -281,7 +281,7 @@ class Passes:
         self._in_recorded_order = self._in_recorded_order and self._recorded[place : place + 1] == [unit.index]
         if unit.phase is Phase.RESTING:
             self.start(unit, settled=self._in_recorded_order)
-        # Started before the wait, so that the transfer of the next unit follows without a pause.
+        # The next units are started before the wait, so that the transfer of the next unit follows without a pause.
         for index in self._recorded[place + 1 : place + 1 + self._options.prefetch] if self._in_recorded_order else ():
             if self.units[index].phase is Phase.RESTING:
                 self.start(self.units[index], settled=True)
@@ -291,7 +291,7 @@ class Passes:
 
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` is True where the order of gathers is a recorded one."""
-        # All data-parallel ranks compare the order: replicas sum over one another in the order of reductions.
+        # The watchdog compares the order over all data-parallel ranks, since replicas communicate in this order too.
         if self._watched_ranks:
             self._mesh.watch.event(Activity.GATHER, unit.index, self._watched_ranks, settled=settled)
         with self._recorder.range("gather", unit.name) if self._recorder.profiling else NOTHING:
@@ -349,7 +349,7 @@ class Passes:
                 "under its names, with strict=False where they are those of a part of it"
             )
         if unit.phase is Phase.RESTING:
-            unit.gather()  # This rank has the whole unit.
+            unit.gather()  # This needs no other rank, as checked above.
         unit.wait()
         unit.record_digests()
 
@@ -402,7 +402,7 @@ class Passes:
                         )
                     self._keep_live(each)
             hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
-            # Only the engine's own microbatches always have a backward.
+            # Only microbatches of a training step always have a backward.
             if hooked and self._progress.streams is not None:
                 self._progress.outputs = list(map(get_gradient_edge, hooked))
             looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
@@ -479,7 +479,7 @@ class Passes:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
         if self._defers_weights:
-            if parameter.grad is not None:  # Otherwise the gradient is deferred.
+            if parameter.grad is not None:  # Else `backward_weight` computes it.
                 self._progress.gradients.append((bucket, index, parameter.grad))
                 parameter.grad = None
             return

@@ -175,7 +175,7 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
             f"optimizer has {len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}, that the model has not"
         )
     kind, parts = type(optimizer).__name__, (optimizer, *getattr(optimizer, "optimizers", ()))
-    is_adagrad = type(optimizer) is torch.optim.Adagrad  # It has states of zeros from the start.
+    is_adagrad = type(optimizer) is torch.optim.Adagrad  # Adagrad's constructor creates states.
     used = [state for state in optimizer.state.values() if not is_adagrad or state["step"] > 0]
     problems = {
         "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": any(
