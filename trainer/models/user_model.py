@@ -155,7 +155,8 @@ class ForwardInputs:
 
         def passes(name: str, value: Any) -> bool:
             first = value[0] if isinstance(value, list | tuple) and value else value
-            return name in self.named | _OF_COLLATORS or not (isinstance(first, str | None) or (library and known))
+            taken = name in self.named or name in _OF_COLLATORS
+            return taken or not (isinstance(first, str | None) or (library and known))
 
         return {name: value for name, value in sample.items() if passes(name, value)}
 
