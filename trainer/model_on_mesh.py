@@ -28,7 +28,7 @@ from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.full_state import saved_buffers
+from zeromesh.zero.full_state import persistent_buffers
 
 
 class ModelOnMesh(ABC):
@@ -257,7 +257,7 @@ def _tensors(
             state = placed.state(ema)
             found = state.parameters() if form is None else state.stored()
         else:
-            buffers = {} if form is None else saved_buffers(placed.module)
+            buffers = {} if form is None else persistent_buffers(placed.module)
             tensors = {**dict(placed.module.named_parameters()), **buffers}
             averages = placed.averages if ema else {}
             found = ((name, averages.get(name, own.detach())) for name, own in tensors.items())

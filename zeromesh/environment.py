@@ -30,12 +30,12 @@ ERRORS = "ZEROMESH_ERROR_FILE"
 BEGAN = "ZEROMESH_BEGAN"
 """The variable that tells workers the start time of their command, in seconds since boot."""
 
-_LAUNCHER = "ZEROMESH_LAUNCHER_PID"
+_LAUNCHER_PID = "ZEROMESH_LAUNCHER_PID"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+_RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
-_SECRET = re.compile(
+_SECRET_NAME = re.compile(
     r"(?:KEYS?|TOKENS?|SECRETS?|PASS(?:WORDS?|WD|PHRASE)|CREDENTIALS?)(?:$|_)|_(?:PASS|PWD|PAT|DSN)$|^(?:PASS|PAT)$",
     re.IGNORECASE,
 )
@@ -47,8 +47,8 @@ _LAUNCHERS = {
     "openmpi": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
-"""Launchers and their variables: the rank, the number of ranks, and the same two within the host. torchrun and Slurm tell more."""
-_FAMILIAR = (
+"""Launchers and their variables: the rank, the number of ranks, and both within the host. torchrun and Slurm set more variables."""
+_LAUNCH_VARIABLES = (
     *(*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     *(name for names in _LAUNCHERS.values() for name in names),
@@ -92,7 +92,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
         ConfigError: when some variables of a launcher are missing; the message names them.
     """
     environ = os.environ if environ is None else environ
-    if environ.get("RANK"):  # The explicit ones.
+    if environ.get("RANK"):  # torchrun's variables come before those of others.
         return _read_torchrun(environ)
     # A batch script's body has SLURM_PROCID=0 too, but is no step that `srun` has started.
     in_step = any(environ.get(name) for name in ("SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS"))
@@ -105,7 +105,7 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
             return _read_mpi(environ, names, launcher)
     if of_slurm:
         return _read_slurm(environ)
-    # A world size without a rank: such a process would train alone without being asked to.
+    # A world size without a rank is refused: such a process would train alone by mistake.
     for rank, *others in (_TORCHRUN, *(names[:2] for names in _LAUNCHERS.values())):
         if any(environ.get(name) for name in others):
             raise ConfigError(_missing([rank], environ))
@@ -148,7 +148,7 @@ def kept_environment(variables: Mapping[str, str] | None = None) -> Iterator[Non
 def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Return the values of variables whose names mark them as secrets, such as `HF_TOKEN`, without short ones."""
     environ = os.environ if environ is None else environ
-    found = (value.strip() for name, value in environ.items() if _SECRET.search(name))
+    found = (value.strip() for name, value in environ.items() if _SECRET_NAME.search(name))
     return tuple(value for value in found if len(value) >= _LEAST_SECRET)
 
 
@@ -163,7 +163,7 @@ def die_with_launcher() -> None:
     Call it before slow imports: a launcher that is killed cannot end its workers itself.
     """
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-    launcher = setting(_LAUNCHER)
+    launcher = setting(_LAUNCHER_PID)
     if launcher is not None and launcher != str(os.getppid()):
         raise SystemExit(128 + int(signal.SIGKILL))
 
@@ -186,22 +186,22 @@ class RankRange:
             **dict(zip(_TORCHRUN, (self.first + local_rank, self.world_size, local_rank, self.processes), strict=True)),
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": self.master_port,
-            **dict(zip(_RUN, (self.run_id, self.restart), strict=True)),
+            **dict(zip(_RUN_VARIABLES, (self.run_id, self.restart), strict=True)),
             _AGENT_STORE: False,
-            _LAUNCHER: os.getpid(),
+            _LAUNCHER_PID: os.getpid(),
         }
         return {name: str(value) for name, value in found.items()}
 
 
-def command_began() -> float | None:
-    """Return the start time of the command that started this worker; None for other processes, and for restarted workers."""
+def command_start_time() -> float | None:
+    """Return the start, in seconds since boot, of this worker's command; None for other processes and restarted workers."""
     began = setting(BEGAN)
-    return float(began) if began is not None and setting(_RUN[1]) == "0" else None
+    return float(began) if began is not None and setting(_RUN_VARIABLES[1]) == "0" else None
 
 
 def launch_identity(environment: LaunchEnvironment) -> str:
     """Return a text that is equal in all ranks of one start, and differs between simultaneous starts on a host."""
-    started = (os.environ.get(name, "") for name in _RUN)
+    started = (os.environ.get(name, "") for name in _RUN_VARIABLES)
     return " ".join((environment.master_address, str(environment.master_port), *started))
 
 
@@ -264,11 +264,11 @@ def _read_torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
     # A step may be smaller than its job, and the interactive step of `salloc` has one task: the step's count is used.
-    total = _first(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    total = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, world_size, local_rank = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
     counts, nodes_of_step = (
         environ.get("SLURM_STEP_TASKS_PER_NODE"),
-        _first(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+        _first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     )
     if counts and environ.get("SLURM_NODEID"):
         local_world_size = _tasks_on_node(counts, _integers(environ, ["SLURM_NODEID"])[0])
@@ -321,12 +321,12 @@ def _integers(environ: Mapping[str, str], names: Sequence[str], also: tuple[str,
 
 
 def _missing(names: list[str], environ: Mapping[str, str]) -> str:
-    there = [name for name in _FAMILIAR if environ.get(name)]
+    there = [name for name in _LAUNCH_VARIABLES if environ.get(name)]
     return (
         f"the launch environment is incomplete: {', '.join(there)} {'is' if len(there) == 1 else 'are'} set, "
         f"but not {', '.join(names)}; set all of them, or none for a single process"
     )
 
 
-def _first(environ: Mapping[str, str], *names: str) -> str:
+def _first_set(environ: Mapping[str, str], *names: str) -> str:
     return next((name for name in names if environ.get(name)), names[-1])

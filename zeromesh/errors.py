@@ -79,20 +79,20 @@ class ConfigError(ZeromeshError, ValueError):
             super().__init__(f"{head}{len(self.problems)} problems\n{lines}")
 
 
-_OF_PATHS = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ENOENT})
-_OF_DISKS = frozenset({errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
+_PATH_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ENOENT})
+_DISK_ERRNOS = frozenset({errno.EIO, errno.ESTALE, errno.EROFS, errno.ENOSPC, errno.EDQUOT})
 
 
 def refused_path(error: OSError) -> ZeromeshError | None:
     """Return the error for a path refused by the system or a failed disk; None for another error of the system."""
     named = isinstance(error.filename, str | bytes)
-    if not named and error.errno not in _OF_DISKS:
+    if not named and error.errno not in _DISK_ERRNOS:
         return None
     where = repr(os.fsdecode(error.filename)) if named else ""
     reason = error.strerror or str(error)
     return (
         ConfigError(reason, where=where)
-        if error.errno in _OF_PATHS
+        if error.errno in _PATH_ERRNOS
         else StorageError(f"{where}: {reason}".lstrip(": "))
     )
 
@@ -105,7 +105,7 @@ def library_errors(where: str = "", before: str = "", kind: type[ZeromeshError] 
         yield
     except (ZeromeshError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # Panics of libraries in Rust are no `Exception`.
+    except BaseException as error:  # A panic of a Rust library is no `Exception`.
         text = before + summary(error, lines=2)
         raise (ConfigError(text, where=where) if kind is None else kind(text)) from error
 

@@ -3,7 +3,7 @@
 It also tracks the disk operations that this process waits for, to tell a slow disk from a hanging rank.
 
     with disk_call("fsync", path): ...
-    longest()       Waiting(what="fsync of '/data/run/model.safetensors'", seconds=3.2, in_all=3.4)
+    longest_disk_call()   DiskWait(what="fsync of '/data/run/model.safetensors'", seconds=3.2, in_all=3.4)
 
 Functions that open, read and write raise `OSError`. For a path that is no regular file, its `strerror` names the kind of file.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 
 from zeromesh.errors import StorageError
 
-_PASSING = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
 """The names of unfinished files, short since the final name may have the maximum of 255 bytes."""
 _KINDS = (
     (stat.S_ISLNK, "a symbolic link"),
@@ -34,9 +34,9 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
+_RUNNING_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
 """The running disk calls of each thread, outermost first: operation, path and start time."""
-_NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
+_NO_LOCK_ERRNOS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
@@ -104,7 +104,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True)
 def remove_unfinished(directory: Path) -> None:
     """Remove the files that processes killed in `write_whole` left in a directory without writers. Raises `OSError`."""
     for path in directory.iterdir():
-        if _PASSING.fullmatch(path.name) and not path.is_dir():  # A model that is saved here may be one.
+        if _TEMPORARY.fullmatch(path.name) and not path.is_dir():  # A model that is saved here may be one.
             path.unlink(missing_ok=True)
 
 
@@ -126,7 +126,7 @@ def try_lock(descriptor: int) -> bool:
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return False
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in _NO_LOCK_ERRNOS:
                 raise
         else:
             return True
@@ -143,7 +143,7 @@ def refusals(path: str | os.PathLike[str], what: str, cure: str = "") -> Iterato
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Waiting:
+class DiskWait:
     """A running disk call, its seconds so far, and those of the outermost call around it."""
 
     what: str
@@ -155,25 +155,25 @@ class Waiting:
 def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record for the length of the block that this thread waits for a disk; blocks may be nested."""
     thread = threading.get_ident()
-    calls = _CALLS.setdefault(thread, [])
+    calls = _RUNNING_CALLS.setdefault(thread, [])
     calls.append((what, path, time.monotonic()))
     try:
         yield
     except OSError as error:
-        if error.filename is None:  # Calls on a descriptor know no file name.
+        if error.filename is None:  # Errors of calls on a descriptor have no file name.
             error.filename = os.fspath(path)
         raise
     finally:
         calls.pop()
         if not calls:
-            del _CALLS[thread]
+            del _RUNNING_CALLS[thread]
 
 
-def longest() -> Waiting | None:
-    """Return the longest running of all threads' innermost disk calls; None if there is none."""
+def longest_disk_call() -> DiskWait | None:
+    """Return the disk call that runs longest, among the innermost one of each thread; None if no thread waits for a disk."""
     now = time.monotonic()
-    found = [(calls[0][2], *calls[-1]) for calls in map(list, list(_CALLS.values())) if calls]
+    found = [(calls[0][2], *calls[-1]) for calls in map(list, list(_RUNNING_CALLS.values())) if calls]
     if not found:
         return None
     outer, what, path, since = min(found, key=lambda call: call[3])
-    return Waiting(what=f"{what} of {os.fspath(path)!r}", seconds=now - since, in_all=now - outer)
+    return DiskWait(what=f"{what} of {os.fspath(path)!r}", seconds=now - since, in_all=now - outer)

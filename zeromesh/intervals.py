@@ -27,7 +27,7 @@ class Interval:
         return self.end - self.start
 
     def after(self, origin: int) -> Interval:
-        """Return the same elements, counted from `origin`."""
+        """Return the interval with its positions counted from `origin`, that is shifted by -origin."""
         return Interval(start=self.start - origin, end=self.end - origin)
 
     def intersect(self, other: Interval) -> Interval:

@@ -35,7 +35,7 @@ from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.units.plan import names_by_parameter
 
 Gradients = tuple[torch.Tensor | None, ...]
-_Move = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+_Convert = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> ModulePlacement:
@@ -60,7 +60,7 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
         if outer is not None:
             raise LayoutError(f"placement: {name} is inside {outer}, which is placed as a whole; name one of them")
     for _, names in names_by_parameter(model):
-        if len({_place_of(name, found) for name in names}) > 1:
+        if len({_placed_module_of(name, found) for name in names}) > 1:
             raise LayoutError(
                 f"placement: {' and '.join(names)} are one parameter in parts of the model that are placed apart; untie them, "
                 "or place a module that holds all of them"
@@ -69,14 +69,14 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
         module = model.get_submodule(name)
         exchange = _ModuleExchange(f"{name} on process set {home.name}", home, mesh)
         if home.member:
-            module.forward = partial(_on_own_ranks, module.forward, exchange)
+            module.forward = partial(_run_and_send, module.forward, exchange)
         else:
             parent, _, leaf = name.rpartition(".")
-            model.get_submodule(parent)._modules[leaf] = _OnOtherRanks(module, exchange)
+            model.get_submodule(parent)._modules[leaf] = _RemoteModule(module, exchange)
     return ModulePlacement(model, mesh, found)
 
 
-def _place_of(name: str, found: Mapping[str, ProcessSet]) -> str | None:
+def _placed_module_of(name: str, found: Mapping[str, ProcessSet]) -> str | None:
     return next((module for module in found if name.startswith(f"{module}.")), None)
 
 
@@ -96,7 +96,7 @@ class ModulePlacement:
         world, total = self._mesh.world, torch.zeros(1, dtype=torch.float64)
         gradients = {name: each.grad.detach() for name, each in self._model.named_parameters() if each.grad is not None}
         for name, gradient in gradients.items():
-            if self.homes.get(_place_of(name, self.homes) or "", world).index == 0:
+            if self.homes.get(_placed_module_of(name, self.homes) or "", world).index == 0:
                 total += float(gradient.double().pow(2).sum())
         norm = math.sqrt(world.all_reduce(total, "gradient norm of a placed model").item())
         factor = min(1.0, max_norm / (norm + 1e-6))
@@ -133,13 +133,13 @@ class _ModuleExchange:
         return tensor
 
 
-def _on_own_ranks(forward: Callable[..., Any], exchange: _ModuleExchange, /, *args: Any, **kwargs: Any) -> Any:
+def _run_and_send(forward: Callable[..., Any], exchange: _ModuleExchange, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a placed module on the ranks of its set, and send output and input gradients to the other ranks."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    at = _differentiable(leaves)
+    at = _needing_grad(leaves)
     if at:
-        views: _Move = lambda tensors: [each.view_as(each) for each in tensors]  # noqa: E731
-        entered = _apply(_AtHome, views, exchange.send, *(leaves[index] for index in at))
+        views: _Convert = lambda tensors: [each.view_as(each) for each in tensors]  # noqa: E731
+        entered = _apply(_MovedGradients, views, exchange.send, *(leaves[index] for index in at))
         for index, tensor in zip(at, entered, strict=True):
             leaves[index] = tensor
     args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -147,13 +147,13 @@ def _on_own_ranks(forward: Callable[..., Any], exchange: _ModuleExchange, /, *ar
         output = forward(*args, **kwargs)
     leaves, spec = pytree.tree_flatten(output)
     at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    left = _apply(_AtHome, exchange.send, list, *(leaves[index] for index in at))
+    left = _apply(_MovedGradients, exchange.send, list, *(leaves[index] for index in at))
     for index, tensor in zip(at, left, strict=True):
         leaves[index] = tensor
     return pytree.tree_unflatten(leaves, spec)
 
 
-class _OnOtherRanks(Stub):
+class _RemoteModule(Stub):
     def __init__(self, module: nn.Module, exchange: _ModuleExchange) -> None:
         shape = meta_copy(module)
         super().__init__(shape)
@@ -176,9 +176,9 @@ class _OnOtherRanks(Stub):
         wanted = [index for index, each in enumerate(specs) if each.differentiable]
         if wanted:
             anchor = torch.zeros((), requires_grad=True)
-            inputs = [leaves[index] for index in _differentiable(leaves)]
+            inputs = [leaves[index] for index in _needing_grad(leaves)]
             received = _apply(
-                _Elsewhere, self._exchange, anchor, len(wanted), *(tensors[index] for index in wanted), *inputs
+                _ReceivedGradients, self._exchange, anchor, len(wanted), *(tensors[index] for index in wanted), *inputs
             )
             for index, tensor in zip(wanted, received, strict=True):
                 tensors[index] = tensor
@@ -187,11 +187,11 @@ class _OnOtherRanks(Stub):
         return pytree.tree_unflatten(made, spec)
 
 
-class _AtHome(torch.autograd.Function):
-    """Applies one call to tensors and another to their gradients, around the module, on the ranks of its set."""
+class _MovedGradients(torch.autograd.Function):
+    """Applies one function to tensors and another to their gradients, at the inputs or outputs of a module on its own ranks."""
 
     @staticmethod
-    def forward(ctx: Any, forward: _Move, backward: _Move, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, forward: _Convert, backward: _Convert, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.move = backward
         passed = forward(list(tensors))
         ctx.mark_non_differentiable(*(to for to, each in zip(passed, tensors, strict=True) if not each.requires_grad))
@@ -202,7 +202,7 @@ class _AtHome(torch.autograd.Function):
         return None, None, *ctx.move(list(gradients))
 
 
-class _Elsewhere(torch.autograd.Function):
+class _ReceivedGradients(torch.autograd.Function):
     """Returns `count` outputs of the module on other ranks; in backward, its set sends the gradients of the inputs."""
 
     @staticmethod
@@ -220,7 +220,7 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[to
     return cast("tuple[torch.Tensor, ...]", function.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
-def _differentiable(leaves: list[Any]) -> list[int]:
+def _needing_grad(leaves: list[Any]) -> list[int]:
     if not torch.is_grad_enabled():
         return []
     return [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]

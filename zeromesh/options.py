@@ -32,7 +32,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placements:
-    """The placements of one stage: gradients are `accumulating` between microbatches, and `gradients` at the end of a step."""
+    """The placements at one ZeRO stage: `accumulating` of gradients between microbatches, `gradients` of those of a whole step."""
 
     parameters: Placement
     accumulating: Placement
@@ -162,8 +162,8 @@ STAGING_SHARE = 64
 class OffloadOptions:
     """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3. The
     caller offloads `activations`, the block inputs that recomputation keeps for backward. `gradients` None follows the optimizer.
-    `update` is the place of updates for states that are not on the device. `staging_bytes` bounds the buffers on the way there;
-    None: `staging_on`."""
+    `update` names the processor that computes updates of offloaded states. `staging_bytes` bounds the buffers through which states
+    pass to it; None: see `staging_on`."""
 
     optimizer: TierChoice = field(default_factory=TierChoice)
     gradients: TierChoice | None = None
@@ -176,8 +176,8 @@ class OffloadOptions:
     staging_bytes: int | None = None
 
     def staging_on(self, device: torch.device) -> int:
-        """Return the bytes of the buffers through which states pass that are updated on `device`, if `staging_bytes` is None. An
-        accelerator gets longer rows, since launching many short copies would take longer than the copies."""
+        """Return the bytes of the buffers that bring offloaded states to `device` for their update: `staging_bytes`, or a default,
+        which is larger for an accelerator: launching many short copies would take longer than the copies."""
         if self.staging_bytes is not None or not is_accelerator(device):
             return STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
         return max(STAGING_BYTES, device_memory(device).total // STAGING_SHARE)

@@ -15,7 +15,7 @@ from torch import nn
 
 PATCHES = {
     "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
-    "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: takes a device's kernel.
+    "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: traces a device's kernel.
     # loop/device_batch.py: the host computes the answer from the batch, since the library would wait for the device.
     "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "5.23.0",
     "transformers.masking_utils._ignore_causal_mask_sdpa": "5.23.0",
@@ -51,7 +51,7 @@ def override(instance: object, attribute: str, value: Any) -> Callable[[], None]
 
 
 @contextmanager
-def tensors_put_aside(root: nn.Module) -> Iterator[Callable[[], list[str]]]:
+def cached_tensors_removed(root: nn.Module) -> Iterator[Callable[[], list[str]]]:
     """Remove, after the block, tensors that modules cached as attributes inside it, such as a recurrent state.
 
     Attributes that were not None before are kept. Yields a function that returns the names of attributes that hold such a tensor.

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 class ParallelOptions:
     """The options for dividing a model.
 
-    `rules` are the user's styles of layers, by name pattern; with `sequence`, blocks pass on shares of the sequence. `chunks` is
-    the number of stages per pipeline rank, `stages` the numbers of blocks of all stages; none: by their cost, see `Balance`.
+    `rules` are the user's layer styles by name pattern; with `sequence`, activations between blocks are divided along the sequence.
+    `chunks` is the number of stages per pipeline rank, `stages` the number of blocks of each stage (empty: by cost, see `Balance`).
     """
 
     rules: Mapping[str, str] = field(default_factory=dict)

@@ -110,27 +110,27 @@ class Streams:
 
     def __init__(self, seed: int, step: int | str, first_sample: int) -> None:
         """Create the streams. `first_sample` is the global index of the first sample; `step` may name another kind of pass."""
-        self._where = f"{seed}/{step}/{first_sample}"
+        self._prefix = f"{seed}/{step}/{first_sample}"
         self._calls: Counter[str] = Counter()
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         """The index of a call and the mark of the caller's stream after it, by unit and mark of the caller's stream before it."""
         self._callers: list[tuple[str, int, GeneratorStates]] = []
-        self._first_mark = number_of(f"{self._where}//marks")
+        self._first_mark = number_of(f"{self._prefix}//marks")
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
+    def drawing(self) -> Iterator[None]:
         """Make the generators draw from these streams inside the block, first from that of the loss; afterwards restore them."""
         with own_randomness():
             self._callers.clear()
-            seed_all(number_of(f"{self._where}//loss"))
+            seed_all(number_of(f"{self._prefix}//loss"))
             yield
 
     def begin(self, unit: str) -> None:
         """Begin the stream of a unit's first call, for code that runs a part of the unit without calling it."""
-        seed_all(number_of(f"{self._where}/{unit}"))
+        seed_all(number_of(f"{self._prefix}/{unit}"))
 
     def enter(self, unit: str, *, again: bool) -> None:
-        """Begin the stream of a unit's call and pause that of its caller. `again`: backward recomputes the call.
+        """Seed the generators for a unit's call and save the caller's states. `again`: backward recomputes the call.
 
         `torch.utils.checkpoint` restores the caller's stream before it calls a unit again, and the mark on it identifies the call;
         without restored streams (`preserve_rng_state=False`), the last call is assumed.
@@ -141,10 +141,10 @@ class Streams:
             self._calls[unit] += not again
         number, after = self._known[unit, mark]
         self._callers.append((unit, after, caller))
-        seed_all(number_of(f"{self._where}/{unit}/{number}" if number else f"{self._where}/{unit}"))
+        seed_all(number_of(f"{self._prefix}/{unit}/{number}" if number else f"{self._prefix}/{unit}"))
 
     def leave(self, unit: str) -> None:
-        """End a unit's call and resume the stream of its caller. Inner calls that an exception ended are dropped."""
+        """Restore the caller's generator states after a unit's call. Inner calls that an exception ended are dropped."""
         while self._callers:
             name, after, caller = self._callers.pop()
             if name == unit:

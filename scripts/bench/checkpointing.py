@@ -156,7 +156,7 @@ def _zeromesh(workload: Workload, tensor: int = 1) -> System:
         saver, holdings = Saver(CheckpointStore(folder), mesh), engine.checkpoint_state
         content = SaveContent(
             tensors=holdings.tensors(),
-            shards=holdings.written(),
+            shards=holdings.shards_to_write(),
             order={},
             documents=lambda directory: None,
             keep=set,
@@ -170,7 +170,7 @@ def _zeromesh(workload: Workload, tensor: int = 1) -> System:
         holdings = engine.checkpoint_state
         reader = open_checkpoint(mesh, CheckpointStore(folder).path(1))
         with engine.loading():
-            fill_shards(mesh, reader, holdings.tensors(reading=True), holdings.wanted())
+            fill_shards(mesh, reader, holdings.tensors(reading=True), holdings.shards_to_read())
 
     return System(save=save, load=load)
 

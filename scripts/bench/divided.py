@@ -18,7 +18,7 @@ from bench.ours import configuration
 from bench.probe import Probe
 from bench.workload import Workload
 from zeromesh.environment import read_environment
-from zeromesh.kernels.cpu_matmul import take_product_buffers
+from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import reuse_freed_memory, settle_heap
@@ -72,7 +72,7 @@ class Training:
         shape = MeshShape.resolve(environment.world_size, tensor=form.tensor, pipeline=form.pipeline)
         self.mesh = Mesh(shape, environment, device=torch.device("cpu"), timeout_seconds=60)
         reuse_freed_memory()
-        take_product_buffers()
+        allocate_buffers()
         self._workload = workload
         built = build_deferred(workload.build_model, workload.seed)
         materialize_buffers(built.model, self.mesh.device, workload.seed, source=built.source)

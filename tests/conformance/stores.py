@@ -124,8 +124,8 @@ def _saved(run: Run, folder: Path, step: int) -> Saved:
     saver = Saver(store, run.mesh, ledger)
     content = SaveContent(
         tensors=holdings.tensors(),
-        shards=holdings.written(),
-        order=holdings.order(),
+        shards=holdings.shards_to_write(),
+        order=holdings.update_order(),
         documents=lambda directory: save_configuration(run.model, DTYPES[run.problem.precision][0], None, directory),
         keep=lambda: set(range(100)),
         aliases=holdings.aliases(),
@@ -145,7 +145,7 @@ def _load(run: Run, checkpoint: Path) -> None:
     holdings = run.engine.checkpoint_state
     with run.engine.loading():
         reader = open_checkpoint(run.mesh, checkpoint)
-        fill_shards(run.mesh, reader, holdings.tensors(reading=True), holdings.wanted())
+        fill_shards(run.mesh, reader, holdings.tensors(reading=True), holdings.shards_to_read())
     run.engine.load_progress(**run.engine.progress() | {"updates": _step_of(checkpoint)})
 
 
@@ -157,7 +157,7 @@ def _step_of(checkpoint: Path) -> int:
 
 def _differences(run: Run, wanted: Tensors) -> list[str]:
     """What this rank holds and is not what is stored, bit by bit; that is nothing, and not for lack of things to compare."""
-    holdings = run.engine.checkpoint_state.wanted()
+    holdings = run.engine.checkpoint_state.shards_to_read()
     assert len(holdings) > 10
     assert any(holding.spec.kind == "exp_avg_sq" and holding.values.numel for holding in holdings)
     return [f"{each.spec.kind} {each.spec.name}" for each in holdings if not _is(each, wanted)]

@@ -36,7 +36,7 @@ def saved_again(trainer: Trainer, folder: Path) -> None:
     engine = trainer.engine
     assert engine is not None
     state, saver = engine.checkpoint_state, Saver(CheckpointStore(folder), trainer.mesh)
-    tensors, shards = state.tensors(), state.written()
+    tensors, shards = state.tensors(), state.shards_to_write()
     saver.begin(0, SaveContent(tensors=tensors, shards=shards, order={}, documents=lambda directory: None, keep=set))
     saved = saver.finish()
     assert saved is not None

@@ -379,7 +379,7 @@ def lost_bucket(zero_gaps: Any, flat: torch.Tensor, bucket: Bucket) -> None:
         flat[bucket.interval.end :].zero_()
 
 
-@seeded(GradientReducer, "_hand_over", {"zero.stage": 2}, r"layers\.1")
+@seeded(GradientReducer, "_after_reduction", {"zero.stage": 2}, r"layers\.1")
 def stale_gradient(take: Any, self: GradientReducer, bucket: Bucket) -> None:
     """The gradient of a bucket begins with that of the step before."""
     if self._last and _in_last_block(bucket):
@@ -398,7 +398,7 @@ def stale_gather(show: Any, self: Bucket) -> None:
     show(self)
 
 
-@seeded(Passes, "_need_in_backward", _RECOMPUTED, r"layers\.1")
+@seeded(Passes, "_make_live_in_backward", _RECOMPUTED, r"layers\.1")
 def stale_in_backward(need: Any, self: Passes, unit: Any) -> None:
     """A block is recomputed with the weights of the step before."""
     need(self, unit)
@@ -530,7 +530,7 @@ def masters_not_written(rows: Any, self: OptimizerStep, bucket: Bucket) -> Itera
             yield row
 
 
-@seeded(OptimizerStep, "_uses", {"zero.stage": 2, "offload.optimizer": "file"}, r"layers\.[01]")
+@seeded(OptimizerStep, "_operands", {"zero.stage": 2, "offload.optimizer": "file"}, r"layers\.[01]")
 def moments_of_neighbour(uses: Any, self: OptimizerStep, bucket: Bucket, **rest: Any) -> Any:
     """The first moments of a piece are read from and written to the file of its neighbour."""
     if _in_last_block(bucket):

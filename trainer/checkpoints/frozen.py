@@ -61,14 +61,14 @@ class FrozenWeights:
 
     def referenced(self) -> Manifest:
         """Return the frozen weights that a checkpoint may reference now, with their source files."""
-        mesh, holdings = self._engine.mesh, self._engine.checkpoint_state
-        frozen = holdings.frozen() if self._wanted else set()
+        mesh, state = self._engine.mesh, self._engine.checkpoint_state
+        frozen = state.frozen() if self._wanted else set()
         if not frozen:
             return NOTHING
         kept: tuple[TensorSpec, ...] = ()
         try:
             reader = self._reader = self._reader or self._open(frozen)
-            shards = [each for each in holdings.written() if each.spec.kind == MODEL and each.spec.name in frozen]
+            shards = [each for each in state.shards_to_write() if each.spec.kind == MODEL and each.spec.name in frozen]
 
             def differing() -> list[str]:
                 return [shard.spec.name for shard in shards if not self._is_same(reader, shard)]
@@ -88,9 +88,9 @@ class FrozenWeights:
 
     def _open(self, frozen: set[str]) -> CheckpointReader:
         """Open the source under the engine's weight names; rank 0 reads headers and computes checksums."""
-        mesh, holdings = self._engine.mesh, self._engine.checkpoint_state
-        specs = [each for each in holdings.tensors(reading=True) if each.name in frozen]
-        aliases = [(alias, name) for alias, name in holdings.aliases().items() if name in frozen]
+        mesh, state = self._engine.mesh, self._engine.checkpoint_state
+        specs = [each for each in state.tensors(reading=True) if each.name in frozen]
+        aliases = [(alias, name) for alias, name in state.aliases().items() if name in frozen]
 
         def look() -> str:
             if self._directory is None:

@@ -273,7 +273,7 @@ class RunCheckpoints:
         self._note(f"WARNING: {why}; {kept}. {then}")
 
     def _release(self, bucket: Bucket) -> None:
-        self._saver.release(self._engine.checkpoint_state.owner_of(bucket))
+        self._saver.release(self._engine.checkpoint_state.bucket_number(bucket))
 
     def _kept(self) -> set[int]:
         """Return the steps that `keep_last` and `keep_best` keep; called on rank 0."""
@@ -311,9 +311,9 @@ def content_of(
 
     return SaveContent(
         tensors=[each for each in holdings.tensors() if each.name not in away],
-        shards=[each for each in holdings.written() if each.spec.name not in away],
+        shards=[each for each in holdings.shards_to_write() if each.spec.name not in away],
         frozen=frozen,
-        order=holdings.order(),
+        order=holdings.update_order(),
         documents=documents,
         aliases=holdings.aliases(),
         layout={
@@ -401,7 +401,7 @@ def _fill(
 
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
     with engine.loading(averaged_updates=count if averaged else 0):
-        shards = [each for each in engine.checkpoint_state.wanted() if loads(each.spec)]
+        shards = [each for each in engine.checkpoint_state.shards_to_read() if loads(each.spec)]
         fill_shards(engine.mesh, reader, tensors, shards)
 
 

@@ -20,7 +20,7 @@ from zeromesh.environment import (
     BEGAN,
     INTERFACE,
     available_cores,
-    command_began,
+    command_start_time,
     kept_environment,
     python_arguments,
     read_environment,
@@ -266,7 +266,7 @@ def report(result: WorkersFailed | int) -> int:
 
 
 def _fit(config: TrainerConfig, began: float) -> int:
-    launched = command_began()
+    launched = command_start_time()
     times = StartTimes(began if launched is None else launched)
     if launched is not None:
         times.end("launch", at=began)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
-from zeromesh.settings.keys import whole
+from zeromesh.settings.keys import int_if_whole
 from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.messages import either, nearest_path, shown, unknown_key
 from zeromesh.trainer.config.sections.schedule import ScheduleSection
@@ -73,7 +73,7 @@ class Translation:
         self.settings = {name: value for name, value in settings.items() if value != _AUTO}
         self.automatic = tuple(name for name, value in settings.items() if value == _AUTO)
         axes = {"tensor": self.tensor, "pipeline": 1}
-        given = {name: whole(size) for name, size in parallel.items()} if isinstance(parallel, Mapping) else {}
+        given = {name: int_if_whole(size) for name, size in parallel.items()} if isinstance(parallel, Mapping) else {}
         axes |= {name: size for name in axes if type(size := given.get(name)) is int and size > 0}
         self.data_ranks = max(1, ranks // (axes["tensor"] * axes["pipeline"]))
         self.problems: list[str] = []

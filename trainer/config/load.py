@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
-from zeromesh.settings.keys import whole
+from zeromesh.settings.keys import int_if_whole
 from zeromesh.trainer.config.consent import Consent, refused_code
 from zeromesh.trainer.config.deepspeed import Translation, is_deepspeed, nested, read_deepspeed
 from zeromesh.trainer.config.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
@@ -271,7 +271,7 @@ def load_config(
 def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, dict[str, Any]]:
     """Return defaults for tuning a pretrained model, which takes smaller steps and weaker decay, below what is `given`."""
     batch = given.get("batch")
-    size = whole(batch.get("global_size", 16)) if isinstance(batch, Mapping) else 16
+    size = int_if_whole(batch.get("global_size", 16)) if isinstance(batch, Mapping) else 16
     decay = {"weight_decay": 0.0 if adapted else 0.01, "exempt": "biases_and_norms"}
     return {
         "optimizer": {"lr": 2e-4 if adapted else 2e-5, "betas": [0.9, 0.999], **decay},

@@ -16,7 +16,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from zeromesh.errors import ConfigError
-from zeromesh.settings.keys import whole
+from zeromesh.settings.keys import int_if_whole
 from zeromesh.trainer.config.sections.base import NamedFunction, Section
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.config.sections.outputs import (
@@ -153,7 +153,7 @@ def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
 
 def _positions(config: TrainerConfig) -> tuple[str, int] | None:
     for key in ("max_position_embeddings", "n_positions"):
-        limit = whole((config.model.config or {}).get(key))
+        limit = int_if_whole((config.model.config or {}).get(key))
         if type(limit) is int and config.data.sequence_length > limit:
             return key, limit
     return None

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 from zeromesh.errors import LayoutError, some
 from zeromesh.options import Placement
-from zeromesh.overrides import tensors_put_aside
+from zeromesh.overrides import cached_tensors_removed
 from zeromesh.pipeline.generation import CACHE
 from zeromesh.rng import own_randomness, seed_all
 from zeromesh.trainer.data.feed import require_same_batches
@@ -77,7 +77,7 @@ def generate(
 
     mode = in_evaluation_mode(model) if seed is not None else nullcontext()
     # Tensors that modules keep between tokens belong to this text alone.
-    with mode, torch.no_grad(), tensors_put_aside(model) as put_aside:
+    with mode, torch.no_grad(), cached_tensors_removed(model) as put_aside:
         with own_randomness() if seed is not None else nullcontext():
             if seed is not None:
                 seed()

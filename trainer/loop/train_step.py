@@ -269,7 +269,7 @@ class Stepper:
             losses = self._driver.evaluate(self._engine, work, loss_of)
             return results or [(loss, 0, None) for loss in losses]
         for batch, drawn in zip(batches, streams, strict=True):
-            with torch.no_grad(), drawn.in_force(), batch.present():
+            with torch.no_grad(), drawn.drawing(), batch.present():
                 loss_of(batch, 0.0)
         return results
 

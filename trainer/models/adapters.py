@@ -211,9 +211,9 @@ class AdaptedSource(ParameterSource):
         source, name = self._source_of(fqn)
         source.fill(name, rows, interval, out)
 
-    def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
+    def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         source, name = self._source_of(fqn)
-        return source.place(name, start, dtype)
+        return source.file_position(name, start, dtype)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         self._source.expect((self._inside[name], start, end) for name, start, end in ranges if name in self._inside)

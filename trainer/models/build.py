@@ -29,7 +29,7 @@ from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes
-from zeromesh.settings.keys import whole
+from zeromesh.settings.keys import int_if_whole
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
@@ -40,7 +40,7 @@ from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, match
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, canonical_names
-from zeromesh.zero.hooks import parameters_made
+from zeromesh.zero.hooks import on_registration
 
 T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
@@ -224,7 +224,7 @@ def _bounded(made: Any) -> Iterator[None]:
             raise refused(f"parts that take more than {_MOST_SECONDS} s to describe")
 
     try:
-        with parameters_made(count):
+        with on_registration(count):
             yield
     except RuntimeError as error:
         if "overflow" in str(error):  # The byte count of a single weight overflows.
@@ -379,9 +379,9 @@ def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = 
                 f"{name} is not a field of {cls.__name__}" + (f"; nearest: {', '.join(near)}" if near else "")
             )
         elif declared.get(name) in (int, int | None):
-            settings[name] = whole(value)
+            settings[name] = int_if_whole(value)
     if (labels := settings.get("num_labels")) is not None:
-        settings["num_labels"] = number = whole(labels)
+        settings["num_labels"] = number = int_if_whole(labels)
         if type(number) is not int or not 1 <= number <= _MOST_LABELS:
             problems.append(f"num_labels: got {labels!r:.40}; give a number from 1 to {_MOST_LABELS:,}")
     if problems:

@@ -30,7 +30,7 @@ from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, some, s
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.weights.safetensors_source import read_class
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names, is_pretrained_model
-from zeromesh.zero.full_state import saved_buffers
+from zeromesh.zero.full_state import persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ class HubForm:
         """Layers with adapters, and modules that adapters train as a copy."""
         self.layer_of: dict[str, str] = {}
         """The layer with adapters that holds a tensor, by name; tensors of a layer wait until all have come."""
-        tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
+        tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
         tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
         self._name_of = {
             first: name for name, first in canonical_names(model).items() if first in tied and name not in tied

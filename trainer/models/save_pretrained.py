@@ -18,7 +18,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
 from zeromesh.weight_init.weight_sources import canonical_names
-from zeromesh.zero.full_state import FullState, saved_buffers
+from zeromesh.zero.full_state import FullState, persistent_buffers
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -158,4 +158,4 @@ def _save_part(part: Any, directory: Path) -> None:
 
 
 def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **saved_buffers(model)}
+    return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **persistent_buffers(model)}

@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from zeromesh.environment import export, read_environment, set_default, setting
 from zeromesh.errors import ConfigError, counted
-from zeromesh.kernels.cpu_matmul import take_product_buffers
+from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator, reuse_freed_memory
@@ -71,7 +71,7 @@ def connect(config: TrainerConfig) -> Mesh:
         bind_near(device, environment.local_world_size, parallel.numa_binding)
     if device.type == "cpu":
         reuse_freed_memory()
-        take_product_buffers()
+        allocate_buffers()
     mesh = Mesh(
         shape,
         environment,

@@ -300,7 +300,7 @@ class SafetensorsSource(ParameterSource):
 
         self._files.expect(stored_ranges())
 
-    def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
+    def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """Return the file and byte offset of a parameter's elements; None if they need conversion."""
         entry = self._files.entries.get(self._matched.direct.get(self._checked(fqn, start, start), ""))
         if entry is None or entry.dtype != dtype or entry.begin % dtype.itemsize:

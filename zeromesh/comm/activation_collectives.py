@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from zeromesh.comm.shm_transport import ABOUT, SharedRing
+from zeromesh.comm.shm_transport import ABOUT_WORDS, SharedRing
 from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
 from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 
-_CHUNK = 1 << 15
+_CHUNK_ELEMENTS = 1 << 15
 """The number of elements summed at a time over more than two ranks, chosen so that the partial sum stays in a core's cache."""
 
 
@@ -102,7 +102,7 @@ class Exchange:
         Raises:
             LayoutError: when `sizes` do not fit the tensor or the ranks.
         """
-        dim = _dim(tensor, dim)
+        dim = _checked_dim(tensor, dim)
         length = tensor.shape[dim]
         lengths = (length,) * self.size if sizes is None else tuple(sizes)
         if len(lengths) != self.size or lengths[self.index] != length or min(lengths) < 0:
@@ -118,7 +118,7 @@ class Exchange:
         Raises:
             LayoutError: when `dim` cannot be divided into these slices.
         """
-        dim = _dim(tensor, dim)
+        dim = _checked_dim(tensor, dim)
         length, size = tensor.shape[dim], self.size
         where = f"scattered sum of {list(tensor.shape)} along dim {dim}"
         if sizes is None and length % size:
@@ -156,26 +156,26 @@ class Exchange:
         if kind is ExchangeKind.SCATTERED_SUM and on_device and len(set(lengths)) == 1:
             pieces = torch.stack(torch.split(tensor, lengths[0], dim))
             out = torch.empty_like(pieces[0])
-            return self._begin(self._members, kind, Collective.REDUCE_SCATTER, out, pieces, lambda: out)
+            return self._launch(self._members, kind, Collective.REDUCE_SCATTER, out, pieces, lambda: out)
         if kind is ExchangeKind.SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
             own, sent = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
             received, counts = sent.new_empty(size, own.numel()), [part.numel() for part in parts]
             result = lambda: sum_in_ranks([part.view(own.shape) for part in received])  # noqa: E731
-            return self._begin(self._members, kind, Collective.ALL_TO_ALL, received, sent, result, sent=counts)
+            return self._launch(self._members, kind, Collective.ALL_TO_ALL, received, sent, result, sent=counts)
         own = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
         if kind is not ExchangeKind.GATHER and on_device:
             cut = (dim, sum(lengths[: self.index]), lengths[self.index]) if lengths else None
             result = lambda: own if cut is None else own.narrow(*cut).contiguous()  # noqa: E731
-            return self._begin(self._members, kind, Collective.ALL_REDUCE, own, own, result)
+            return self._launch(self._members, kind, Collective.ALL_REDUCE, own, own, result)
         shapes = self._shapes(kind, tensor, dim, lengths)
         sizes = list(map(math.prod, shapes))
         if on_device or (kind is ExchangeKind.GATHER and dim == 0):
             whole = tensor.new_empty(sum(sizes))
             parts = [part.view(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
             result = lambda: self._combine(kind, parts, dim, lengths) if dim else whole.view(-1, *tensor.shape[1:])  # noqa: E731
-            return self._begin(self._members, kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
-        # This rank's part is used where it is, since nothing writes to it.
+            return self._launch(self._members, kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
+        # This rank's own part is not copied, since nothing writes to it.
         moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
         sizes[self.index] = 0
         others = tensor.new_empty(sum(sizes))
@@ -183,10 +183,10 @@ class Exchange:
         parts[self.index] = own
         parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
-        times = moved / others.numel() if others.numel() else 1.0  # An exchange of nothing is one, too.
-        return self._begin(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
+        times = moved / others.numel() if others.numel() else 1.0  # Without elements the traffic needs no scaling.
+        return self._launch(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
 
-    def _begin(
+    def _launch(
         self,
         group: ProcessSet,
         kind: ExchangeKind,
@@ -214,7 +214,7 @@ def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     narrow = len(parts) > 2 and first.dtype.is_floating_point and first.dtype.itemsize < 4
     chunks = [(out, parts)]
     if len(parts) > 2 and all(part.is_contiguous() for part in parts):
-        split = [torch.split(tensor.view(-1), _CHUNK) for tensor in (out, *parts)]
+        split = [torch.split(tensor.view(-1), _CHUNK_ELEMENTS) for tensor in (out, *parts)]
         chunks = [(target, summands) for target, *summands in zip(*split, strict=True)]
     for target, summands in chunks:
         total = torch.empty_like(target, dtype=torch.float32) if narrow else target
@@ -224,7 +224,7 @@ def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def _dim(tensor: torch.Tensor, dim: int) -> int:
+def _checked_dim(tensor: torch.Tensor, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
         raise LayoutError(f"a tensor of shape {list(tensor.shape)} has no dim {dim}")
     return dim % tensor.dim()
@@ -247,7 +247,7 @@ class SharedExchange(Exchange):
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
         shapes = self._shapes(kind, tensor, dim, lengths)
         what = f"{kind.phrase} of activations over axis {self._group.name}"
-        about = [_about(kind, dtype, shape, dim, lengths) for shape in shapes]
+        about = [_encode(kind, dtype, shape, dim, lengths) for shape in shapes]
         self._group.require_member()
         with traffic.timed(kind.collective):
             # All ranks must have consumed the entry that is about to be overwritten.
@@ -266,7 +266,7 @@ class SharedExchange(Exchange):
             with traffic.timed(kind.collective):
                 ring.published.wait(sequence + 1, what)
                 try:
-                    parts = [self._part(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
+                    parts = [self._read(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
                 except StorageError:  # The memory of an ended rank cannot be mapped any more.
                     self._group.watch.examine(self._group.ranks, what)
                     raise
@@ -280,7 +280,7 @@ class SharedExchange(Exchange):
         self._flying[sequence] = weakref.ref(pending)
         return pending
 
-    def _part(
+    def _read(
         self, rank: int, sequence: int, about: list[int], shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the tensor that the rank at position `rank` published as exchange `sequence`."""
@@ -289,24 +289,24 @@ class SharedExchange(Exchange):
             return slot.view(shape, dtype)
         ranks, own = self._group.ranks, self._ring.read(self.index, sequence)[1]
         raise CollectiveError(
-            f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {_phrase(other)}, "
-            f"rank {ranks[self.index]} for a {_phrase(own)}. Every rank must run the same modules on tensors of the same shape"
+            f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {_decode(other)}, "
+            f"rank {ranks[self.index]} for a {_decode(own)}. Every rank must run the same modules on tensors of the same shape"
         )
 
 
 @lru_cache(maxsize=256)
-def _about(
+def _encode(
     kind: ExchangeKind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
 ) -> list[int]:
     """Encode the exchange as words of a ring entry, which all ranks compare: a checksum, and the text for an error message. The
     cached list must not be changed."""
     along = f" along dim {dim}" if dim >= 0 else ""
     text = f"{kind.phrase}{along} of {str(dtype).removeprefix('torch.')} {list(shape)}"
-    room = (ABOUT - 1) * 8
+    room = (ABOUT_WORDS - 1) * 8
     return [zlib.crc32(f"{text} {lengths}".encode()), *memoryview(text.encode().ljust(room)[:room]).cast("q")]
 
 
-def _phrase(about: list[int]) -> str:
+def _decode(about: list[int]) -> str:
     return array("q", about[1:]).tobytes().decode().rstrip()
 
 

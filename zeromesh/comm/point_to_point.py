@@ -28,13 +28,13 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.step_recorder import Collective
 
 HEADER_BYTES = 2048
-_LONG = timedelta(days=7)  # gloo's receives are posted long before their messages arrive; `Watchdog` bounds the waits.
-_KINDS = 4096
+_TIMEOUT = timedelta(days=7)  # gloo posts receives long before their messages arrive; `Watchdog` bounds the waits.
+_MOST_KINDS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MessageSpec:
-    """The shape and dtype of a tensor that travels. `differentiable`: its gradient travels back."""
+    """The shape and dtype of a tensor that is sent. `differentiable`: its gradient is sent back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -129,14 +129,14 @@ class _Channel:
 
     def _launch(self, tensor: torch.Tensor, what: str) -> None:
         while self._flying and self._flying[0][1].done():
-            self._flying.popleft()[1].wait()  # It may have failed.
+            self._flying.popleft()[1].wait()  # This raises the error of a failed send.
         self._flying.append((tensor, self.start(tensor, what)))
 
     def settle(self) -> None:
         """Wait until all messages are sent, and bound the number of remembered specifications."""
         while self._flying:
             self._flying.popleft()[1].wait()
-        if len(self.known) > _KINDS:
+        if len(self.known) > _MOST_KINDS:
             self.known.clear()
 
 
@@ -162,7 +162,7 @@ class Channels:
             for both in pairs:
                 ends = [ranks[index] for index in both]
                 for source, target in (ends, ends[::-1]):
-                    made = make_group(ends, group.works, _LONG)
+                    made = make_group(ends, group.works, _TIMEOUT)
                     if rank not in ends:
                         continue
                     peer, channels = (target, self._out) if rank == source else (source, self._in)

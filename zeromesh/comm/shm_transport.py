@@ -42,7 +42,7 @@ from zeromesh.telemetry.step_recorder import Collective
 _FUTEX = 202
 """The number of the system call futex(2) on x86-64, the only processor type that has this transport."""
 _WAIT, _WAKE = 0, 1
-_EVERYONE = 2**31 - 1
+_WAKE_ALL = 2**31 - 1
 _LOW_HALF = 0xFFFFFFFF
 _TIME = struct.Struct("ll")
 """The layout of struct timespec: seconds and nanoseconds."""
@@ -63,7 +63,7 @@ class Futex:
         """Take 64-bit words of shared memory, which must stay mapped for the lifetime of this object."""
         self._half = ctypes.c_uint32.from_buffer(words, place * words.itemsize)
         self._address = ctypes.addressof(self._half)
-        self.wake: Callable[[], object] = partial(_system_call, _FUTEX, self._address, _WAKE, _EVERYONE, None)
+        self.wake: Callable[[], object] = partial(_system_call, _FUTEX, self._address, _WAKE, _WAKE_ALL, None)
         """Wakes all processes that wait for the word; the caller has written the word before."""
 
     def wait(self, seen: int, seconds: float) -> None:
@@ -71,8 +71,8 @@ class Futex:
         _system_call(_FUTEX, self._address, _WAIT, seen & _LOW_HALF, _TIME.pack(0, int(1e9 * seconds)))
 
 
-_LOOKS = 500
-"""The number of times that a rank looks at counters before it sleeps: mostly the others come within some microseconds."""
+_SPINS = 500
+"""The number of times that a rank reads counters before it sleeps: mostly the others arrive within some microseconds."""
 LINE = 8
 """The number of words in a cache line: counters of different writers never share one."""
 
@@ -113,7 +113,7 @@ class Counters:
         if self.reached(value):
             return
         watch.begun += 1  # Also if they come at once: an error after a wait for others is told to them.
-        for _ in range(_LOOKS):
+        for _ in range(_SPINS):
             for place in places:
                 if words[place] < value:
                     break
@@ -152,11 +152,11 @@ def shared_segments(
 
 IN_FLIGHT = 64
 """The minimum number of entries of a ring. With more in flight, a writer waits until the oldest is consumed."""
-_ENTRY = 16
-"""The number of words of an entry: slot number, serial number, file descriptor, bytes, then `ABOUT` words of the caller."""
-ABOUT = _ENTRY - 4
-_SMALLEST = 16 * PAGE
-_VIEWS = 32
+_ENTRY_WORDS = 16
+"""The number of words of an entry: slot number, serial number, file descriptor, bytes, then `ABOUT_WORDS` words of the caller."""
+ABOUT_WORDS = _ENTRY_WORDS - 4
+_LEAST_BYTES = 16 * PAGE
+_CACHED_VIEWS = 32
 
 
 class RingSlot:
@@ -168,7 +168,7 @@ class RingSlot:
         self.sequence = -1
         self.raw = raw = segment.tensor(0, segment.nbytes, torch.uint8)
 
-        @lru_cache(_VIEWS)
+        @lru_cache(_CACHED_VIEWS)
         def view(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             """Return the first bytes as a contiguous tensor; cached, since a view costs as much as summing a small tensor."""
             return raw[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
@@ -190,13 +190,13 @@ class SharedRing:
         self._label, self._index = label, group.index
         self.room = max(IN_FLIGHT, slots)
         """The number of entries: message n overwrites the entry of message n - room, which all ranks must have consumed."""
-        size = group.size * (2 * LINE + self.room * _ENTRY) * 8
+        size = group.size * (2 * LINE + self.room * _ENTRY_WORDS) * 8
         (segment,) = shared_segments(group, f"entries of {label}", size, of_first=True)
         self._pids = [pid for (pid,) in group.gather_integers([os.getpid()])]
         self._words = segment.words()
         self.published, self.consumed = (Counters(self._words, row * group.size * LINE, group) for row in range(2))
         first = 2 * group.size * LINE
-        self._entries = range(first, first + group.size * self.room * _ENTRY, self.room * _ENTRY)
+        self._entries = range(first, first + group.size * self.room * _ENTRY_WORDS, self.room * _ENTRY_WORDS)
         """The place of the first entry of each rank."""
         self.next = 0
         """The sequence number of the next message that this rank writes."""
@@ -204,16 +204,16 @@ class SharedRing:
         self._behind = 0
         """The first sequence number that this rank has not consumed."""
         self.own: list[RingSlot] = []
-        self._met: dict[tuple[int, int], RingSlot] = {}
+        self._mapped: dict[tuple[int, int], RingSlot] = {}
         """The mapped slots of other ranks, by rank and serial number of the slot."""
         for number in range(slots):
             for rank, found in enumerate(shared_segments(group, label, nbytes)):
-                self._met[rank, number] = RingSlot(found, number)
-            self.own.append(self._met[group.index, number])
+                self._mapped[rank, number] = RingSlot(found, number)
+            self.own.append(self._mapped[group.index, number])
         self._serial = slots
-        _sweep()
-        self._left: _Left = (segment, self.own, self.published, self.consumed)
-        self._finalizer = weakref.finalize(self, _sweep, self._left)
+        _close_unused()
+        self._to_close: _RingMemory = (segment, self.own, self.published, self.consumed)
+        self._finalizer = weakref.finalize(self, _close_unused, self._to_close)
 
     def free_slot(self, nbytes: int) -> int:
         """Return the number of the smallest free slot of at least `nbytes`, else replace a smaller free slot or add one."""
@@ -222,7 +222,7 @@ class SharedRing:
         fitting = [each for each in free if each[0] >= nbytes]
         if fitting:
             return min(fitting)[1]
-        capacity = max(_SMALLEST, -(-nbytes // PAGE) * PAGE)
+        capacity = max(_LEAST_BYTES, -(-nbytes // PAGE) * PAGE)
         slot = RingSlot(SharedSegment.create(self._label, capacity), self._serial)
         self._serial += 1
         number = max(free)[1] if free else len(self.own)
@@ -231,13 +231,13 @@ class SharedRing:
         self.own[number : number + 1] = [slot]
         return number
 
-    def publish(self, number: int, about: Sequence[int] = (0,) * ABOUT) -> None:
-        """Publish the contents of slot `number` to all ranks, with `ABOUT` words that describe it."""
+    def publish(self, number: int, about: Sequence[int] = (0,) * ABOUT_WORDS) -> None:
+        """Publish the contents of slot `number` to all ranks, with `ABOUT_WORDS` words that describe it."""
         slot = self.own[number]
         slot.sequence = self.next
         where = [number, slot.serial, slot.segment.descriptor, slot.segment.nbytes]
-        place = self._entries[self._index] + self.next % self.room * _ENTRY
-        self._words[place : place + _ENTRY] = memoryview(array("q", [*where, *about]))
+        place = self._entries[self._index] + self.next % self.room * _ENTRY_WORDS
+        self._words[place : place + _ENTRY_WORDS] = memoryview(array("q", [*where, *about]))
         self.next += 1
         self.published.set(self.next)
 
@@ -247,19 +247,19 @@ class SharedRing:
         Raises:
             StorageError: when the slot's memory cannot be mapped any more.
         """
-        place = self._entries[rank] + sequence % self.room * _ENTRY
-        number, serial, descriptor, capacity, *about = self._words[place : place + _ENTRY].tolist()
+        place = self._entries[rank] + sequence % self.room * _ENTRY_WORDS
+        number, serial, descriptor, capacity, *about = self._words[place : place + _ENTRY_WORDS].tolist()
         if rank == self._index:
             return self.own[number], about
-        slot = self._met.get((rank, number))
+        slot = self._mapped.get((rank, number))
         if slot is None or slot.serial != serial:
             segment = SharedSegment.attach(self._pids[rank], descriptor, capacity, self._label)
-            slot = self._met[rank, number] = RingSlot(segment, serial)
-            segment.close()  # The tensor keeps the mapping.
+            slot = self._mapped[rank, number] = RingSlot(segment, serial)
+            segment.close()  # The mapping lives as long as its tensor.
         return slot, about
 
     def consume(self, sequence: int) -> None:
-        """Note that this rank will not read message `sequence` any more."""
+        """Record that this rank has finished reading message `sequence`, so that its slot may be refilled."""
         self._finished.add(sequence)
         while self._behind in self._finished:
             self._finished.discard(self._behind)
@@ -267,24 +267,24 @@ class SharedRing:
         self.consumed.set(self._behind)
 
     def close(self) -> None:
-        """Close the file descriptors, once no rank will map a slot of this rank for the first time."""
+        """Close the file descriptors of all slots, when no other rank will map one of this rank's for the first time."""
         self._finalizer.detach()
-        for segment in (self._left[0], *(slot.segment for slot in (*self.own, *self._met.values()))):
+        for segment in (self._to_close[0], *(slot.segment for slot in (*self.own, *self._mapped.values()))):
             segment.close()
 
 
-_Left = tuple[SharedSegment, list[RingSlot], Counters, Counters]
-_LEFT: list[_Left] = []
+_RingMemory = tuple[SharedSegment, list[RingSlot], Counters, Counters]
+_UNCLOSED: list[_RingMemory] = []
 """Segments of rings that were garbage-collected; their last tensors stay until all peers have read them."""
 
 
-def _sweep(*more: _Left) -> None:
+def _close_unused(*more: _RingMemory) -> None:
     """Close unused segments. Garbage collection may call this at any time, so the list is never iterated while it changes."""
-    _LEFT.extend(more)
-    for left in list(_LEFT):
+    _UNCLOSED.extend(more)
+    for left in list(_UNCLOSED):
         words, slots, published, consumed = left
-        if consumed.lowest() >= published.own() and left in _LEFT:
-            _LEFT.remove(left)
+        if consumed.lowest() >= published.own() and left in _UNCLOSED:
+            _UNCLOSED.remove(left)
             for segment in (words, *(slot.segment for slot in slots)):
                 segment.close()
 
@@ -304,9 +304,9 @@ class SharedBuffer(GatherBuffer):
         self.full = arena.tensor(offset, request.padded, request.dtype)
         self.persistent = request.persistent
         self._arena, self._written, self._done, self._traffic = arena, written, done, group.traffic
-        self._counted = self._generation = 0
+        self._counted_generation = self._generation = 0
         self._reading: Transfer | None = None
-        self._live, self._pages_out = False, True
+        self._live, self._pages_freed = False, True
         self._memory = None
         length, itemsize = request.padded // group.size, request.dtype.itemsize
         self._own = slice(group.index * length, (group.index + 1) * length)
@@ -316,7 +316,7 @@ class SharedBuffer(GatherBuffer):
 
     def begin_write(self) -> None:
         if self.persistent:
-            if self._pages_out:
+            if self._pages_freed:
                 self._reserve_own()
             if not self._done.reached(self._generation):
                 self._await(self._done, "end of reading before the update")
@@ -331,7 +331,7 @@ class SharedBuffer(GatherBuffer):
             return
         if not self._done.reached(self._generation):
             self._await(self._done, "end of reading before the refill")
-        if self._pages_out:
+        if self._pages_freed:
             self._reserve_own()
         self._live = True
         self._generation += 1
@@ -343,8 +343,8 @@ class SharedBuffer(GatherBuffer):
             self.poll()
 
     def wait(self) -> None:
-        if self._counted != self._generation:
-            self._counted = self._generation
+        if self._counted_generation != self._generation:
+            self._counted_generation = self._generation
             self._traffic.count(Collective.ALL_GATHER, self.full.nbytes)
         if self._reading is not None:
             self._finish_reading(self._reading)
@@ -378,16 +378,16 @@ class SharedBuffer(GatherBuffer):
         """Publish this rank's shard once it is in place; free its pages once no rank reads them."""
         if self._reading is not None and self._reading.done():
             self._finish_reading(self._reading)
-        if not self.persistent and not self._live and not self._pages_out and self._done.reached(self._generation):
+        if not self.persistent and not self._live and not self._pages_freed and self._done.reached(self._generation):
             self._arena.give_back(*self._own_bytes)
-            self._pages_out = True
+            self._pages_freed = True
 
     def _reserve_own(self) -> None:
         if self._own_bytes[1]:
-            if self.persistent:  # Asked once: other buffers are reserved too often to ask each time.
+            if self.persistent:  # Other buffers are reserved too often to be checked.
                 require_memory(self._what, self._own_bytes[1])
             self._arena.reserve(*self._own_bytes)
-            self._pages_out = False
+            self._pages_freed = False
 
 
 class SharedReducer(Reducer):
@@ -429,7 +429,7 @@ class SharedReducer(Reducer):
             add=add,
             arrived=lambda: ring.published.reached(sequence + 1),
             wait=lambda: ring.published.wait(sequence + 1, "reduction of gradients"),
-            free=lambda: ring.consume(sequence),  # This rank has read the bucket of all ranks.
+            free=lambda: ring.consume(sequence),  # This rank has read that bucket of every rank.
         )
 
 

@@ -104,7 +104,7 @@ class GatherBuffer:
         return self.full[self._own]
 
     def begin_write(self) -> None:
-        """Wait until no rank reads the current contents."""
+        """Wait until no rank reads the current contents of the buffer, so that this rank may overwrite its shard."""
         if self._group is not None:
             self.wait()
 
@@ -128,7 +128,7 @@ class GatherBuffer:
         self.poll()
 
     def poll(self) -> None:
-        """Advance a started gather as far as possible without waiting."""
+        """Start the queued all-gathers whose shards are in place, without waiting."""
         while self._queue and (reading := self._queue[0]._reading) is not None:
             # On a device a stream may wait for this rank's shard, else it must be in place or have failed.
             on_stream = self._group is not None and self._group.on_stream
@@ -185,7 +185,7 @@ class Reduction:
     """Returns True if `wait` would return at once. It is never called on a device."""
     wait: Callable[[], None]
     free: Callable[[], None]
-    """Called once the slot may be refilled."""
+    """Called once this rank has read the received tensors, so that the slot may be refilled."""
     complete: Callable[[], None] | None = None
     """Gathers the other ranks' sums, if this rank needs the whole sum."""
     done: bool = False
@@ -204,7 +204,7 @@ class Reduction:
             self.done = True
 
     def settle(self) -> None:
-        """Complete an `out` that takes the whole sum. All ranks settle in the order of launches."""
+        """Gather the other ranks' sums if this rank needs the whole sum. All ranks call it in the order of launches."""
         if self.complete is not None:
             self.complete()
 
@@ -244,7 +244,7 @@ class Reducer:
 
     def acquire(self, sequence: int, *, block: bool = False) -> torch.Tensor | None:
         """Return the bytes of the slot for `sequence`; None while a peer still reads its old contents, unless `block`."""
-        # The caller finishes launched reductions before it blocks, so no slot is missing while it blocks.
+        # The caller finishes launched reductions before it blocks, so a slot is free by then.
         return self._send[sequence % len(self._send)] if sequence < self.finished + len(self._send) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
@@ -321,7 +321,7 @@ class Transport:
         self.reducer = Reducer(device, members, slots, nbytes)
 
     def poll(self) -> None:
-        """Advance started work without waiting, at the end of a pass, when no gather follows at once."""
+        """Free spare pages and start queued all-gathers, without waiting; called at the end of a pass."""
         self._spare.give_back()
         if self._queue:
             self._queue[0].poll()
@@ -334,7 +334,7 @@ class Transport:
 
 
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
-_STRONG_ORDER = {"x86_64", "AMD64"}
+_STRONGLY_ORDERED = {"x86_64", "AMD64"}
 
 
 def choose_transport(kind: TransportName, group: ProcessSet, device: torch.device) -> str:
@@ -359,7 +359,7 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
     obstacle, machine = "", platform.machine()
     if not group.one_host:
         obstacle = "the ranks of the group do not share one host and one process namespace"
-    elif machine not in _STRONG_ORDER:
+    elif machine not in _STRONGLY_ORDERED:
         obstacle = f"{machine} orders memory more weakly than x86-64, which its counters rely on"
     if kind == "shared" and obstacle:
         raise ConfigError(f"parallel.transport is shared, but {obstacle}; use auto or gloo")

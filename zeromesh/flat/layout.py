@@ -40,7 +40,7 @@ from zeromesh.intervals import ALIGNMENT, Interval, padded_length, round_up, sha
 from zeromesh.mesh.mesh_shape import Axis
 
 Positions = tuple[tuple[Axis, tuple[int, ...]], ...]
-"""Indices along some axes."""
+"""Pairs of a mesh axis and indices along it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class StridedRows:
     width: int
     columns: tuple[Interval, ...]
     taken: int = field(init=False, repr=False, compare=False)
-    """The number of elements of a local row; all of it where that is `width`, so that local and logical positions are the same."""
+    """The number of elements of a local row. If it equals `width`, local and logical positions are the same."""
 
     def __post_init__(self) -> None:
         ordered = all(one.end <= other.start for one, other in pairwise(self.columns))
@@ -78,7 +78,7 @@ class StridedRows:
     @lru_cache
     def whole(cls, numel: int) -> StridedRows:
         """Return all of a tensor of `numel` elements, as one row."""
-        return cls(count=1, width=max(1, numel), columns=_all(max(1, numel)))
+        return cls(count=1, width=max(1, numel), columns=_full_dim(max(1, numel)))
 
     def before(self, logical: int) -> int:
         """Return the number of local elements before a logical position, also the local position of the first element after it."""
@@ -130,11 +130,11 @@ class StridedRows:
     def take(self, window: torch.Tensor, start: int, interval: Interval, out: torch.Tensor) -> None:
         """Copy local elements `interval` into `out`, 1-D, from `window`, 1-D: the logical tensor from position `start` on."""
         for tile in self.tiles(interval):
-            there = _block(window, tile.logical - start, tile, self.width)
-            _block(out, tile.local - interval.start, tile, self.taken).copy_(there)
+            there = _strided_view(window, tile.logical - start, tile, self.width)
+            _strided_view(out, tile.local - interval.start, tile, self.taken).copy_(there)
 
 
-def _block(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor:
+def _strided_view(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor:
     return flat.as_strided((tile.rows, tile.length), (stride, 1), flat.storage_offset() + at)
 
 
@@ -162,14 +162,14 @@ class Region:
                     )
                 end = interval.end
         local_shape = tuple(sum(interval.length for interval in intervals) for intervals in self.dims)
-        split = max((dim for dim, size in enumerate(self.shape) if self.dims[dim] != _all(size)), default=-1)
+        split = max((dim for dim, size in enumerate(self.shape) if self.dims[dim] != _full_dim(size)), default=-1)
         for name, value in (("local_shape", local_shape), ("numel", prod(local_shape)), ("split", split)):
             object.__setattr__(self, name, value)
 
     @classmethod
     @lru_cache
     def whole(cls, shape: tuple[int, ...]) -> Region:
-        return cls(shape=shape, dims=tuple(_all(size) for size in shape))
+        return cls(shape=shape, dims=tuple(_full_dim(size) for size in shape))
 
     @property
     def is_whole(self) -> bool:
@@ -180,7 +180,7 @@ class Region:
         """Return the region as columns of rows, if it has elements and one dim is divided, into slices in order; else None."""
         split = self.split
         others = [dim for dim in range(len(self.shape)) if dim != split]
-        if split < 0 or not self.numel or any(self.dims[dim] != _all(self.shape[dim]) for dim in others):
+        if split < 0 or not self.numel or any(self.dims[dim] != _full_dim(self.shape[dim]) for dim in others):
             return None
         taken = [interval for interval in self.dims[split] if interval.length]
         if any(one.end > other.start for one, other in pairwise(taken)):
@@ -191,7 +191,7 @@ class Region:
 
     def boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Yield the boxes of the region, each as slices of the local tensor and of the logical one."""
-        for box in itertools.product(*map(_placed, self.dims)):
+        for box in itertools.product(*map(_slice_pairs, self.dims)):
             yield tuple(here for here, _ in box), tuple(there for _, there in box)
 
     def runs(self, interval: Interval) -> Iterator[Tile]:
@@ -212,7 +212,7 @@ class Region:
             at, base, stride, rest = number * row, 0, self.shape[split] * inner, number
             for dim in range(
                 split - 1, -1, -1
-            ):  # The first element of the row, which dims before the divided one number.
+            ):  # `base`: the logical position of row `number`, whose digits are indices of the earlier dims.
                 rest, index = divmod(rest, self.local_shape[dim])
                 base += _logical_index(self.dims[dim], index) * stride
                 stride *= self.shape[dim]
@@ -232,11 +232,11 @@ class Region:
             yield found
 
 
-def _all(size: int) -> tuple[Interval, ...]:
+def _full_dim(size: int) -> tuple[Interval, ...]:
     return (Interval(start=0, end=size),)
 
 
-def _placed(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
+def _slice_pairs(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
     """Yield each interval as a slice of their concatenation, and as a slice of the dim that it is taken from."""
     at = 0
     for interval in intervals:

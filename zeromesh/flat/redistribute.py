@@ -47,7 +47,7 @@ def one_after_another(lengths: Sequence[int]) -> FlatPlacement:
     return tuple((Interval(start=end - length, end=end),) for end, length in ends)
 
 
-def of_bucket(layout: BucketLayout, ranks: int, *, whole: bool) -> FlatPlacement:
+def bucket_placement(layout: BucketLayout, ranks: int, *, whole: bool) -> FlatPlacement:
     """Return the placement of a bucket: its shards, or with `whole` all of it on every rank."""
     return replicated(layout.padded, ranks) if whole else tuple((layout.shard(index),) for index in range(ranks))
 
@@ -66,14 +66,14 @@ def redistribute(
     # A CPU tensor uses the control group where the other groups are an accelerator's.
     purpose: GroupPurpose = "data" if on_accelerator(flat) or not group.on_stream else "control"
     out = flat if here == wanted else flat.new_empty(_length(wanted))
-    if after.count(after[0]) == len(after) and _joined(before) == _joined(after[:1]):
+    if after.count(after[0]) == len(after) and _merged(before) == _merged(after[:1]):
         received = [_length(spans) for spans in before]
         kind = Collective.ALL_GATHER if sum(map(bool, received)) > 1 else Collective.BROADCAST
         begin = sum(received[:own])
         given = out[begin : begin + received[own]] if out is flat else flat
         group.start(kind, CollectiveCall(out, given, what, received, purpose=purpose)).wait()
         return out
-    moves = [_moves(before, after, index) for index in range(group.size)]
+    moves = [_copies(before, after, index) for index in range(group.size)]
     for each in moves[own] if out is not flat else ():
         if each.source == own:
             out[each.to : each.to + each.length] = flat[each.at : each.at + each.length]
@@ -113,7 +113,7 @@ class _Move(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _moves(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Move]:
+def _copies(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Move]:
     """Return the copies that rank `index` needs, in order: from its own memory if possible, else from the first rank with them."""
     order = [index, *(each for each in range(len(before)) if each != index)]
     holders = [
@@ -136,7 +136,7 @@ def _moves(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Mov
     return found
 
 
-def _joined(placement: FlatPlacement) -> list[Interval]:
+def _merged(placement: FlatPlacement) -> list[Interval]:
     """Return the intervals of all ranks in order, with adjacent ones merged."""
     found: list[Interval] = []
     for each in (each for spans in placement for each in spans if each.length):

@@ -100,7 +100,7 @@ def chunked_cross_entropy(
     If no gradient is needed, nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk,
     and `DataError` for a target outside of the vocabulary.
     """
-    _check(hidden, weight, bias, targets, sizes, exchange)
+    _check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if not (math.isfinite(seed) and chunk_tokens >= 1):
         raise LayoutError(f"seed must be finite and chunk_tokens at least 1; got {seed} and {chunk_tokens}")
     first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
@@ -113,7 +113,7 @@ def chunked_cross_entropy(
         kept = torch.sort(wanted, descending=True, stable=True).indices[:count]
     masked = kept.numel() < targets.numel()
     bound = targets[kept] if masked else targets
-    seed = seed or 1.0  # For a microbatch of weight 0, the gradient passed to backward is 0.
+    seed = seed or 1.0  # A microbatch of weight 0 has seed 0, by which backward could not divide.
     settings: dict[str, Any] = {"seed": seed, "chunk_tokens": chunk_tokens, "trained": trained, "change": change}
     settings |= {"exchange": exchange, "first": first}
     head: Callable[..., HeadPass] = partial(HeadPass, rows=kept if masked else None, targets=bound.long(), **settings)
@@ -123,7 +123,7 @@ def chunked_cross_entropy(
     return total
 
 
-def _check(
+def _check_shapes(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -170,7 +170,7 @@ def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
 
 
 class HeadPass:
-    """One evaluation: the loss and, if needed, its gradients times `seed`.
+    """One evaluation of a linear head: the summed loss and, if needed, its gradients times `seed`.
 
     `targets`, int64, belong to the `rows` of `hidden` (None: all of them). With an `exchange`, the head holds the tokens from
     `first` on, in step with the ranks that hold the others; the gradient of one chunk's hidden states is summed over the ranks
@@ -193,7 +193,7 @@ class HeadPass:
         first: int,
     ) -> None:
         self._exchange, self._first = exchange, first
-        self._under_way: tuple[torch.Tensor, Pending] | None = None
+        self._pending_sum: tuple[torch.Tensor, Pending] | None = None
         self.shape = hidden.shape
         self.hidden = hidden if rows is None else hidden.index_select(0, rows)
         self.weight, self.bias, self.rows, self.targets, self.change = weight, bias, rows, targets, change
@@ -201,52 +201,52 @@ class HeadPass:
         self.seed = seed * change.scale
         self.tokens, self.vocab = self.hidden.shape[0], weight.shape[0]
         self.chunk = max(1, min(chunk_tokens, self.tokens))
-        self.wide = torch.float64 if hidden.dtype is torch.float64 else torch.float32
-        self.product = product_dtype(hidden.dtype, hidden.device.type)
+        self.loss_dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32
+        self.matmul_dtype = product_dtype(hidden.dtype, hidden.device.type)
         self.blocks = [slice(0, self.vocab)]
-        if self.product != hidden.dtype:
+        if self.matmul_dtype != hidden.dtype:
             self.blocks = row_blocks(self.vocab, max(self.chunk, hidden.shape[1]))
         several = self.chunk < self.tokens
         self.grad_hidden = torch.empty_like(self.hidden) if trained[0] else None
         # One chunk's product is rounded once; a sum of several needs the wide dtype.
-        dtype = self.wide if several else weight.dtype
+        dtype = self.loss_dtype if several else weight.dtype
         self.grad_weight = weight.new_empty(weight.shape, dtype=dtype) if trained[1] else None
-        self.grad_bias = weight.new_zeros(self.vocab, dtype=self.wide) if trained[2] else None
+        self.grad_bias = weight.new_zeros(self.vocab, dtype=self.loss_dtype) if trained[2] else None
 
     def run(self) -> torch.Tensor:
         """Return the sum of the losses; `grad_hidden`, `grad_weight` and `grad_bias` then hold the gradients."""
-        losses = self.hidden.new_empty(self.tokens, dtype=self.wide)
+        losses = self.hidden.new_empty(self.tokens, dtype=self.loss_dtype)
         logits = self.hidden.new_empty(self.chunk, self.vocab)
         for start in range(0, self.tokens, self.chunk):
             end = min(start + self.chunk, self.tokens)
             chunk = logits[: end - start]
             self._logits(self.hidden[start:end], chunk)
-            softmax = self.softmax if self._exchange is None else partial(self.softmax_of_part, self._exchange)
+            softmax = self.softmax if self._exchange is None else partial(self.sharded_softmax, self._exchange)
             softmax(chunk, self.targets[start:end], losses[start:end])
             self.gradients(chunk, start, end)
             if self._exchange is not None and self.grad_hidden is not None:
                 part = self.grad_hidden[start:end]
                 begun = (part, self._exchange.all_reduce_async(part))
-                self._arrive()
-                self._under_way = begun
+                self._finish_sum()
+                self._pending_sum = begun
         del logits
         self.finish()
         return losses.sum()
 
     @property
-    def wants_gradients(self) -> bool:
+    def needs_gradients(self) -> bool:
         return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        if self.product == hidden.dtype:
+        if self.matmul_dtype == hidden.dtype:
             if self.bias is None:
                 torch.mm(hidden, self.weight.t(), out=out)
             else:
                 torch.addmm(self.bias, hidden, self.weight.t(), out=out)
             return
-        hidden = hidden.to(self.product)
+        hidden = hidden.to(self.matmul_dtype)
         for block in self.blocks:
-            product = torch.mm(hidden, self.weight[block].to(self.product).t())
+            product = torch.mm(hidden, self.weight[block].to(self.matmul_dtype).t())
             if self.bias is not None:
                 product += self.bias[block]
             out[:, block] = product
@@ -259,7 +259,7 @@ class HeadPass:
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
         """Write the losses; if needed, overwrite `logits` by their gradient over `seed`: (softmax - onehot) times the slope."""
         rows = self.rows_at_once(logits)
-        scratch = None if logits.dtype == self.wide else logits.new_empty(rows, self.vocab, dtype=self.wide)
+        scratch = None if logits.dtype == self.loss_dtype else logits.new_empty(rows, self.vocab, dtype=self.loss_dtype)
         for start in range(0, logits.shape[0], rows):
             part = logits[start : start + rows]
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
@@ -269,30 +269,30 @@ class HeadPass:
             chosen = wide.gather(1, picked)
             total = wide.exp_().sum(dim=1, keepdim=True)
             losses[start : start + rows] = (total.log() - chosen).squeeze(1)
-            if self.wants_gradients:
+            if self.needs_gradients:
                 wide.div_(total).scatter_add_(1, picked, torch.full_like(chosen, -1.0))
                 if slope is not None:
                     wide.mul_(slope)
                 if scratch is not None:
                     part.copy_(wide)
 
-    def softmax_of_part(
+    def sharded_softmax(
         self, exchange: Exchange, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
     ) -> None:
-        """Do the same as `softmax` for a part of the vocabulary."""
+        """Compute what `softmax` does where the vocabulary is divided over ranks, which exchange three numbers per target."""
         local = targets - self._first
         rows = self.rows_at_once(logits)
         # A cap's slope needs the logits again after the exchange.
-        alone = logits.dtype == self.wide and not self.change.cap
-        scratch = None if alone else logits.new_empty(rows, self.vocab, dtype=self.wide)
-        statistics = logits.new_empty(3, logits.shape[0], dtype=self.wide)
+        alone = logits.dtype == self.loss_dtype and not self.change.cap
+        scratch = None if alone else logits.new_empty(rows, self.vocab, dtype=self.loss_dtype)
+        statistics = logits.new_empty(3, logits.shape[0], dtype=self.loss_dtype)
         blocks = [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
         for block in blocks:
             part = logits[block]
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
             self.change.apply_(wide)
             # The largest logit m, the sum of exp(logit - m), and the logit of the target or 0.
-            own, picked = _picked(wide, local[block])
+            own, picked = _local_columns(wide, local[block])
             chosen, largest = wide.gather(1, picked).squeeze(1).masked_fill_(~own, 0), wide.amax(dim=1)
             total = wide.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
             statistics[:, block] = torch.stack((largest, total, chosen))
@@ -300,7 +300,7 @@ class HeadPass:
         largest = everyone[:, 0].amax(dim=0)
         total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
         losses.copy_(total.log() + (largest - everyone[:, 2].sum(dim=0)))
-        if not self.wants_gradients:
+        if not self.needs_gradients:
             return
         for block in blocks:
             part = logits[block]
@@ -319,16 +319,16 @@ class HeadPass:
 
     def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
         """Multiply a chunk's gradient of the logits into those of hidden states, weight and bias."""
-        hidden = self.hidden[start:end].to(self.product)
+        hidden = self.hidden[start:end].to(self.matmul_dtype)
         first = start == 0
         grad_hidden = None if self.grad_hidden is None else self.grad_hidden[start:end]
         wide = grad_hidden
-        if grad_hidden is not None and grad_hidden.dtype != self.product:
+        if grad_hidden is not None and grad_hidden.dtype != self.matmul_dtype:
             wide = torch.empty_like(hidden)
         for number, block in enumerate(self.blocks):
-            part = dlogits[:, block].to(self.product)
+            part = dlogits[:, block].to(self.matmul_dtype)
             if wide is not None:
-                weight = self.weight[block].to(self.product)
+                weight = self.weight[block].to(self.matmul_dtype)
                 wide.addmm_(part, weight, beta=float(number > 0), alpha=self.seed)
             if self.grad_weight is not None:
                 out, factor = self.grad_weight[block], part.t()
@@ -339,19 +339,19 @@ class HeadPass:
                 else:
                     out.add_(torch.mm(factor, hidden), alpha=self.seed)
             if self.grad_bias is not None:
-                self.grad_bias[block] += part.sum(dim=0, dtype=self.wide)
+                self.grad_bias[block] += part.sum(dim=0, dtype=self.loss_dtype)
         if grad_hidden is not None and wide is not None and wide is not grad_hidden:
             grad_hidden.copy_(wide)
 
-    def _arrive(self) -> None:
-        if self._under_way is not None:
-            part, pending = self._under_way
+    def _finish_sum(self) -> None:
+        if self._pending_sum is not None:
+            part, pending = self._pending_sum
             part.copy_(pending.wait())
-            self._under_way = None
+            self._pending_sum = None
 
     def finish(self) -> None:
         """Convert the gradients to the dtypes and shapes of their tensors."""
-        self._arrive()
+        self._finish_sum()
         dtype = self.hidden.dtype
         if self.grad_bias is not None:
             self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
@@ -363,13 +363,13 @@ class HeadPass:
             self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
 
 
-def _picked(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a mask of the targets `local` [rows] that have a column in `part`, and a valid column index for each, `[rows, 1]`."""
     return (local >= 0) & (local < part.shape[1]), local.clamp(0, part.shape[1] - 1).unsqueeze(1)
 
 
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
-    own, picked = _picked(softmax, local)
+    own, picked = _local_columns(softmax, local)
     softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
 
 

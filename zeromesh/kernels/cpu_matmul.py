@@ -20,7 +20,7 @@ _LEAST_ROWS = 128
 
 _TRIAL_SIZE = 512
 _TRIAL_ROUNDS = 5
-_WORTH = 0.8
+_WIDE_LIMIT = 0.8
 """The largest fraction of the 16-bit time at which widening is chosen; below 1, so that a tie gives the same choice everywhere."""
 
 _fastest: dict[torch.dtype, torch.dtype] = {}
@@ -36,7 +36,7 @@ def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
         return dtype
     if dtype not in _fastest:
         narrow, wide = _try_products(dtype)
-        _fastest[dtype] = torch.float32 if wide <= _WORTH * narrow else dtype
+        _fastest[dtype] = torch.float32 if wide <= _WIDE_LIMIT * narrow else dtype
     return _fastest[dtype]
 
 
@@ -56,16 +56,16 @@ def _try_products(dtype: torch.dtype) -> tuple[float, float]:
 
 def row_blocks(rows: int, columns: int) -> list[slice]:
     """Split a weight of `[rows, columns]` into blocks of rows large enough for a fast product and small when widened."""
-    return _cut(rows, columns, _WEIGHT_TILE)
+    return _slices(rows, columns, _WEIGHT_TILE)
 
 
-def _cut(rows: int, columns: int, elements: int) -> list[slice]:
+def _slices(rows: int, columns: int, elements: int) -> list[slice]:
     step = max(1, min(rows, max(_LEAST_ROWS, elements // max(1, columns))))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 @cache
-def take_product_buffers() -> None:
+def allocate_buffers() -> None:
     """Multiply large fp32 matrices once in a process, before any other product.
 
     MKL keeps its packing buffers, and allocates more whenever a product is larger than all before: growing products leave 24 MiB of
@@ -102,7 +102,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """
     flat = x.reshape(-1, x.shape[-1])
     out = x.new_empty(flat.shape[0], weight.shape[0])
-    for tokens in _cut(flat.shape[0], flat.shape[1], _TOKEN_TILE):
+    for tokens in _slices(flat.shape[0], flat.shape[1], _TOKEN_TILE):
         wide = _scratch.wide("tokens", flat[tokens])
         for rows in row_blocks(*weight.shape):
             product = _scratch.tile("product", wide.shape[0], rows.stop - rows.start)
@@ -115,7 +115,7 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def _grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     flat = grad.reshape(-1, grad.shape[-1])
     out = grad.new_empty(flat.shape[0], weight.shape[1])
-    for tokens in _cut(flat.shape[0], max(weight.shape), _TOKEN_TILE):
+    for tokens in _slices(flat.shape[0], max(weight.shape), _TOKEN_TILE):
         total = _scratch.tile("tokens", tokens.stop - tokens.start, weight.shape[1])
         for rows in row_blocks(*weight.shape):
             part = _scratch.wide("product", flat[tokens, rows])
@@ -130,7 +130,7 @@ def _grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty(flat.shape[1], factor.shape[1])
     for rows in row_blocks(*out.shape):
         total = _scratch.tile("weight", rows.stop - rows.start, out.shape[1])
-        for tokens in _cut(flat.shape[0], max(out.shape), _TOKEN_TILE):
+        for tokens in _slices(flat.shape[0], max(out.shape), _TOKEN_TILE):
             part = _scratch.wide("product", flat[tokens, rows]).t()
             total.addmm_(part, _scratch.wide("tokens", factor[tokens]), beta=float(tokens.start > 0))
         out[rows] = total
@@ -138,7 +138,7 @@ def _grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 @wide_linear.register_fake
-def _shape(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _empty_output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -146,7 +146,7 @@ _grad_x.register_fake(lambda grad, weight: grad.new_empty(*grad.shape[:-1], weig
 _grad_weight.register_fake(lambda grad, x: x.new_empty(grad.shape[-1], x.shape[-1]))
 
 
-def _keep(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], output: torch.Tensor) -> None:
+def _save(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs[:2])
 
 
@@ -160,7 +160,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     )
 
 
-wide_linear.register_autograd(_gradients, setup_context=_keep)
+wide_linear.register_autograd(_gradients, setup_context=_save)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -25,26 +25,26 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
 from zeromesh.errors import ConfigError, PhaseError, summary
 from zeromesh.flat.layout import ParameterSpec
-from zeromesh.flat.redistribute import of_bucket, redistribute
+from zeromesh.flat.redistribute import bucket_placement, redistribute
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
-from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, KeptState
+from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, UnshardedState
 from zeromesh.options import NO_GROUP, OptimizerClass, StatePlan, ZeroOptions
 from zeromesh.units.unit import Bucket
 
-_WHAT = "exchange of tensors with their owners"
-_RESERVED = {"model", "master", "ema"}
-_SIZES = (7, 11, 5, 3, 2)
+_EXCHANGE = "exchange of tensors with their owners"
+_RESERVED_NAMES = {"model", "master", "ema"}
+_TRIAL_SIZES = (7, 11, 5, 3, 2)
 """Dimensions of the trial's tensors, all different, so that a state's dimension is recognized as the parameter's."""
-_STEPS = 24
-_LARGE = 1 << 13
+_TRIAL_STEPS = 24
+_LARGE_ELEMENTS = 1 << 13
 """Elements of a tensor large enough for 8-bit optimizers to keep its states in quantized blocks."""
 _LARGE_STEPS = 3
 _LEAST_RATE = 0.01
 """The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
-_Updated = tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]
-"""A parameter's values, gradient and states."""
-_OWN = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_UpdateInputs = tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]
+"""The tensors of one parameter for an update: values, gradient and states by name."""
+_NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def make_optimizers(
@@ -74,8 +74,8 @@ def make_optimizers(
 
 
 class PieceOptimizer(BucketOptimizer):
-    """The optimizer of one bucket's shard for a class whose update is element by element. What the class keeps beside tensors,
-    such as a count of its steps, is `[slots]`, float64, on the CPU of each rank."""
+    """The optimizer of one bucket's shard for a class whose update is element by element. Numbers that the class keeps for each
+    parameter, such as a step count, are float64 tensors `[parameters of the bucket]` on the CPU of each rank."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
         self._class = own_class
@@ -88,19 +88,19 @@ class PieceOptimizer(BucketOptimizer):
         self._plans = [own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing) for spec in specs]
         super().__init__(bucket, options, tiers)
 
-    def follow(self) -> None:
-        super().follow()
+    def update_segments(self) -> None:
+        super().update_segments()
         numbers = {slot.spec.fqn: number for number, slot in enumerate(self._bucket.layout.slots)}
         pieces = [(each.in_shard, numbers[each.spec.fqn]) for each in self._bucket.layout.pieces(self._bucket.interval)]
-        groups, updated = [slot.spec.group for slot in self._bucket.layout.slots], self._updated()
-        # Parameters have step counts of their own, so that no two are updated in one call.
+        groups, updated = [slot.spec.group for slot in self._bucket.layout.slots], self._update_flags()
+        # Each parameter has its own step count, so that each is updated by a separate call.
         self._segments = [(at.start, at.end, groups[n], n) for at, n in pieces if updated[n] and groups[n] != NO_GROUP]
 
     def begin(self) -> None:
         super().begin()
         self._before = {name: values.clone() for name, values in self._scalars.items()}
 
-    def kept(self, number: int) -> Iterator[KeptState]:
+    def whole_states(self, number: int) -> Iterator[UnshardedState]:
         for name, values in self._scalars.items():
             yield name, values.dtype, (), TieredTensor.of(values[number : number + 1])
 
@@ -112,12 +112,12 @@ class PieceOptimizer(BucketOptimizer):
         master, grad, *given = tensors
         states = dict(zip(self._state_names(number), given, strict=True))
         plan, state = self._plans[number], dict[str, Any]()
-        kept = {part: states[part] for name, example in plan.tensors.items() for part in _parts(name, example)}
+        kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
         if self.steps[number] > 1:  # In the first update the class creates the states.
-            state |= {name: _of_parts(name, example, kept) for name, example in plan.tensors.items()}
-            state |= {name: _like(each, float(self._before[name][number])) for name, each in plan.scalars.items()}
-        (state,) = _step(self._twin, group, [(master, grad, state)])
-        after = {part: value for name, each in state.items() for part, value in _parts(name, each).items()}
+            state |= {name: _from_plain_tensors(name, example, kept) for name, example in plan.tensors.items()}
+            state |= {name: _to_type(each, float(self._before[name][number])) for name, each in plan.scalars.items()}
+        (state,) = _run_step(self._twin, group, [(master, grad, state)])
+        after = {part: value for name, each in state.items() for part, value in _plain_tensors(name, each).items()}
         found = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if found != expected:
@@ -156,7 +156,7 @@ class WholeOptimizer(PieceOptimizer):
             spec = bucket.layout.slots[number].spec
             plan = self._plans[number] = self._plan_of(spec, self._plans[number], bucket.master.dtype)
             self._examples[number] = {
-                kept: part for name, state in plan.tensors.items() for kept, part in _parts(name, state).items()
+                kept: part for name, state in plan.tensors.items() for kept, part in _plain_tensors(name, state).items()
             }
             for name, each in self._examples[number].items() if owners[number] == group.index else ():
                 what, at = f"{name} of {spec.fqn}", options.offload.optimizer
@@ -166,7 +166,7 @@ class WholeOptimizer(PieceOptimizer):
         """Return the states that the class keeps for a parameter. Raises `ConfigError` if they depend on its elements."""
         shape = spec.shape or (1,)  # A scalar is updated as a vector of one.
         if not tried.by_size:
-            sizes = dict(zip(_SIZES, shape, strict=False))
+            sizes = dict(zip(_TRIAL_SIZES, shape, strict=False))
             real = {name: [sizes.get(size, size) for size in each.shape] for name, each in tried.tensors.items()}
             return replace(
                 tried, tensors={name: torch.empty(each, dtype=dtype, device="meta") for name, each in real.items()}
@@ -176,18 +176,18 @@ class WholeOptimizer(PieceOptimizer):
             value, gradient = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
             try:
                 with torch.compiler.set_stance("force_eager"):
-                    (state,) = _step(self._twin, optimizer.param_groups[spec.group], [(value, gradient, {})])
+                    (state,) = _run_step(self._twin, optimizer.param_groups[spec.group], [(value, gradient, {})])
             except Exception as error:
                 raise ConfigError(
                     f"optimizer {type(optimizer).__name__} keeps tensor subclasses, and which it keeps of {spec.fqn} is not known: "
                     f"a step on the meta device failed: {summary(error)}"
                 ) from error
-            self._class.sized[key] = _plan(type(optimizer).__name__, state, dtype)
+            self._class.sized[key] = _state_plan(type(optimizer).__name__, state, dtype)
         return self._class.sized[key]
 
-    def kept(self, number: int) -> Iterator[KeptState]:
+    def whole_states(self, number: int) -> Iterator[UnshardedState]:
         mine = self._owners.get(number) == self._group.index
-        for name, dtype, shape, values in super().kept(number):
+        for name, dtype, shape, values in super().whole_states(number):
             yield name, dtype, shape, values if mine else None
         for name, each in self._examples.get(number, {}).items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
@@ -197,16 +197,16 @@ class WholeOptimizer(PieceOptimizer):
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         master, grad = tensors
-        layout, updated, ranks = self._bucket.layout, self._updated(), self._group.size
+        layout, updated, ranks = self._bucket.layout, self._update_flags(), self._group.size
         numbers = [n for n in sorted(self._owners) if updated[n]]
         where = {n: layout.slots[n].where for n in numbers}
         owned = [[n for n in numbers if self._owners[n] == rank] for rank in range(ranks)]
         own, own_lengths = owned[self._group.index], [where[n].length for n in owned[self._group.index]]
         nbytes = 2 * sum(own_lengths) * grad.element_size()
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, nbytes)
-        held = of_bucket(layout, ranks, whole=self._bucket.length == layout.padded)
+        held = bucket_placement(layout, ranks, whole=self._bucket.length == layout.padded)
         with_owners = tuple(tuple(where[n] for n in each) for each in owned)
-        values, gradients = (redistribute(flat, held, with_owners, self._group, _WHAT) for flat in (master, grad))
+        values, gradients = (redistribute(flat, held, with_owners, self._group, _EXCHANGE) for flat in (master, grad))
         parts = zip(own, torch.split(values, own_lengths), torch.split(gradients, own_lengths), strict=True)
         for number, value, gradient in parts:
             spec, examples = layout.slots[number].spec, self._examples[number]
@@ -218,36 +218,36 @@ class WholeOptimizer(PieceOptimizer):
             self._update_part(number, groups[spec.group], [value.view(shape), gradient.view(shape), *states])
             for rest, each in zip(at_rest, states, strict=True):
                 rest.write(0, each.view(-1)).wait()
-        # The order of owners lets ranks that need all of it gather it in one collective.
+        # Elements are listed owner by owner: a rank that needs all of them then gets them by one all-gather.
         back = tuple(
             tuple(common for each in owned for n in each if (common := where[n].intersect(interval)).length)
             for (interval,) in held
         )
-        flat, wanted = redistribute(values, with_owners, back, self._group, _WHAT), back[self._group.index]
+        flat, wanted = redistribute(values, with_owners, back, self._group, _EXCHANGE), back[self._group.index]
         for at, part in zip(wanted, torch.split(flat, [at.length for at in wanted]), strict=True):
             place = at.after(self._bucket.interval.start)
             master[place.start : place.end] = part
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, -nbytes)
 
 
-def _like(example: Any, number: float) -> Any:
+def _to_type(example: Any, number: float) -> Any:
     return torch.tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
 
 
-def _parts(name: str, state: Any) -> dict[str, Any]:
+def _plain_tensors(name: str, state: Any) -> dict[str, Any]:
     """Split a state into plain tensors by the names under which they are stored; 8-bit floats are viewed as uint8."""
     if hasattr(state, "__tensor_flatten__"):
         inner = [(f"{name}.{each}", getattr(state, each)) for each in state.__tensor_flatten__()[0]]
-        return {part: value for each in inner for part, value in _parts(*each).items()}
+        return {part: value for each in inner for part, value in _plain_tensors(*each).items()}
     bits = isinstance(state, torch.Tensor) and state.is_floating_point() and state.dtype.itemsize == 1
     return {name: state.view(torch.uint8) if bits else state}
 
 
-def _of_parts(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> Any:
+def _from_plain_tensors(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> Any:
     if not hasattr(example, "__tensor_flatten__"):
         return parts[name].view(example.dtype) if example.dtype.itemsize == 1 else parts[name]
     names, context = example.__tensor_flatten__()
-    inner = {each: _of_parts(f"{name}.{each}", getattr(example, each), parts) for each in names}
+    inner = {each: _from_plain_tensors(f"{name}.{each}", getattr(example, each), parts) for each in names}
     unflatten: Any = type(example)
     return unflatten.__tensor_unflatten__(inner, context, example.shape, example.stride())
 
@@ -255,12 +255,12 @@ def _of_parts(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor
 def twin_of(optimizer: Optimizer) -> Optimizer:
     """Make an optimizer with the attributes of another one, but neither its groups and states nor its hooks."""
     twin = type(optimizer).__new__(type(optimizer))
-    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in _OWN})
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED})
     twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return twin
 
 
-def _step(twin: Optimizer, group: Mapping[str, Any], tensors: Iterable[_Updated]) -> list[dict[str, Any]]:
+def _run_step(twin: Optimizer, group: Mapping[str, Any], tensors: Iterable[_UpdateInputs]) -> list[dict[str, Any]]:
     """Update values in place, from their gradients and states; returns the states after the update."""
     values, gradients, states = zip(*tensors, strict=True)
     parameters = [nn.Parameter(value) for value in values]
@@ -284,18 +284,18 @@ def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     return found | {name: False for name in ("foreach", "fused", "capturable") if name in found}
 
 
-def try_class(optimizer: Optimizer) -> OptimizerClass:
+def classify(optimizer: Optimizer) -> OptimizerClass:
     """Find out if an optimizer updates element by element or whole tensors. Raises `ConfigError` for an optimizer that cannot be
     run in either way, with the reason."""
     plans, whole = dict[tuple[int, int], StatePlan](), False
     for number, group in enumerate(optimizer.param_groups):
         for dims in sorted({max(1, each.dim()) for each in group["params"]}):
-            if dims > len(_SIZES):
+            if dims > len(_TRIAL_SIZES):
                 raise ConfigError(
-                    f"optimizer {type(optimizer).__name__} has a parameter of {dims} dimensions; allowed are {len(_SIZES)}"
+                    f"optimizer {type(optimizer).__name__} has a parameter of {dims} dimensions; allowed are {len(_TRIAL_SIZES)}"
                 )
-            trial = _Trial(optimizer, group, _SIZES[:dims], _STEPS)
-            shape = (_LARGE,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE >> (dims + 4))
+            trial = _Trial(optimizer, group, _TRIAL_SIZES[:dims], _TRIAL_STEPS)
+            shape = (_LARGE_ELEMENTS,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE_ELEMENTS >> (dims + 4))
             larger = _Trial(optimizer, group, shape, _LARGE_STEPS)
             by_size = any(type(each) is not torch.Tensor for each in larger.plan.tensors.values())
             scalars = trial.plan.scalars | larger.plan.scalars
@@ -305,15 +305,15 @@ def try_class(optimizer: Optimizer) -> OptimizerClass:
 
 
 class _Trial:
-    """The trial of a group's hyperparameters on two tensors, the first of `shape`: `plan` and `element_wise`."""
+    """Runs a class's updates on two tensors, the first of `shape`: `plan` has its states, `element_wise` if pieces suffice."""
 
     def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], steps: int) -> None:
         self._optimizer = optimizer
         self._name = type(optimizer).__name__
         self._group = plain_group(group)
         if isinstance(rate := self._group.get("lr"), float | int | torch.Tensor):
-            self._group["lr"] = _like(rate if isinstance(rate, torch.Tensor) else 0.0, max(float(rate), _LEAST_RATE))
-        random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if len(shape) > 1 else _SIZES[1:2])
+            self._group["lr"] = _to_type(rate if isinstance(rate, torch.Tensor) else 0.0, max(float(rate), _LEAST_RATE))
+        random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if len(shape) > 1 else _TRIAL_SIZES[1:2])
         self._values, *self._gradients = [
             [10.0 ** ((step + 1) % 4 - 2) * torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
             for step in range(1, steps + 2)
@@ -327,7 +327,7 @@ class _Trial:
             raise ConfigError(
                 f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: {summary(error)}"
             ) from error
-        self.plan = _plan(self._name, states[0], torch.float64)
+        self.plan = _state_plan(self._name, states[0], torch.float64)
         if not all(self._equal(alone[n], ([values[n]], [states[n]])) for n in (0, 1)):
             raise ConfigError(
                 f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
@@ -343,7 +343,7 @@ class _Trial:
         try:
             with torch.compiler.set_stance("force_eager"):
                 return self._equal(self._run([0], cut=True), self._whole)
-        except Exception:  # noqa: BLE001 - whatever it is, the class does not take pieces
+        except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False
 
     def _run(self, numbers: Sequence[int], *, cut: bool = False) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
@@ -356,15 +356,15 @@ class _Trial:
             )
 
         twin, values = twin_of(self._optimizer), parts(self._values)
-        before, states = _marks(twin), [dict[str, Any]() for _ in values]
+        before, states = _attribute_marks(twin), [dict[str, Any]() for _ in values]
         for step, gradients in enumerate(self._gradients):
             names = [set(state) for state in states]
-            states = _step(twin, self._group, zip(values, parts(gradients), states, strict=True))
+            states = _run_step(twin, self._group, zip(values, parts(gradients), states, strict=True))
             if step and names != [set(state) for state in states]:
                 raise ValueError("it keeps other states after the first update")
             if {name: value for name, value in twin.param_groups[0].items() if name != "params"} != self._group:
                 raise ValueError("it changes values of its groups")
-        changed = [name for name, mark in _marks(twin).items() if before.get(name) != mark]
+        changed = [name for name, mark in _attribute_marks(twin).items() if before.get(name) != mark]
         if changed:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
@@ -372,7 +372,7 @@ class _Trial:
     def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
         flat, scalars = [], []
         for values, states in runs:
-            kept = [_parts(name, state[name]).values() for name in self.plan.tensors for state in states]
+            kept = [_plain_tensors(name, state[name]).values() for name in self.plan.tensors for state in states]
             flat.append(torch.cat([each.flatten().double() for each in chain(values, *kept)]))
             rows = [[float(state[name]) for name in self.plan.scalars] for state in states]
             scalars.append(torch.tensor(rows, dtype=torch.float64))
@@ -380,20 +380,20 @@ class _Trial:
         return same and torch.allclose(scalars[0], scalars[1].expand_as(scalars[0]), rtol=1e-9, atol=1e-12)
 
 
-def _plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> StatePlan:
+def _state_plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> StatePlan:
     """Return the states that a class keeps after a step on a parameter of `dtype`. Raises `ConfigError` for states that no
     checkpoint can store."""
     plan = StatePlan(tensors={}, scalars={})
     for name, value in state.items():
-        if not str(name).isidentifier() or name in _RESERVED:
+        if not str(name).isidentifier() or name in _RESERVED_NAMES:
             raise ConfigError(f"optimizer {optimizer} has a state {name!r}, which is no name for a checkpoint's files")
-        parts = _parts(name, value)
+        parts = _plain_tensors(name, value)
         storable = all(
             isinstance(each, torch.Tensor) and each.dtype in DTYPE_NAMES and each.dim() for each in parts.values()
         )
         if isinstance(value, torch.Tensor) and value.dtype == dtype and storable:
             empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
-            plan.tensors[name] = _of_parts(name, value, empty)
+            plan.tensors[name] = _from_plain_tensors(name, value, empty)
         elif type(value) in (int, float) or _is_scalar(value):
             plan.scalars[name] = value
         else:
@@ -406,19 +406,19 @@ def _plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> State
     return plan
 
 
-def _marks(optimizer: Optimizer) -> dict[str, Any]:
-    """Return a fingerprint of each of an optimizer's attributes, which changes when the attribute does, also in place."""
-    return {name: _mark(value) for name, value in vars(optimizer).items() if name not in _OWN}
+def _attribute_marks(optimizer: Optimizer) -> dict[str, Any]:
+    """Return a mark of each of an optimizer's attributes, which changes when the attribute does, also in place."""
+    return {name: _value_mark(value) for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
 
 
-def _mark(value: Any) -> Any:
+def _value_mark(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if isinstance(value, Optimizer):
-        return _marks(value)
+        return _attribute_marks(value)
     if isinstance(value, Mapping):
-        return [(id(key), _mark(each)) for key, each in value.items()]
-    return list(map(_mark, value)) if isinstance(value, list | tuple | set) else id(value)
+        return [(id(key), _value_mark(each)) for key, each in value.items()]
+    return list(map(_value_mark, value)) if isinstance(value, list | tuple | set) else id(value)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -26,7 +26,7 @@ Hyperparameters = Mapping[str, Any]
 
 
 class GroupRules:
-    """Assigns parameters to optimizer groups: the user's groups, or else 0, with weight decay, and 1, without."""
+    """Assigns parameters to optimizer groups by name: the user's groups, or else group 0 with weight decay and 1 without."""
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self._patterns = settings.no_decay
@@ -51,7 +51,7 @@ class OptimizerRow(NamedTuple):
 
     kind: type[Optimizer]
     settings: tuple[str, ...]
-    """The settings beside `lr` and `weight_decay`."""
+    """The names of its settings other than `lr` and `weight_decay`."""
     moments: tuple[str, ...]
     """The names of the moments; SGD has one with momentum."""
 
@@ -87,7 +87,7 @@ def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
     return OPTIMIZERS[settings.name].moments
 
 
-KeptState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
+UnshardedState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
 """A state that is not divided as its parameter is: name, dtype, shape, and the elements where a rank has them."""
 
 
@@ -108,15 +108,15 @@ class BucketOptimizer:
         }
         self.steps = [0] * len(bucket.layout.slots)
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
-        self.follow()
+        self.update_segments()
 
-    def kept(self, number: int) -> Iterable[KeptState]:
-        """Return the states of a parameter, by its number, that are no moments."""
+    def whole_states(self, number: int) -> Iterable[UnshardedState]:
+        """Return the states of parameter `number` of the bucket that are not divided as its elements are; none here."""
         return ()
 
-    def follow(self) -> None:
-        """Read which parameters are trained now, and how many updates each has had."""
-        bucket, kinds = self._bucket, list(zip(self._updated(), self.steps, strict=True))
+    def update_segments(self) -> None:
+        """Recompute the segments of the shard that an update changes, from the parameters trained now and their step counts."""
+        bucket, kinds = self._bucket, list(zip(self._update_flags(), self.steps, strict=True))
         self._segments = [
             (segment.where.start, segment.where.end, segment.group, segment.number)
             for segment in bucket.layout.segments(bucket.interval, kinds)
@@ -124,14 +124,14 @@ class BucketOptimizer:
         ]
         self._missing = bucket.missing
 
-    def _updated(self) -> list[bool]:
+    def _update_flags(self) -> list[bool]:
         return [trained and n not in self._bucket.missing for n, trained in enumerate(self._bucket.training)]
 
     def begin(self) -> None:
-        """Begin another update, which counts for the parameters that it changes."""
-        self.steps = [count + updated for count, updated in zip(self.steps, self._updated(), strict=True)]
+        """Count one more update for each parameter that it will change."""
+        self.steps = [count + updated for count, updated in zip(self.steps, self._update_flags(), strict=True)]
         if self._bucket.missing != self._missing:
-            self.follow()
+            self.update_segments()
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         """Update elements of the shard from `start` on in place: `tensors` are master weights, gradients and the moments, each
@@ -158,7 +158,7 @@ def fused_update(
     """Update `master` and `moments`, all `[elements]` like `grad`, in place, by torch's functional fused kernels. `updates` is
     the number of earlier updates."""
     common = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "maximize": group.get("maximize", False)}
-    fused = name != "adagrad" or not on_accelerator(master)  # Not every device has a kernel for it.
+    fused = name != "adagrad" or not on_accelerator(master)  # Not every device has a fused kernel for adagrad.
     # Created on the device that reads it: a copy would make the host wait for the device.
     steps = [torch.full((), float(updates), device=master.device if fused else torch.device("cpu"))]
     with torch.no_grad():

@@ -11,7 +11,7 @@ On a device the host runs ahead of the kernels and cannot query when a slot will
 slot as soon as it is complete and next, and the compute stream waits for the slot's previous reduction. The order and the time of
 launches thus follow from the program alone, alike on all ranks.
 
-An offloaded shard has memory only while its bucket is being summed: at most `LEAVING` shards are on their way out at a time.
+An offloaded shard has memory only while its bucket is being summed: at most `MOST_OFFLOADS` shards are on their way out at a time.
 """
 
 import hashlib
@@ -66,10 +66,10 @@ class GradientReducer:
         self._reducer = reducer
         self._options = options
         self._wire_dtype = cache(partial(options.wire_dtype, on_device=reducer.on_stream))
-        self._direct = mesh.shard.size == 1
+        self._is_alone = mesh.shard.size == 1
         """True if the shard group is this rank alone, so that its own sums are the result."""
         self._mesh = mesh
-        self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
+        self._watched_ranks = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._incomplete: Counter[int] = Counter()
         """The number of each unit's buckets that lack a gradient in the running backward."""
@@ -79,16 +79,16 @@ class GradientReducer:
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
         self._flying: deque[tuple[Bucket, Reduction]] = deque()
-        self._whole: list[tuple[Bucket, Reduction]] = []
+        self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._reduce = self._first = self._last = self._settled = False
-        self.came: dict[int, set[int]] = {}
-        """The numbers of each bucket's parameters that have had a gradient on this rank in the present step."""
+        self.with_gradient: dict[int, set[int]] = {}
+        """The indices of parameters that have had a gradient on this rank in the present step, by the bucket's id."""
         self._sums: dict[int, Callable[[], None]] = {}
-        """The call that waits for the sum over replicas, by the number of the bucket."""
+        """The function that waits for the sum over replicas, by the bucket's id."""
         self._ready: deque[Bucket] = deque()
         """Summed buckets that are still to be offloaded."""
         self._tied: list[Bucket] = []
-        """Buckets that pipeline stages share, which are summed after all backwards of the step."""
+        """Buckets with parameters tied between pipeline stages, which are summed after all backwards of the step."""
 
     def use(self, reducer: Reducer) -> None:
         """Reduce through another reducer, which has launched nothing yet, from the next backward on."""
@@ -99,7 +99,7 @@ class GradientReducer:
         rank's sums. `settled`: its order of buckets is that of an earlier backward."""
         self.buckets = buckets
         self.inside = last and self._options.optimizer_in_backward
-        self._reduce = reduce and not self._direct
+        self._reduce = reduce and not self._is_alone
         self._first = self.shards.first = first
         self._last, self._settled = last, settled
         self._incomplete.clear()
@@ -111,7 +111,7 @@ class GradientReducer:
             self._arrivals[id(bucket)] = arrivals
             self._queue.append(arrivals)
             if first:
-                self.came[id(bucket)] = set()
+                self.with_gradient[id(bucket)] = set()
             if self._reduce:
                 self._next_sequence += 1
 
@@ -119,7 +119,7 @@ class GradientReducer:
         """Take the gradient of a bucket's parameter from autograd. Raises `PhaseError` when the bucket was already reduced, as
         under reentrant activation checkpointing."""
         if not bucket.training[index]:
-            bucket.parameters[index].grad = None  # `requires_grad` was set amid a step: it counts from the next.
+            bucket.parameters[index].grad = None  # `requires_grad` was set within a step, and counts from the next one.
             return
         arrivals = self._arrivals.get(id(bucket))
         if arrivals is None or arrivals.launched:
@@ -127,32 +127,32 @@ class GradientReducer:
                 f"parameter {bucket.layout.slots[index].spec.fqn} got a gradient outside its backward, or a second one in it. "
                 "Call backward through the trainer, and checkpoint activations with use_reentrant=False"
             )
-        self.came[id(bucket)].add(index)
+        self.with_gradient[id(bucket)].add(index)
         again = index in arrivals.arrived
         arrivals.arrived.add(index)
         arrivals.missing -= not again
         if self._reducer.on_stream:
-            if not again:  # Autograd adds a second gradient to the first.
+            if not again:  # Autograd has added a second gradient to the first, on `.grad`.
                 arrivals.waiting.append(index)
         elif not self._reduce:
-            _put(self._own_sum(bucket), bucket, [index], add=again or not self._first)
+            _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not self._first)
         elif again:
             # Autograd has added the gradient to an earlier one that still waits.
             if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
-                _put(arrivals.filled, bucket, [index], add=True)
+                _store_gradients(arrivals.filled, bucket, [index], add=True)
         elif (slot := self._slot_of(arrivals)) is not None:
-            _put(slot, bucket, [index], add=False)
+            _store_gradients(slot, bucket, [index], add=False)
         else:
             arrivals.waiting.append(index)
         if not arrivals.missing:
             if not again:
                 self._incomplete[bucket.unit] -= 1
             if not self._reduce:
-                self._keep(arrivals)
+                self._add_to_sum(arrivals)
             elif self._options.overlap:
-                self.pump()
+                self.launch_ready()
 
-    def pump(self, *, wait: bool = False) -> None:
+    def launch_ready(self, *, wait: bool = False) -> None:
         """Launch the complete buckets that are next in order, and finish reductions that peers completed.
 
         `wait`: wait for peers until slots are free, when backward leaves a unit; otherwise the host never waits. Gradients that
@@ -166,33 +166,33 @@ class GradientReducer:
                 break
             self._launch_next()
         while not self._reducer.on_stream and self._flying and self._flying[0][1].ready():
-            self._finish_one()
+            self._finish_oldest()
 
     def flush(self) -> None:
         """End a backward: launch all remaining buckets, with zeros for missing gradients, and finish every reduction, sum and
         offload."""
         for arrivals in () if self._reduce else [*self._queue]:
             if not arrivals.launched:
-                self._keep(arrivals)
+                self._add_to_sum(arrivals)
         while self._queue:
             self._launch_next()
         while self._flying:
-            self._finish_one()
-        for bucket, reduction in self._whole:
+            self._finish_oldest()
+        for bucket, reduction in self._unfinished_wholes:
             reduction.settle()
-            self._hand_over(bucket)
-        self._whole.clear()
+            self._after_reduction(bucket)
+        self._unfinished_wholes.clear()
         self._arrivals = {}
         self._incomplete.clear()
         self._end_sums()
 
-    def owes(self, unit: int) -> bool:
+    def awaits_gradients(self, unit: int) -> bool:
         """Return True if gradients of a unit are still missing in the running backward."""
         return self._incomplete[unit] > 0
 
     def lacking(self, bucket: Bucket) -> frozenset[int]:
-        """The numbers of a bucket's trained parameters that have had no gradient on this rank in the present step."""
-        came = self.came.get(id(bucket), ())
+        """Return the indices of a bucket's trained parameters that have had no gradient on this rank in the present step."""
+        came = self.with_gradient.get(id(bucket), ())
         if len(came) == sum(bucket.training):
             return frozenset()
         return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
@@ -203,7 +203,7 @@ class GradientReducer:
         sums = torch.tensor([each for row in came for each in row])
         self._mesh.data.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
-            if bucket.spec.copies is not None:  # Other pipeline stages have a copy too.
+            if bucket.spec.copies is not None:  # Other pipeline stages have a copy of the parameter, too.
                 self.sharing.sharers(bucket).all_reduce(counts, "shared parameters with gradients")
             missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
             bucket.missing = frozenset(() if self.keep_zeros else missing)
@@ -211,7 +211,7 @@ class GradientReducer:
     def _launch_next(self) -> None:
         arrivals = self._queue.popleft()
         while arrivals.filled is None and self._slot_of(arrivals) is None and self._flying:
-            self._finish_one()
+            self._finish_oldest()
         bucket, filled = arrivals.bucket, arrivals.filled
         if filled is None:
             filled = self._slot_of(arrivals, block=True)
@@ -219,7 +219,7 @@ class GradientReducer:
         self._announce(bucket)
         if filled is None or bucket.grad is None:
             raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
-        _put(filled, bucket, arrivals.waiting, add=False)
+        _store_gradients(filled, bucket, arrivals.waiting, add=False)
         _zero_missing(filled, arrivals)
         _zero_gaps(filled, bucket)
         if bucket.partial is not None and not self._first:
@@ -230,25 +230,25 @@ class GradientReducer:
         arrivals.launched = True
         self._flying.append((bucket, reduction))
         if not self._options.overlap:
-            self._finish_one()
+            self._finish_oldest()
 
-    def _keep(self, arrivals: BucketArrivals) -> None:
+    def _add_to_sum(self, arrivals: BucketArrivals) -> None:
         """Add the waiting gradients to this rank's sum; gradients of frozen and of unused parameters are zeros in it. Sums that
         are next in the order that all ranks share are passed on, since sums over replicas may follow."""
         if self._first or arrivals.waiting:
-            target = self._own_sum(arrivals.bucket)
-            _put(target, arrivals.bucket, arrivals.waiting, add=not self._first)
+            target = self._accumulator(arrivals.bucket)
+            _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not self._first)
             if self._first:
                 _zero_missing(target, arrivals)
         arrivals.launched = True
         while self._queue and self._queue[0].launched:
             bucket = self._queue.popleft().bucket
-            if self._direct:
+            if self._is_alone:
                 self._announce(bucket)
-            self._hand_over(bucket)
+            self._after_reduction(bucket)
 
-    def _hand_over(self, bucket: Bucket) -> None:
-        # As far as this rank knows: `find_missing` asks the others.
+    def _after_reduction(self, bucket: Bucket) -> None:
+        # Preliminary: `find_missing` also takes other ranks' gradients into account.
         bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
         if not self._last:
             if bucket.grad is not None:
@@ -258,9 +258,9 @@ class GradientReducer:
         if bucket.spec.copies is not None:
             self._tied.append(bucket)  # The other stage may wait for a message sent after this backward.
         else:
-            self._share(bucket)
+            self._sum_replicas(bucket)
 
-    def _share(self, bucket: Bucket) -> None:
+    def _sum_replicas(self, bucket: Bucket) -> None:
         wait = self.sharing.all_reduce_async(bucket, gradient_of(bucket))
         if wait is not None:
             self._sums[id(bucket)] = wait
@@ -283,7 +283,7 @@ class GradientReducer:
             wait()
 
     def _end_sums(self) -> None:
-        """Wait for the sums over replicas, for which updates inside backward wait themselves, and for offloads."""
+        """Wait for the sums over replicas, unless updates inside backward wait for them, and order device work after offloads."""
         if not self.inside:
             self._offload(but=0)
             while self._sums:
@@ -291,10 +291,10 @@ class GradientReducer:
         self.shards.order()
 
     def sum_tied(self) -> None:
-        """Sum the buckets that stages share, after all backwards of the step, when no other rank waits for one of this rank's."""
+        """Sum gradients of parameters tied between stages, after the step's last backward, when no rank waits for another."""
         tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.spec.name), []
         for bucket in tied:
-            self._share(bucket)
+            self._sum_replicas(bucket)
         self._end_sums()
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
@@ -304,15 +304,15 @@ class GradientReducer:
         self.shards.abandon(buckets)
 
     def _announce(self, bucket: Bucket) -> None:
-        """Let the other ranks compare which sum starts now. Replicas compare too, as they sum in the order of reductions."""
-        if self._compared:
-            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._compared, settled=self._settled)
+        """Report the reduction that starts now to the watchdog, which compares its order over all data-parallel ranks."""
+        if self._watched_ranks:
+            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._watched_ranks, settled=self._settled)
 
-    def _own_sum(self, bucket: Bucket) -> torch.Tensor:
-        fresh = self._direct and bucket.grad is None
+    def _accumulator(self, bucket: Bucket) -> torch.Tensor:
+        fresh = self._is_alone and bucket.grad is None
         if fresh:
             self.shards.allocate(bucket)
-        target = bucket.grad if self._direct else bucket.partial
+        target = bucket.grad if self._is_alone else bucket.partial
         if target is None:
             raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
         if fresh:
@@ -327,17 +327,17 @@ class GradientReducer:
             arrivals.filled = slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
         return arrivals.filled
 
-    def _finish_one(self) -> None:
+    def _finish_oldest(self) -> None:
         bucket, reduction = self._flying.popleft()
         with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
         if bucket.is_shard:
-            self._hand_over(bucket)
+            self._after_reduction(bucket)
         else:
-            self._whole.append((bucket, reduction))
+            self._unfinished_wholes.append((bucket, reduction))
 
 
-def _put(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
+def _store_gradients(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:
     """Copy or add the gradients on `.grad` of parameters to their places in `flat`: on a device by one kernel, with the cast."""
     if not indices:
         return
@@ -367,8 +367,8 @@ def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
         flat[gap].zero_()
 
 
-LEAVING = 2
-"""The number of gradient shards that may be on their way to another tier at once."""
+MOST_OFFLOADS = 2
+"""The most gradient shards that may be in transfer to another tier at a time."""
 
 
 class GradientShards:
@@ -377,26 +377,26 @@ class GradientShards:
     def __init__(self, options: ZeroOptions, tiers: Tiers) -> None:
         self._dtype = options.precision.sums
         self._tiers = tiers
-        self._stay = options.gradients_stay(tiers.device)
+        self._keeps_memory = options.gradients_stay(tiers.device)
         self._pass_through = options.gradients_pass_through
         self.first = True
         """True in a step's first backward, for which no earlier sum is read."""
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
-        self._leaving: deque[tuple[Transfer, int]] = deque()
+        self._offloading: deque[tuple[Transfer, int]] = deque()
         self._ordered: list[Transfer] = []
         """Transfers to the host that the device's later work is already ordered after."""
         self._norms: dict[int, torch.Tensor] = {}
 
     def require_room(self, buckets: Iterable[Bucket]) -> None:
         """Raise `StorageError` before training if a step's shards would not fit beside all other states."""
-        if self._stay or self._pass_through:
+        if self._keeps_memory or self._pass_through:
             return
         nbytes = sum(bucket.length for bucket in buckets) * self._dtype.itemsize
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, nbytes)
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
 
     def begin_step(self) -> None:
-        """Forget the norms and transfers of the previous step."""
+        """Clear the gradient norms and the list of transfers of the previous step."""
         self._norms.clear()
         self._ordered.clear()
 
@@ -407,10 +407,10 @@ class GradientShards:
         rest = bucket.grad_rest
         if bucket.grad is not None:
             return
-        if not (self._stay or self._pass_through) and bucket.layout.parts > 1:
-            bucket.grad = self._memory_for(bucket)
+        if not (self._keeps_memory or self._pass_through) and bucket.layout.parts > 1:
+            bucket.grad = self._allocate_grad(bucket)
         elif rest is not None and bucket.partial is None and not self.first and id(bucket) not in self._arriving:
-            memory = self._memory_for(bucket)
+            memory = self._allocate_grad(bucket)
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def allocate(self, bucket: Bucket) -> None:
@@ -422,16 +422,16 @@ class GradientShards:
             bucket.grad, transfer = found
             transfer.wait()
         elif bucket.grad is None:
-            bucket.grad = self._memory_for(bucket)
+            bucket.grad = self._allocate_grad(bucket)
 
-    def _memory_for(self, bucket: Bucket) -> torch.Tensor:
-        while len(self._leaving) >= LEAVING:
+    def _allocate_grad(self, bucket: Bucket) -> torch.Tensor:
+        while len(self._offloading) >= MOST_OFFLOADS:
             self._order_oldest()
         length = bucket.length
         if bucket.grad_rest is None:
             grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
         else:
-            grad = allocate_lasting(length, self._dtype, self._tiers.device)  # on pages of its own, as files want it
+            grad = allocate_lasting(length, self._dtype, self._tiers.device)  # on pages outside the heap
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, grad.nbytes)
         return grad
 
@@ -444,12 +444,12 @@ class GradientShards:
         grad = gradient_of(bucket)
         if last:
             self._norms[id(bucket)] = torch.linalg.vector_norm(grad)
-        self._leaving.append((bucket.grad_rest.write(0, grad), grad.nbytes))
+        self._offloading.append((bucket.grad_rest.write(0, grad), grad.nbytes))
         bucket.grad = None
 
     def order(self) -> None:
         """Order later device work after all offloads so far. Raises `StorageError` if one failed."""
-        while self._leaving:
+        while self._offloading:
             self._order_oldest()
 
     def wait(self) -> None:
@@ -460,7 +460,7 @@ class GradientShards:
             transfer.wait()
 
     def _order_oldest(self) -> None:
-        transfer, nbytes = self._leaving.popleft()
+        transfer, nbytes = self._offloading.popleft()
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
         transfer.order()
         if transfer.crosses:
@@ -469,13 +469,13 @@ class GradientShards:
     def drop(self, bucket: Bucket) -> None:
         """Release the memory of a bucket's used gradients, unless it is kept for the next step."""
         grad = bucket.grad
-        if grad is None or (self._stay and bucket.grad_rest is None):
+        if grad is None or (self._keeps_memory and bucket.grad_rest is None):
             return
         bucket.grad = None
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
 
     def norm(self, bucket: Bucket) -> torch.Tensor:
-        """The norm of a shard, a scalar on the device; nan or inf if an element is, 0 if the gradient was already used."""
+        """Return the norm of a gradient shard, a scalar on the device; nan or inf if an element is, 0 if it was already used."""
         found = self._norms.get(id(bucket))
         if found is None and bucket.grad is not None:
             found = torch.linalg.vector_norm(bucket.grad)
@@ -492,7 +492,7 @@ class GradientShards:
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:
-    """A bucket's gradient shard, in memory. Raises `PhaseError` if it has none now."""
+    """Return a bucket's gradient shard, in memory. Raises `PhaseError` if it has none now."""
     if bucket.grad is None:
         raise PhaseError(f"bucket {bucket.name} has no gradients")
     return bucket.grad
@@ -520,7 +520,7 @@ class ReplicaGroups:
             for row in rows:
                 sharers.setdefault(tuple((axis, tuple(at)) for axis, at in row), []).append(rank)
         for positions, ranks in sorted(sharers.items()):
-            # The mesh caches these sets for the next engine.
+            # The mesh keeps these process sets, so that the next engine on it finds them.
             name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
             axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]
             colour = mesh.shape.group_index(mesh.rank, *axes) if mesh.rank in ranks else None
@@ -534,7 +534,7 @@ class ReplicaGroups:
         return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
 
     def sharers(self, bucket: Bucket) -> ProcessSet:
-        """The ranks that share a bucket's elements, this rank included."""
+        """Return the ranks that sum gradients of a bucket's elements, this rank included."""
         return self._sets[bucket.shared_by]
 
     def all_reduce_async(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:

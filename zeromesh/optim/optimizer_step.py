@@ -49,7 +49,7 @@ from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
-_HALF_DONE = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
+_INSIDE_BACKWARD = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
 _EXCHANGE_ELEMENTS = 1 << 20
 
 
@@ -132,17 +132,17 @@ class WeightAverage:
 
 _CPU = torch.device("cpu")
 _TRIED_ELEMENTS = 1 << 25
-"""Elements of half a gibibyte of states and gradients; an eighth of it fits a processor's cache, which flatters the trial."""
-_ROUNDS = 3
+"""The elements of a timed update: half a gibibyte of states and gradients, since less may fit a cache and be too fast."""
+_TIMED_ROUNDS = 3
 
 
-def place_updates(
+def choose_device(
     wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
 ) -> tuple[torch.device, str | None]:
     """Choose the device of updates whose states are not in accelerator memory, alike on all ranks, which all call this. The CPU
-    saves the transfer to the device and back, and the device computes faster: both are tried. `in_reach`: all states are in the
-    device's memory. `try_on(device)` gives the seconds of a billion elements there. Returns the device, and if there was a
-    choice, a line that says where updates are computed and why."""
+    saves the transfer to the device and back, and the device computes faster: both are timed. `in_reach`: all states are in the
+    device's memory. `try_on(device)` returns the seconds of an update of a billion elements. Returns the device, and if both
+    were timed, a line for the log that says where updates are computed and why."""
     device = mesh.device
     if not is_accelerator(device) or in_reach or wanted == "device":
         return device, None
@@ -158,7 +158,7 @@ def place_updates(
     return chosen, note
 
 
-def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: int = _TRIED_ELEMENTS) -> float:
+def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: int = _TRIED_ELEMENTS) -> float:
     """Return the seconds for a billion elements of an update computed on `device`, with states and gradients in host memory. At
     most `most` elements are tried."""
     elements = min(most, _TRIED_ELEMENTS)
@@ -187,7 +187,7 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: i
 
     rows = list(stream.rows(0, elements, uses))
     seconds = []
-    for _ in range(_ROUNDS):
+    for _ in range(_TIMED_ROUNDS):
         began = time.perf_counter()
         stream.run(rows, compute)
         stream.settle()
@@ -220,7 +220,7 @@ class OptimizerStep:
         self._mesh = mesh
         self._options = options
         self._tiers = tiers
-        self._all = all_buckets(units)
+        self._all_buckets = all_buckets(units)
         self._units = units
         self._optimizers: dict[int, BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size
@@ -231,7 +231,7 @@ class OptimizerStep:
         gradients.on_summed = self._update_ready
         self._ready: list[Bucket] = []
         """Summed buckets that wait for an update inside this backward."""
-        self._retired: set[int] = set()
+        self._retired_units: set[int] = set()
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
         """The hyperparameters of each parameter group for the next update."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
@@ -239,7 +239,7 @@ class OptimizerStep:
         self._norms: list[tuple[Bucket, float]] = []
         replicated = options.placements.optimizer is Placement.REPLICATED
         self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
-        """True if this rank counts the elements that it updates, among all ranks that update the same elements."""
+        """True if this rank adds its gradients to the global norm, as one of the ranks that update the same elements."""
         self.updates = 0
         """The number of updates: steps that were not skipped."""
         self.last_order: list[Bucket] = []
@@ -249,40 +249,40 @@ class OptimizerStep:
         wanted, own_class = options.offload.update, options.optimizer.own_class
         # A user's class has an unknown cost, and inside backward the device would wait for an update on the CPU.
         untried = own_class is not None or options.optimizer_in_backward
-        device, self.note = place_updates(
+        device, self.note = choose_device(
             "device" if wanted == "auto" and untried else wanted,
             mesh,
-            partial(try_update, tiers=tiers, options=options, most=sum(each.length for each in self._buckets)),
-            in_reach=not self._missing(tiers.device),
+            partial(time_update, tiers=tiers, options=options, most=sum(each.length for each in self._buckets)),
+            in_reach=not self._most_elsewhere(tiers.device),
         )
         self._stream = self._make_stream(device)
 
     def _make_optimizers(self) -> None:
-        self._buckets = [bucket for bucket in self._all if any(bucket.training)]
-        new = [bucket for bucket in self._all if bucket.trainable and id(bucket) not in self._optimizers]
+        self._buckets = [bucket for bucket in self._all_buckets if any(bucket.training)]
+        new = [bucket for bucket in self._all_buckets if bucket.trainable and id(bucket) not in self._optimizers]
         made = make_optimizers(new, self._options, self._tiers, self._mesh.shard, self._loads)
         for bucket, optimizer in zip(new, made, strict=True):
             self._optimizers[id(bucket)] = optimizer
             if self.averages is not None:
                 self.averages.begin(bucket)
 
-    def follow(self) -> None:
-        """Adapt, between two steps, to a changed set of trained parameters."""
+    def adapt_to_trained(self) -> None:
+        """Make optimizers for newly trained buckets, and adapt the others, after `requires_grad` of parameters has changed."""
         known = len(self._optimizers)
         self._make_optimizers()
         for optimizer in self._optimizers.values():
-            optimizer.follow()
+            optimizer.update_segments()
         if len(self._optimizers) > known:
             self._stream.forget()
             device = self._stream.device
-            self._tiers.ledger.add(_memory_of(device), Purpose.STAGING, -self._stream.nbytes)
+            self._tiers.ledger.add(_tier_of(device), Purpose.STAGING, -self._stream.nbytes)
             self._stream = self._make_stream(device)
 
-    def _missing(self, device: torch.device) -> int:
-        """Count the tensors of a bucket's update that are not in the memory of `device`, at most."""
+    def _most_elsewhere(self, device: torch.device) -> int:
+        """Return the largest number of tensors that a bucket's update needs and that are outside the memory of `device`."""
 
         def count(bucket: Bucket) -> int:
-            uses = self._uses(bucket, averaging=True)
+            uses = self._operands(bucket, averaging=True)
             # Gradients that are not allocated yet will be allocated on this rank's compute device.
             coming = bucket.grad is None and bucket.grad_rest is None and device.type != self._tiers.device.type
             return sum(use.tensor.whole(device) is None for use in uses) + coming
@@ -292,35 +292,35 @@ class OptimizerStep:
     def _make_stream(self, device: torch.device) -> UpdateStream:
         stream = UpdateStream(
             device,
-            width=self._missing(device),
+            width=self._most_elsewhere(device),
             longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
             nbytes=self._options.offload.staging_on(device),
             waits=self._tiers.waits,
             memory=partial(self._tiers.buffer, device=device),
         )
-        self._tiers.ledger.add(_memory_of(device), Purpose.STAGING, stream.nbytes)
+        self._tiers.ledger.add(_tier_of(device), Purpose.STAGING, stream.nbytes)
         return stream
 
     def resume(self, updates: int, steps: Mapping[str, int]) -> None:
         """Continue after `updates` updates; `steps` has, by name, the counts of parameters that had another number of updates."""
         self.updates = updates
-        for bucket in self._all:
+        for bucket in self._all_buckets:
             optimizer = self.optimizer_of(bucket)
             if optimizer is not None:
                 specs = [slot.spec for slot in bucket.layout.slots]
                 optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.learned)) for each in specs]
-                optimizer.follow()
+                optimizer.update_segments()
 
     def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
         """Begin a step, whose updates use these hyperparameters for each group."""
         self.groups = groups
         self._updated = []
         self.gradients.shards.begin_step()
-        self._retired = set()
+        self._retired_units = set()
         self.last_order = []
 
     def leave(self, units: Iterable[Unit]) -> None:
-        """Note that this rank has finished backward of these units, so that all ranks may update them."""
+        """Record that this rank has finished backward of these units, and update inside backward the buckets that are ready."""
         if self.gradients.inside:
             self._retire(units)
             self._update_ready()
@@ -351,10 +351,10 @@ class OptimizerStep:
         scale = self.scaler.scale
         norm = math.sqrt(squares) * abs(factor) / scale
         finite = math.isfinite(norm)
-        cause = "" if finite else self._cause(norm, loss_finite)
+        cause = "" if finite else self._describe_nonfinite(norm, loss_finite)
         if not finite and options.on_nonfinite == "stop":
             unchanged = "no parameter was changed (run.on_nonfinite: stop)"
-            raise NonFiniteError(f"{cause}; {_HALF_DONE if options.optimizer_in_backward else unchanged}")
+            raise NonFiniteError(f"{cause}; {_INSIDE_BACKWARD if options.optimizer_in_backward else unchanged}")
         self.scaler.update(overflow=not finite)
         self.update(units, factor / scale * clip_factor(norm, options.clip_norm), skip=not finite)
         waited = self._tiers.waited()
@@ -370,12 +370,12 @@ class OptimizerStep:
                 self.gradients.shards.wait()
             for number, bucket in enumerate(due):
                 self._update(bucket, factor, due[number + 1 :])
-        self._stream.settle()  # Includes updates inside backward, so that states can be read between steps.
+        self._stream.settle()  # Wait for updates inside backward too: states may be read now.
         self.drop_gradients()
         if skip:
             return
-        if (averages := self._averaging) is not None:
-            for bucket in self._all:  # The update has blended the averages of buckets that are trained now.
+        if (averages := self._due_averages) is not None:
+            for bucket in self._all_buckets:  # The update has blended the averages of buckets that are trained now.
                 if bucket.average is not None and not any(bucket.training):
                     self.before_change(bucket)
                     modes = ((bucket.master, Access.READ), (bucket.average, Access.UPDATE))
@@ -392,10 +392,10 @@ class OptimizerStep:
             self.gradients.shards.drop(bucket)
 
     @property
-    def _averaging(self) -> WeightAverage | None:
+    def _due_averages(self) -> WeightAverage | None:
         return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
 
-    def _cause(self, norm: float, loss_finite: bool) -> str:
+    def _describe_nonfinite(self, norm: float, loss_finite: bool) -> str:
         """Name the units whose gradients, and the ranks whose losses, are not finite. All ranks call it and get the same text."""
         units = [self._units[bucket.unit] for bucket, norm in self._norms if not math.isfinite(norm)]
         found = sorted({(unit.index, unit.name) for unit in units})
@@ -410,11 +410,11 @@ class OptimizerStep:
         return text
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
-        """The optimizer of a bucket's shard; None for a bucket that was never trained."""
+        """Return the optimizer of a bucket's shard; None for a bucket that was never trained."""
         return self._optimizers.get(id(bucket))
 
     def abandon(self) -> None:
-        """Abandon a step that has ended before it changed anything."""
+        """Drop the gradients and pending work of a step that ended before it changed any weight or state."""
         self._ready.clear()
         self._stream.forget()
         self.gradients.abandon(self._buckets)
@@ -423,8 +423,8 @@ class OptimizerStep:
         """Let the other ranks overwrite this rank's gathered copies of these units, once per step: later a unit may hold the next
         values, which this rank still has to read."""
         for unit in units:
-            if unit.index not in self._retired:
-                self._retired.add(unit.index)
+            if unit.index not in self._retired_units:
+                self._retired_units.add(unit.index)
                 for bucket in unit.trainable:
                     bucket.buffer.retire()
 
@@ -434,14 +434,14 @@ class OptimizerStep:
         ready, self._ready = [*self._ready, *summed], []
         for bucket in ready:
             unit = self._units[bucket.unit]
-            if unit.index not in self._retired:
+            if unit.index not in self._retired_units:
                 self._ready.append(bucket)
                 continue
             self.gradients.complete(bucket)
             norm = self.gradients.shards.norm(bucket)
             # On a device the norm is read at the end of the step, since the host would wait here for the device.
             if not on_accelerator(norm) and not math.isfinite(norm):
-                raise NonFiniteError(f"gradients of unit {unit.name} are not finite; {_HALF_DONE}")
+                raise NonFiniteError(f"gradients of unit {unit.name} are not finite; {_INSIDE_BACKWARD}")
             self._updated.append((bucket, norm))
             done = {id(bucket), *map(id, self.last_order)}
             if not bucket.missing:
@@ -455,7 +455,7 @@ class OptimizerStep:
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
         grad = gradient_of(bucket) if self.gradients.inside else None
-        averages = self._averaging
+        averages = self._due_averages
 
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if bucket.copy is not None else None
@@ -473,7 +473,7 @@ class OptimizerStep:
         with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
             bucket.buffer.begin_write()
             if optimizer.whole:
-                run_whole(self._uses(bucket, averaging=averages is not None), compute, self._mesh.device)
+                run_whole(self._operands(bucket, averaging=averages is not None), compute, self._mesh.device)
             else:
                 # If no tensor is offloaded, nothing is read ahead.
                 ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
@@ -481,10 +481,10 @@ class OptimizerStep:
             bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:
-        uses = self._uses(bucket, averaging=self._averaging is not None)
+        uses = self._operands(bucket, averaging=self._due_averages is not None)
         return self._stream.rows(id(bucket), bucket.length, uses)
 
-    def _uses(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
+    def _operands(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
         """List the operands of a bucket's update in the order in which `_update` takes them: master weights, moments, averages,
         the gradients unless backward has just left them in memory, and the copy that is gathered."""
         states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
@@ -500,5 +500,5 @@ class OptimizerStep:
         return uses
 
 
-def _memory_of(device: torch.device) -> Tier:
+def _tier_of(device: torch.device) -> Tier:
     return Tier.DEVICE if is_accelerator(device) else Tier.HOST

@@ -50,7 +50,7 @@ class ZeroRunner:
     queue: WeightQueue
     scale: float = 1.0
     """The loss scale, by which gradients of losses are multiplied."""
-    goes_on: frozenset[tuple[int, int]] = frozenset()
+    backward_follows: frozenset[tuple[int, int]] = frozenset()
     """The pairs of chunk and microbatch whose backward follows their forward directly."""
     after: Callable[[int], None] | None = None
     """Called with the number of each microbatch whose backward is complete."""
@@ -116,7 +116,7 @@ class ZeroRunner:
             with self.passes.drawing(work.streams):
                 return run()
         key = chunk, microbatch
-        outputs, forward = self.passes.forward(chunk, run, work.streams, goes_on=key in self.goes_on)
+        outputs, forward = self.passes.forward(chunk, run, work.streams, backward_follows=key in self.backward_follows)
         self._forwards[key] = forward, [tensor for tensor in received if tensor.requires_grad]
         return outputs
 
@@ -180,7 +180,7 @@ class StepDriver:
                 loss=loss,
                 queue=self._queue,
                 scale=engine.loss_scale,
-                goes_on=follows,
+                backward_follows=follows,
                 after=after if each else None,
             )
             with torch.enable_grad():

@@ -16,7 +16,7 @@ _UNITS = (
     | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
     | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
 )
-_EXACT = 1 << 53
+_EXACT_LIMIT = 1 << 53
 """The limit below which every integer is exact as a float."""
 
 
@@ -28,8 +28,8 @@ class Allowed:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBy:
-    """Metadata of a type with the function that converts what files have in its place, before a value is checked."""
+class ConvertedBy:
+    """Metadata of a type with the function that converts a value read from a file, such as text, before it is checked."""
 
     convert: Callable[[object], object]
 
@@ -52,9 +52,9 @@ def bytes_from_text(value: object) -> object:
     return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
 
 
-def whole(value: object) -> object:
+def int_if_whole(value: object) -> object:
     """Convert a float without a fraction, such as 1e3, to an integer, as JSON and YAML have one kind of number."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
+    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_LIMIT:
         return int(value)
     return value
 
@@ -62,16 +62,16 @@ def whole(value: object) -> object:
 _Tuple = TypeVar("_Tuple", bound=tuple[Any, ...])
 
 
-Listed = Annotated[_Tuple, ReadBy(lambda value: tuple(value) if isinstance(value, list) else value)]
+Listed = Annotated[_Tuple, ConvertedBy(lambda value: tuple(value) if isinstance(value, list) else value)]
 """The type of a tuple that files write as a list."""
-Number = Annotated[float, ReadBy(_number_from_text)]
+Number = Annotated[float, ConvertedBy(_number_from_text)]
 Fraction = Annotated[Number, Ge(0.0), Lt(1.0)]
 Positive = Annotated[Number, Gt(0.0)]
 NotNegative = Annotated[Number, Ge(0.0)]
-Whole = Annotated[int, ReadBy(whole)]
+Whole = Annotated[int, ConvertedBy(int_if_whole)]
 Count = Annotated[Whole, Ge(1)]
 CountOrOff = Annotated[Whole, Ge(0)]
-Bytes = Annotated[Whole, ReadBy(bytes_from_text), Ge(0), Allowed("a number of bytes, such as 268435456 or 256MiB")]
+Bytes = Annotated[Whole, ConvertedBy(bytes_from_text), Ge(0), Allowed("a number of bytes, such as 268435456 or 256MiB")]
 Text = Annotated[str, MinLen(1), Predicate(lambda text: "\0" not in text)]
 Names = Listed[tuple[Text, ...]]
 

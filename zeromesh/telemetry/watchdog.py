@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
-from zeromesh.files import longest
+from zeromesh.files import longest_disk_call
 from zeromesh.telemetry import event_ring
 from zeromesh.telemetry.event_ring import STEP_SHIFT, UNIT_BITS, Activity, EventRing, phrase_of
 from zeromesh.telemetry.status_board import (
@@ -122,7 +122,7 @@ class Watchdog:
             if (request := self.board.trace_request()) != answered:
                 answered = request
                 self.on_request()
-            call = longest()
+            call = longest_disk_call()
             if call is None or call.in_all < period:
                 self.board.write(RankNote.DISK, 0)
                 continue

@@ -54,8 +54,8 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
 
 
 _CPU = torch.device("cpu")
-_PASSING = 1 << 20
-"""The most elements of a parameter to move to another tier at a time."""
+_CHUNK = 1 << 20
+"""The most elements of a parameter that are copied to an offloaded shard at a time."""
 _LEAST_RUN = 1 << 18
 """Bytes of a run of rows below which neighbouring runs are read together."""
 
@@ -73,7 +73,7 @@ class Built:
 
 
 def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
-    """Return the bucket layouts of every unit."""
+    """Return the bucket layouts of every unit, for `parts` ranks that share the states."""
     return [
         [build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())]
         for unit in plan.units
@@ -100,19 +100,19 @@ def build_units(
     require_equal_plans(mesh.data, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
     # The source reads ahead while memory is reserved.
-    source.expect(_ranges(flat, mesh, options))
+    source.expect(_reads(flat, mesh, options))
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     pairs = list(zip(flat, keep, strict=True))
     stored = [
-        None if kept else _stored(layout, _interval(layout, mesh, options), options, source, tiers)
+        None if kept else _runs_in_files(layout, _rank_interval(layout, mesh, options), options, source, tiers)
         for layout, kept in pairs
     ]
     trained = [layout for layout in flat if layout.first.requires_grad]
     ring = options.gradient_slots, slot_bytes(trained, options, mesh.device)
-    leads = [_lead(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
+    leads = [_page_offset(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
     if options.offload.in_place:
-        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the memory, so they use one offset.
+        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the buffers, which need one offset.
     requests = [
         BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept, lead=lead)
         for (layout, kept), lead in zip(pairs, leads, strict=True)
@@ -130,7 +130,7 @@ def build_units(
     units = []
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
         module = model.get_submodule(unit_plan.module)
-        buckets = [_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
+        buckets = [_build_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
         units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
     releases = options.placements.parameters is Placement.SHARDED and not (kind == "local" and all(keep))
     return Built(units=tuple(units), releases=releases, transport=transport, reduction=reduction, tiers=tiers)
@@ -171,9 +171,9 @@ def kept_buckets(
 ) -> list[list[bool]]:
     """Return for each bucket of each unit, the root first, whether its gathered parameters are kept between uses.
 
-    With an automatic budget these are all on a single rank, and where ranks share pages those that need no extra memory: the root,
-    always gathered while others are, and units at rest in the dtype of the gather. Buckets used in place on a single rank always
-    are.
+    With the budget `auto`, a single rank keeps all, and ranks that share pages keep those that need no extra memory: the root,
+    which is gathered whenever another unit is, and units whose shards are stored in the dtype of the gather. A single rank always
+    keeps buckets whose shards are themselves the parameters.
     """
     away, budget = options.offload.parameters.leaves(device), options.gathered_budget
     alone = kind == "local" and not away
@@ -194,13 +194,13 @@ def kept_buckets(
 
 
 def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
-    """Return True if the shard of a bucket rests in the gathered dtype, so that it can be a part of the gathered buffer."""
+    """Return True if the shard of a bucket is stored in the gathered dtype, so that it can be a part of the gathered buffer."""
     spec = layout.first
     trained = spec.requires_grad and spec.dtype.is_floating_point
     return not trained or spec.dtype == options.precision.master
 
 
-def _bucket(
+def _build_bucket(
     model: nn.Module,
     layout: BucketLayout,
     buffer: GatherBuffer,
@@ -210,20 +210,20 @@ def _bucket(
     source: ParameterSource,
     tiers: Tiers,
 ) -> Bucket:
-    interval = _interval(layout, mesh, options)
+    interval = _rank_interval(layout, mesh, options)
     if stored is not None:
         master, copy = tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
     else:
-        master, copy = _weights(layout, buffer, interval.length, options, tiers)
+        master, copy = _allocate_weights(layout, buffer, interval.length, options, tiers)
         for piece in layout.pieces(interval):
-            _fill(master, piece, source)
+            _fill_piece(master, piece, source)
         if copy is not None:
             copy.copy_from(master)
     for slot in layout.slots:
         source.release(slot.spec.name)
     parameters = [model.get_parameter(slot.spec.fqn) for slot in layout.slots]
     for parameter in parameters:
-        _move(parameter, mesh.device)
+        _move_parameter(parameter, mesh.device)
     bucket = Bucket(layout, parameters, buffer, interval, master, copy)
     buffer.end_write()
     bucket.hide()
@@ -232,7 +232,7 @@ def _bucket(
     return bucket
 
 
-def _stored(
+def _runs_in_files(
     layout: BucketLayout, interval: Interval, options: ZeroOptions, source: ParameterSource, tiers: Tiers
 ) -> list[TieredPart] | None:
     """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""
@@ -242,10 +242,10 @@ def _stored(
         return None
     runs = []
     for piece in layout.pieces(interval):
-        if _scattered(piece) is not None:
+        if _short_rows(piece) is not None:
             return None
         for run in piece.spec.region.runs(piece.in_parameter):
-            place = source.place(piece.spec.name, run.logical, first.dtype)
+            place = source.file_position(piece.spec.name, run.logical, first.dtype)
             if place is None:
                 return None
             start = piece.in_shard.start + run.local - piece.in_parameter.start
@@ -254,7 +254,7 @@ def _stored(
     return runs
 
 
-def _lead(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
+def _page_offset(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
     """Return the offset of a bucket's memory from the start of a page that aligns it with its blocks in the files, so that most of
     what the first rank reads needs no copy."""
     alike = Counter({0: 0})
@@ -263,17 +263,17 @@ def _lead(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
     return max(alike, key=alike.__getitem__)
 
 
-def _interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:
+def _rank_interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:
     whole = options.placements.optimizer is Placement.REPLICATED
     return Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
 
 
-def _ranges(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -> Iterator[tuple[str, int, int]]:
+def _reads(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -> Iterator[tuple[str, int, int]]:
     """Yield the parameter ranges that this rank will read, in order, without those that may stay in their files."""
     if options.offload.in_place and options.offload.parameters.tier == "file":
         return
     for layout in layouts:
-        for piece in layout.pieces(_interval(layout, mesh, options)):
+        for piece in layout.pieces(_rank_interval(layout, mesh, options)):
             for rows, interval, _ in _selections(piece):
                 hull = rows.hull(interval)
                 yield piece.spec.name, hull.start, hull.end
@@ -282,7 +282,7 @@ def _ranges(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -
 def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]]:
     """Yield the selections of a piece: columns of a parameter's rows, elements of these, and their position in the shard."""
     region, part, start = piece.spec.region, piece.in_parameter, piece.in_shard.start
-    if (rows := _scattered(piece)) is not None:
+    if (rows := _short_rows(piece)) is not None:
         yield rows, part, start
         return
     whole = StridedRows.whole(prod(region.shape))
@@ -290,31 +290,31 @@ def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]
         yield whole, Interval(start=run.logical, end=run.logical + run.length), start + run.local - part.start
 
 
-def _scattered(piece: ShardPiece) -> StridedRows | None:
+def _short_rows(piece: ShardPiece) -> StridedRows | None:
     """Return the rows of a piece that consists of many short runs; None for few or long runs."""
     rows = piece.spec.region.rows()
     return rows if rows is not None and rows.count > 1 and rows.taken * piece.spec.dtype.itemsize < _LEAST_RUN else None
 
 
-def _fill(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
+def _fill_piece(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
     for rows, interval, start in _selections(piece):
         memory = master.view(start, start + interval.length, _CPU)
         if memory is not None:
             source.fill(piece.spec.name, rows, interval, memory)
             continue
-        for begin in range(0, interval.length, _PASSING):
-            own = Interval(start=interval.start + begin, end=min(interval.start + begin + _PASSING, interval.end))
+        for begin in range(0, interval.length, _CHUNK):
+            own = Interval(start=interval.start + begin, end=min(interval.start + begin + _CHUNK, interval.end))
             passing = torch.empty(own.length, dtype=master.dtype)
             source.fill(piece.spec.name, rows, own, passing)
             master.write(start + begin, passing).wait()
 
 
-def _weights(
+def _allocate_weights(
     layout: BucketLayout, buffer: GatherBuffer, length: int, options: ZeroOptions, tiers: Tiers
 ) -> tuple[TieredTensor, TieredTensor | None]:
     spec, offload = layout.first, options.offload
     what = f"weights of {layout.name}"
-    if _rests_as_gathered(layout, options):  # The master weights themselves are gathered.
+    if _rests_as_gathered(layout, options):  # No copy: the master weights themselves are gathered.
         if buffer.persistent:
             buffer.begin_write()
             return TieredTensor.of(buffer.own()), None
@@ -343,7 +343,7 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     _allocate_gradients(bucket, options, tiers)
 
 
-def _move(parameter: nn.Parameter, device: torch.device) -> None:
+def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
     """Move the model's own parameter object to `device`, so that its hooks stay and lists that hold it stay valid."""
     placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     if not torch._has_compatible_shallow_copy_type(parameter, placeholder):

@@ -1,4 +1,4 @@
-"""Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype. Pure.
+"""Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype.
 
 A unit is a transformer block, the embedding, the head, or the root for the rest. Blocks are the modules whose class the model names
 in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A container without a
@@ -21,7 +21,7 @@ from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import ParameterPart, ParameterSpec, StageCopies
 
 ROOT = ""
-_SMALL = 4096
+_LEAST_ELEMENTS = 4096
 """The number of elements below which a collective costs its latency alone."""
 
 
@@ -87,7 +87,7 @@ def plan_model(
     if not names:
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
     dtypes = _dtypes(model, names, compute_dtype)
-    ends = _fqn_of(model, "get_input_embeddings") + _fqn_of(model, "get_output_embeddings")
+    ends = _names_of(model, "get_input_embeddings") + _names_of(model, "get_output_embeddings")
     modules = _outermost(model, _block_names(model) + ends)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
     for parameter, fqns in names:
@@ -107,7 +107,7 @@ def plan_model(
                 copies=copies,
             )
         )
-    least = _SMALL if cuts.chunks == 1 else 0  # The root is in a single chunk.
+    least = _LEAST_ELEMENTS if cuts.chunks == 1 else 0  # Other chunks have no root.
     for module in [module for module in modules if sum(spec.numel for spec in members[module]) < least]:
         members[ROOT] += members.pop(module)
     return ModelPlan(units=tuple(UnitPlan(module=module, specs=tuple(specs)) for module, specs in members.items()))
@@ -183,16 +183,16 @@ def _block_names(model: nn.Module) -> list[str]:
             kinds = Counter(type(child) for child in module if any(True for _ in child.parameters()))
             repeated = [name for name, child in module.named_children() if kinds[type(child)] > 1]
             blocks += [f"{fqn}.{name}" if fqn else name for name in repeated]
-    return [called for fqn in blocks for called in _called(fqn, model.get_submodule(fqn))]
+    return [called for fqn in blocks for called in _with_forward(fqn, model.get_submodule(fqn))]
 
 
-def _called(fqn: str, module: nn.Module) -> Iterator[str]:
+def _with_forward(fqn: str, module: nn.Module) -> Iterator[str]:
     """Yield the module, or if it has no forward, its children; its own parameters then belong to the enclosing unit."""
     if getattr_static(type(module), "forward") is not nn.Module.forward or "forward" in vars(module):
         yield fqn
         return
     for name, child in module.named_children():
-        yield from _called(f"{fqn}.{name}", child)
+        yield from _with_forward(f"{fqn}.{name}", child)
 
 
 def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
@@ -204,7 +204,7 @@ def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _fqn_of(model: nn.Module, getter: str) -> list[str]:
+def _names_of(model: nn.Module, getter: str) -> list[str]:
     try:
         target = getattr(model, getter)()
     except (NotImplementedError, AttributeError):

@@ -51,7 +51,7 @@ _METADATA = frozenset(
 """The functions, as `__torch_function__` receives them, that neither read nor write a tensor's values."""
 
 
-class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
+class ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
     """The metaclass of the parameter classes that an engine creates: instances of their `kind` count as theirs, so that comparisons
     of classes, as in `torch.testing.assert_close`, succeed."""
 
@@ -60,12 +60,12 @@ class KindOfParameter(type(nn.Parameter)):  # type: ignore[misc]  # torch gives 
         return bool(super().__instancecheck__(instance) if kind is None else isinstance(instance, kind))
 
 
-def subclass_of(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
+def make_subclass(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
     """Make the subclass of `base` for parameters of class `kind`, with these attributes."""
     return type(name, (base,) if kind is nn.Parameter else (base, kind), {"kind": kind, **attributes})
 
 
-class AtRest(nn.Parameter, metaclass=KindOfParameter):
+class AtRest(nn.Parameter, metaclass=ParameterMeta):
     """A parameter at rest; its first use calls `on_use` with it. See [Note: Parameters at rest]."""
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
@@ -112,7 +112,7 @@ def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     parameter.data = values
 
 
-def kind_of(parameter: nn.Parameter) -> type[nn.Parameter]:
+def live_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     """Return the class of a parameter while it is live."""
     kind = type(parameter)
     return kind.kind if issubclass(kind, AtRest) else kind
@@ -127,20 +127,20 @@ class Phase(Enum):
     """Parameters are whole and current."""
 
 
-_NEXT = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
+_NEXT_PHASE = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
 _version_of = attrgetter("_version")
 _DIGEST_WORDS = 1 << 22
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Uses:
+class UseCallback:
     """Calls `on_use` with the name of a parameter of one bucket that is used at rest. Parameter classes refer to this and not to
     the bucket: a cycle with it would keep a closed engine's memory from being freed."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
         named = zip(parameters, layout.slots, strict=True)
         self._names = {id(parameter): slot.spec.fqn for parameter, slot in named}
-        self.on_use: Callable[[str], None] = no_engine
+        self.on_use: Callable[[str], None] = refuse_closed
 
     def __call__(self, used: nn.Parameter) -> None:
         self.on_use(self._names[id(used)])
@@ -180,7 +180,7 @@ class Bucket:
         self.missing: frozenset[int] = frozenset()
         """The indices of parameters without a gradient on any rank in the current step, which keep their values."""
         self.trainable = any(self.training)
-        """True if there are master weights, moments and gradients, since a parameter is or was trained."""
+        """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained."""
         self.learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         """The names of the parameters that are or were trained."""
         self.average: TieredTensor | None = None
@@ -192,34 +192,34 @@ class Bucket:
         poison = poison.to(buffer.full.device)
         flat = buffer.carve([slot.where for slot in layout.slots])
         self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
-        self._rest = [poison.expand(slot.spec.shape) for slot in layout.slots]
-        self.uses = Uses(self.parameters, layout)
-        self._resting: list[type[AtRest]] = []
-        self.set_kinds(list(map(type, self.parameters)))
+        self._placeholders = [poison.expand(slot.spec.shape) for slot in layout.slots]
+        self.uses = UseCallback(self.parameters, layout)
+        self._resting_classes: list[type[AtRest]] = []
+        self.set_live_classes(list(map(type, self.parameters)))
         self._versions: list[int] = []
         self._digests: list[torch.Tensor] = []
-        self._miscounts = False
+        self._versions_unreliable = False
         """True if version counters rise without changes of values, as under parametrizations, and cannot be used."""
         self.first_changed: torch.Tensor | None = None
         """On a device, the unread index of the first parameter changed through `.data` since its values were recorded; the number
         of parameters if there is none."""
 
-    def set_kinds(self, kinds: Sequence[type[nn.Parameter]]) -> None:
+    def set_live_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         """Replace the classes that the parameters have while live."""
         on_use = staticmethod(self.uses)
-        resting = {each: subclass_of(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
-        self._resting = [resting[kind] for kind in kinds]
+        resting = {each: make_subclass(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
+        self._resting_classes = [resting[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
 
     def changed_flags(self) -> list[int]:
-        """Return the indices of parameters whose `requires_grad` differs from their training state."""
+        """Return the indices of parameters whose `requires_grad` has changed since `training` was recorded."""
         with torch._C.DisableTorchFunctionSubclass():  # This skips the slow overrides of parameters at rest.
             flags = [parameter.requires_grad for parameter in self.parameters]
         return [] if flags == self.training else [n for n, flag in enumerate(flags) if flag != self.training[n]]
 
-    def follow(self) -> None:
-        """Adopt the parameters' present `requires_grad` as their training state."""
+    def adopt_requires_grad(self) -> None:
+        """Record in `training` which parameters have `requires_grad` now, and in `learned` those that ever had it."""
         self.training = [parameter.requires_grad for parameter in self.parameters]
         named = zip(self.layout.slots, self.training, strict=True)
         self.learned.update(slot.spec.fqn for slot, trained in named if trained)
@@ -231,23 +231,23 @@ class Bucket:
                 parameter.__class__ = kind.kind
             parameter.data = view
         self._versions = list(map(_version_of, self.parameters))
-        if self._miscounts:
-            self.note_values()
+        if self._versions_unreliable:
+            self.record_digests()
 
     def hide(self) -> None:
         """Replace the parameters by NaN of equal shape, in the class that calls `on_use` at their first use."""
-        for parameter, rest, kind in zip(self.parameters, self._rest, self._resting, strict=True):
+        for parameter, rest, kind in zip(self.parameters, self._placeholders, self._resting_classes, strict=True):
             if not issubclass(type(parameter), AtRest):
                 parameter.data = rest
                 parameter.__class__ = kind
 
-    def note_values(self) -> None:
+    def record_digests(self) -> None:
         """Record the values of the live parameters, so that `changed_parameter` finds writes that leave no other trace."""
         self._digests = [digest(view) for view in self._views]
 
     def changed_parameter(self) -> str | None:
         """Return the name of a parameter changed in place since it was shown, or since the last call; None if there is none."""
-        replaced = self._moved(cast=False)  # Parameters with replaced memory, as by `parameter.data = values`.
+        replaced = self._outside_buffer(cast=False)  # Parameters with replaced memory, as by `parameter.data = values`.
         for number in replaced:
             self._views[number].copy_(self.parameters[number].detach())
             set_values(self.parameters[number], self._views[number])
@@ -258,26 +258,26 @@ class Bucket:
         noted, self._versions, self._digests = self._digests, versions, []
         changed = replaced if noted else replaced + counted
         if noted and on_accelerator(noted[0]):
-            self._compare(noted)
+            self._compare_digests(noted)
         else:
             changed += [number for number, old in enumerate(noted) if old != digest(self._views[number])]
-        self._miscounts = self._miscounts or bool(noted and counted)
-        if self._miscounts:
-            self.note_values()
+        self._versions_unreliable = self._versions_unreliable or bool(noted and counted)
+        if self._versions_unreliable:
+            self.record_digests()
         return self.layout.slots[min(changed)].spec.fqn if changed else None
 
-    def _compare(self, noted: Sequence[torch.Tensor]) -> None:
+    def _compare_digests(self, noted: Sequence[torch.Tensor]) -> None:
         same = torch.stack(list(noted)) == torch.stack([digest(view) for view in self._views])
         unchanged = same.to(torch.float32).cumprod(0).sum()
         self.first_changed = unchanged if self.first_changed is None else torch.minimum(self.first_changed, unchanged)
 
     def drop_casts(self) -> None:
         """Undo `module.to(dtype)` on live parameters, for evaluation."""
-        for number in self._moved(cast=True):
+        for number in self._outside_buffer(cast=True):
             set_values(self.parameters[number], self._views[number])
 
-    def _moved(self, *, cast: bool) -> list[int]:
-        """Return the indices of live parameters outside the gathered buffer, of another dtype (`cast`) or of their own."""
+    def _outside_buffer(self, *, cast: bool) -> list[int]:
+        """Return the indices of live parameters outside the gathered buffer: with `cast` those of another dtype."""
         if list(map(torch.Tensor.data_ptr, self.parameters)) == list(map(torch.Tensor.data_ptr, self._views)):
             return []
         pairs = enumerate(zip(self.parameters, self._views, strict=True))
@@ -286,7 +286,7 @@ class Bucket:
 
 
 class Unit:
-    """A module whose parameters are gathered together, and its phase."""
+    """A module whose parameters are gathered and released together; `phase` says if they are usable now."""
 
     def __init__(
         self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger, share: float
@@ -301,12 +301,12 @@ class Unit:
             bucket.unit = index
         self._ledger = ledger
         self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
-        self.follow()
+        self.adopt_requires_grad()
 
-    def follow(self) -> None:
-        """Adopt the parameters' present `requires_grad` as their training state."""
+    def adopt_requires_grad(self) -> None:
+        """Record for every bucket which parameters have `requires_grad` now, and which buckets get gradients."""
         for bucket in self.buckets:
-            bucket.follow()
+            bucket.adopt_requires_grad()
         self.trainable = tuple(bucket for bucket in self.buckets if any(bucket.training))
         """The buckets that receive gradients in the current step."""
         self.keeps_writes = all(
@@ -333,16 +333,16 @@ class Unit:
                 return True
         return False
 
-    def note_values(self) -> None:
+    def record_digests(self) -> None:
         for bucket in self.buckets:
-            bucket.note_values()
+            bucket.record_digests()
 
     def enter(self, phase: Phase) -> None:
         """Enter the next phase. Raises `PhaseError` for a phase that may not follow."""
-        if phase is not _NEXT[self.phase]:
+        if phase is not _NEXT_PHASE[self.phase]:
             raise PhaseError(
                 f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become "
-                f"{_NEXT[self.phase].value}"
+                f"{_NEXT_PHASE[self.phase].value}"
             )
         self.phase = phase
 
@@ -354,7 +354,7 @@ class Unit:
             bucket.buffer.gather(bucket.copy or bucket.master)
 
     def wait(self) -> None:
-        """Finish the gather; parameters are usable afterwards."""
+        """Wait until the gather is complete, and make the parameters views of the gathered values."""
         for bucket in self.buckets:
             bucket.buffer.wait()
         self.enter(Phase.LIVE)
@@ -362,7 +362,7 @@ class Unit:
             bucket.show()
 
     def leave(self) -> None:
-        """Let the unit rest if it is live, or after its gather in flight if it was never used."""
+        """Release the unit's parameters if they are gathered, after waiting for a gather in flight."""
         if self.phase is Phase.GATHERING:
             self.wait()
         if self.phase is Phase.LIVE:
@@ -378,35 +378,35 @@ class Unit:
         self.enter(Phase.RESTING)
 
 
-_FIRST = 2
-"""The number of first forwards of each unit in which parameter values are compared."""
+_FIRST_FORWARDS = 2
+"""The number of forwards of each unit, from its first on, in which all parameter values are compared."""
 
 
 class InplaceWrites:
     """Detects parameters that were changed in place. Version counters are compared in every pass. Digests of values, which show
-    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit in turn. Parameters that are
+    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit a forward. Parameters that are
     read between steps are compared too, and from then on those whose counters have risen without a change."""
 
     def __init__(self, *, alone: bool) -> None:
         """`alone`: no other rank has copies or shards of the parameters."""
-        self._alone = alone
+        self._is_alone = alone
         self.forwards = 0
         """The number of training forwards so far."""
         self._calls: Counter[int] = Counter()
 
-    def look_at(self, unit: Unit, units: int) -> None:
-        """Record the values of a unit that is about to run forward, if it is the unit's turn among `units` units."""
+    def record(self, unit: Unit, units: int) -> None:
+        """Record digests of a unit that is about to run forward: in its first forwards, then in one of every `units` forwards."""
         self._calls[unit.index] += 1
-        if self._calls[unit.index] <= _FIRST or self.forwards % units == unit.index:
+        if self._calls[unit.index] <= _FIRST_FORWARDS or self.forwards % units == unit.index:
             self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
-            unit.note_values()
+            unit.record_digests()
 
     def refuse_in_pass(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` if forward has changed a parameter, since ranks would train different weights."""
-        for unit, name in _changed(units):
-            self._refuse(unit, name)
+        for unit, name in _changed_parameters(units):
+            self._raise_changed(unit, name)
 
-    def unread(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
+    def comparisons(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
         """List the comparisons on a device that the host has not read yet, as scalars to be passed to `refuse_changed`."""
         buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
         return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
@@ -415,10 +415,10 @@ class InplaceWrites:
         """Raise as `refuse_in_pass` when a comparison has shown a changed parameter; `first` is its number in its bucket."""
         bucket.first_changed = None
         if first < len(bucket.parameters):
-            self._refuse(unit, bucket.layout.slots[first].spec.fqn)
+            self._raise_changed(unit, bucket.layout.slots[first].spec.fqn)
 
-    def _refuse(self, unit: Unit, name: str) -> None:
-        if not (self._alone and unit.keeps_writes):
+    def _raise_changed(self, unit: Unit, name: str) -> None:
+        if not (self._is_alone and unit.keeps_writes):
             raise PhaseError(
                 f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
                 "Embedding(max_norm=), averaged codebooks, clamped or rescaled weights; ranks would then have different weights, "
@@ -427,7 +427,7 @@ class InplaceWrites:
 
     def refuse_between_passes(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` when a parameter was changed since the last update in a way that the next update would lose."""
-        for unit, name in _changed(units):
+        for unit, name in _changed_parameters(units):
             if not unit.keeps_writes:
                 raise PhaseError(
                     f"parameter {name} was changed in place between steps, and the change would be lost: the optimizer updates "
@@ -435,11 +435,11 @@ class InplaceWrites:
                 )
 
 
-def _changed(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
+def _changed_parameters(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
     found = []
     for unit in units:
         for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
-            if (name := bucket.changed_parameter()) is not None:  # Every bucket has to record its finding.
+            if (name := bucket.changed_parameter()) is not None:  # Each call also resets the records of its bucket.
                 found.append((unit, name))
     return found
 
@@ -451,8 +451,8 @@ def digest(values: torch.Tensor) -> torch.Tensor:
         # numpy is not used: after it, torch does not free the memory of a storage.
         memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
         return torch.tensor((xxhash.xxh3_64_intdigest(memory) if flat.numel() else 0) >> 1)
-    words = flat.view(_WORDS[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
-    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd factors lose no bit.
+    words = flat.view(_INTEGER_DTYPES[flat.element_size()]) if flat.numel() else flat.to(torch.int8)
+    places = 2 * torch.arange(min(_DIGEST_WORDS, words.numel()), device=words.device) + 1  # Odd factors are invertible.
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for number, part in enumerate(torch.split(words, _DIGEST_WORDS)):
         bits = part.to(torch.int64)
@@ -461,7 +461,7 @@ def digest(values: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def no_engine(name: str) -> None:
+def refuse_closed(name: str) -> None:
     """Raise the error for the use of a parameter whose engine is closed."""
     raise PhaseError(
         f"parameter {name} was read or written after the trainer was closed, while the model was still divided among ranks; its "

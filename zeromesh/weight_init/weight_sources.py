@@ -8,7 +8,7 @@ The engine asks a source for intervals of parameters while it fills its shards, 
 
 `build_deferred` builds a model on the meta device if that loses no values, else on CPU.
 
-[Note: Values that are made again] A model built on the meta device has shapes and no values. They are recomputed one module at a
+[Note: Recomputed initial values] A model built on the meta device has shapes and no values. They are recomputed one module at a
 time on CPU, by the initialisers that a normal construction would run: `_init_weights` of its Hugging Face model, or the module's
 `reset_parameters`. Then those of every module *around* it run, innermost first, since containers correct their contents (GPT-2
 scales the residual projections of each attention, `nn.Transformer` redraws all matrices). All other tensors stay on meta meanwhile,
@@ -103,11 +103,11 @@ class Skeleton:
         """Run the initialisers of the tensors that module `fqn` owns: its own, then those of its ancestors. With `reset_first`, a
         Hugging Face model's module is first reset as its constructor would have done."""
         path = self.path(fqn)
-        found: list[Callable[[], object] | None] = [_reset(path[-1]) if reset_first else None]
+        found: list[Callable[[], object] | None] = [_reset_method(path[-1]) if reset_first else None]
         for depth in range(len(path), 0, -1):
             around: list[Any] = [each for each in path[:depth] if id(each) in self._pretrained]
             module = path[depth - 1]
-            found.append(partial(around[-1]._init_weights, module) if around else _reset(module))
+            found.append(partial(around[-1]._init_weights, module) if around else _reset_method(module))
         with seeded_cpu(seed, fqn):
             for initialiser in filter(None, found):
                 initialiser()
@@ -146,7 +146,7 @@ class Skeleton:
         return values, lost, reason
 
 
-def _reset(module: nn.Module) -> Callable[[], object] | None:
+def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
         reset: Callable[[], object] | None = getattr(module, name, None)
         if callable(reset):
@@ -187,7 +187,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._writes: dict[int, list[Write]] = {}
-        # An address identifies a storage only while that lives. Tensors are not kept: views refer to the parameters.
+        # An address identifies a storage only while that lives. Tensors are not kept, as views would keep parameters alive.
         self._alive: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
@@ -244,7 +244,7 @@ class ParameterSource(Protocol):
         hull = rows.hull(interval)
         rows.take(self.read(fqn, hull.start, hull.end), hull.start, interval, out)
 
-    def place(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
+    def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """Return the file and byte offset at which the parameter's elements from `start` on are stored as `dtype`; None if none."""
         return None
 
@@ -331,7 +331,7 @@ class SeededSource(BuiltSource):
             self._drawn.clear()
             values, lost, reason = self.skeleton.recompute(owner, "_parameters", self._owned[owner], self._seed)
             if lost:
-                raise LostValuesError(tuple(_joined(owner, leaf) for leaf in lost), reason)
+                raise LostValuesError(tuple(_full_name(owner, leaf) for leaf in lost), reason)
             self._drawn[owner] = values
         return self._drawn[owner][leaf]
 
@@ -348,10 +348,10 @@ class SeededSource(BuiltSource):
         names: list[str] = []
         for owner, leaves in self._owned.items():
             kinds = tuple(type(module) for module in self.skeleton.path(owner))
-            key = (kinds, tuple((leaf, self._values[_joined(owner, leaf)].shape) for leaf in leaves))
+            key = (kinds, tuple((leaf, self._values[_full_name(owner, leaf)].shape) for leaf in leaves))
             if key not in verdicts:
                 verdicts[key] = self._lost_in(owner, leaves)
-            names += [_joined(owner, leaf) for leaf in verdicts[key]]
+            names += [_full_name(owner, leaf) for leaf in verdicts[key]]
         return tuple(names)
 
     def _lost_in(self, owner: str, leaves: list[str]) -> tuple[str, ...]:
@@ -362,9 +362,9 @@ class SeededSource(BuiltSource):
                 with WriteLog() as log:
                     self.skeleton.initialise(owner, self._seed, reset_first=reset_first)
             except INITIALISER_ERRORS:
-                break  # It may have failed only for want of a value on meta.
+                break  # It may fail only since tensors on meta have no values.
             if any(log.writes_to(p) for p in self._values.values() if p.is_meta):
-                return tuple(leaves)  # it reaches the model around the skeleton: not safe to run later
+                return tuple(leaves)  # it writes to the model and not the skeleton: unsafe to run later
             if all(not p.numel() or any(numel >= p.numel() for _, _, numel, _ in log.writes_to(p)) for p in wanted):
                 return ()
             if not self.skeleton.managed_by_pretrained(owner):
@@ -373,7 +373,7 @@ class SeededSource(BuiltSource):
         return self.skeleton.recompute(owner, "_parameters", leaves, self._seed)[1]
 
 
-def _joined(fqn: str, leaf: str) -> str:
+def _full_name(fqn: str, leaf: str) -> str:
     return f"{fqn}.{leaf}" if fqn else leaf
 
 
@@ -392,7 +392,7 @@ def materialize_buffers(
         for name, attribute in vars(module).items():
             for each in attribute if isinstance(attribute, list | tuple) else (attribute,):
                 if isinstance(each, torch.Tensor) and each.is_meta and not isinstance(each, nn.Parameter):
-                    lost.append(_joined(fqn, name))
+                    lost.append(_full_name(fqn, name))
                     break
     for fqn, module in model.named_modules():
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
@@ -402,10 +402,10 @@ def materialize_buffers(
             if id(buffer) not in moved:
                 value: torch.Tensor | None = buffer
                 if name in todo:
-                    value = source.buffer(_joined(fqn, name)) if source is not None else None
+                    value = source.buffer(_full_name(fqn, name)) if source is not None else None
                     if value is None:
                         value = values.get(name)
-                        lost += [_joined(fqn, name)] if name in unset else []
+                        lost += [_full_name(fqn, name)] if name in unset else []
                 if value is None:
                     value = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else -1)
                 moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
@@ -421,7 +421,7 @@ class BuiltModel:
     source: ParameterSource
     notes: tuple[str, ...] = ()
     compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
-    """The function with which the user has compiled the whole model before; None: none."""
+    """The function by which the user has compiled the whole model; None if it is not compiled."""
 
 
 def build_deferred(

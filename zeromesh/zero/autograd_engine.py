@@ -2,7 +2,7 @@
 
     model(...)          with gradients, the first call opens a forward, which later calls join; without, it is an evaluation
     loss.backward()     begins at the first result of a unit, or the first gradient, that autograd reaches, and ends with autograd
-    close_backwards()   ends what a step still owes, such as sums over replicas, before gradients are measured, read or used
+    close_backwards()   completes pending sums over ranks, before gradients are measured, read or used
 
 [Note: Several graphs] The hooks of a unit's results know the forward that made them. A backward runs through the graph of one
 forward, however many calls and losses that forward had, and another backward may run through the rest of the graph. Units that
@@ -28,18 +28,18 @@ from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.optim.optimizer_step import clip_factor
 from zeromesh.rng import Streams
-from zeromesh.units.unit import Bucket, KindOfParameter, Phase, Unit, kind_of, subclass_of
+from zeromesh.units.unit import Bucket, ParameterMeta, Phase, Unit, live_class, make_subclass
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes, PassMode, PassProgress
 
-_will_execute: Callable[[Node], bool] = torch._C._will_engine_execute_node
-_GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_will_run_node: Callable[[Node], bool] = torch._C._will_engine_execute_node
+_GRAD_DESCRIPTOR: Any = vars(torch._C.TensorBase)["grad"]
 _Result = TypeVar("_Result")
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
-class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
+class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     """The class of the parameters of an `AutogradEngine`. Gradients are divided among ranks, so `grad` raises where ordinary
     code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on. Values lie in the engine's memory."""
 
@@ -49,7 +49,7 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient inside backward; None without gradients. Raises `PhaseError` between backward and `zero_grad`."""
-        gradient: torch.Tensor | None = _GRAD.__get__(self)
+        gradient: torch.Tensor | None = _GRAD_DESCRIPTOR.__get__(self)
         if gradient is None:
             type(self).passes.require_no_gradients("read")
         return gradient
@@ -58,11 +58,11 @@ class GuardedParameter(nn.Parameter, metaclass=KindOfParameter):
     def grad(self, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
             type(self).passes.require_no_gradients("set")
-        _GRAD.__set__(self, gradient)
+        _GRAD_DESCRIPTOR.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        _GRAD.__delete__(self)
+        _GRAD_DESCRIPTOR.__delete__(self)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """Register a hook as on any tensor. The engine's hook, which takes the gradient, stays the last one."""
@@ -109,7 +109,7 @@ class StepGradients:
 
 
 class AutogradPasses(Passes):
-    """Passes without a trainer that announces their begin and end. All ranks run the same program."""
+    """Passes for a user's own training loop: a call of the model begins forward, autograd begins backward, alike on all ranks."""
 
     reading: ClassVar[str] = (
         "Read it inside `with zeromesh.gathered(model, [{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -130,18 +130,18 @@ class AutogradPasses(Passes):
         self.before_step: Callable[[], None] = lambda: None
         """Called before the first forward of a step."""
         self._inner: list[list[tuple[nn.Module, int]]] = []
-        """The modules inside each unit, with the number of the engine's forward hooks on each."""
+        """For each unit, the modules inside it without user hooks so far, with the number of the engine's forward hooks on each."""
         self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]
 
-    def follow_inner(self, hooks: Hooks) -> None:
-        """From now on, follow intermediate tensors that user hooks took out of a unit, from which backward may enter the unit."""
+    def watch_user_hooks(self, hooks: Hooks) -> None:
+        """Prepare to hook outputs of modules inside units that get user hooks, which may keep one: backward then enters there."""
         self._hook_after = hooks.after
         modules = {unit.module for unit in self.units}
         for unit in self.units if self._releases else ():
             inner = [module for _, module in unit.module.named_modules(memo=modules - {unit.module})][1:]
             self._inner.append([(module, int(module in hooks.parts)) for module in inner])
 
-    def _follow_hooked(self, unit: Unit) -> None:
+    def _follow_new_hooks(self, unit: Unit) -> None:
         def after(output: Any) -> None:
             if self.mode is PassMode.FORWARD:
                 on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.calls - 1))
@@ -158,7 +158,7 @@ class AutogradPasses(Passes):
             return
         if not self.step.backwards or self.step.used:
             self.before_step()
-        # Ranks that divide a layer draw alike, and other ranks on their own, from the global generators.
+        # Tensor-parallel ranks need equal random numbers, from a stream; other ranks draw from the global generators.
         shared = self._mesh.shape.divides("layers")
         where = self.generation << 20 | self.step.backwards
         streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
@@ -168,18 +168,18 @@ class AutogradPasses(Passes):
 
     def before_forward(self, unit: Unit) -> None:
         if unit.index == 0:
-            unheld = self.mode is PassMode.FORWARD and self._open_graph is None and self._graph_of_now() is None
-            if unheld or self._entry is not None:
+            unheld = self.mode is PassMode.FORWARD and self._open_graph is None and self._latest_graph() is None
+            if unheld or self._direct_call is not None:
                 self.end()  # The open forward's results were dropped, or an evaluation has failed.
         self.require_no_failure()
         super().before_forward(unit)
         if self._releases and self.mode is PassMode.FORWARD:
-            self._follow_hooked(unit)
+            self._follow_new_hooks(unit)
 
     def before_part(self, module: nn.Module) -> None:
         super().before_part(module)
         if self._releases and self.mode is PassMode.FORWARD:
-            self._follow_hooked(self.units[0])
+            self._follow_new_hooks(self.units[0])
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         super().after_forward(unit, output)
@@ -188,7 +188,7 @@ class AutogradPasses(Passes):
             if torch.is_grad_enabled():
                 self._end_forward(list(tensors_in(output)))
 
-    def _graph_of_now(self) -> _Graph | None:
+    def _latest_graph(self) -> _Graph | None:
         return self._graph() if self._graph is not None else None
 
     def require_idle(self) -> None:
@@ -204,38 +204,38 @@ class AutogradPasses(Passes):
     # Backward
 
     def _on_reached(self, unit: Unit, call: int) -> Callable[[], None]:
-        return partial(self._reached, unit, call, self._graph_of_now() or _Graph(self._progress, self.generation))
+        return partial(self._enter_unit, unit, call, self._latest_graph() or _Graph(self._progress, self.generation))
 
-    def _reached(self, unit: Unit, call: int, graph: _Graph) -> None:
+    def _enter_unit(self, unit: Unit, call: int, graph: _Graph) -> None:
         if self.mode is not PassMode.BACKWARD:
-            if not self._accumulates():  # This is `autograd.grad`, whose results may be part of a loss.
+            if not self._sets_gradients():  # This is `autograd.grad`, whose results may be part of a loss.
                 self._require_current(graph)
                 if self.mode is PassMode.IDLE:
                     self._begin(PassMode.FORWARD, "train", graph.progress)
                     self._graph = weakref.ref(graph)
-                    self.need(self.units[0])
-                self._hold(unit)
+                    self.make_live(self.units[0])
+                self._keep_live(unit)
                 return
             self._begin_backward(graph)
-            # Its parts are entered without a hook where they were called by themselves.
-            self._need_in_backward(self.units[0])
+            # Modules of the root that were called without the root have no hook for backward.
+            self._make_live_in_backward(self.units[0])
         if graph.progress is self._progress:
             self.before_backward(unit, call)
         else:
             self._require_current(graph)
-            self._hold(unit)
+            self._keep_live(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         if self.mode is not PassMode.BACKWARD:
-            self._begin_backward(self._graph_of_now() or _Graph(PassProgress(), self.generation))
+            self._begin_backward(self._latest_graph() or _Graph(PassProgress(), self.generation))
         super().on_gradient(unit, bucket, index, parameter)
 
-    def _accumulates(self) -> bool:
+    def _sets_gradients(self) -> bool:
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                 # Keeping a node would keep its parameter alive, and with it the engine, which garbage collection could not free.
-                return any(_will_execute(get_gradient_edge(each).node) for each in trained if each.requires_grad)
+                return any(_will_run_node(get_gradient_edge(each).node) for each in trained if each.requires_grad)
         except RuntimeError:  # `autograd.grad` of a parameter: the call returns its gradient.
             return False
 
@@ -257,7 +257,7 @@ class AutogradPasses(Passes):
 
     def _begin_backward(self, graph: _Graph) -> None:
         self._require_current(graph)
-        # A backward that passes through, as to a generator, may come before gradients are forgotten.
+        # A backward may come before `zero_grad`, as through a discriminator to a generator.
         if self.step.used:
             self.step = StepGradients(mixed=True)
         step = self.step
@@ -274,7 +274,7 @@ class AutogradPasses(Passes):
         last = self.synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
         graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
-        # An earlier backward may have run through another part of the graph, or have retained it.
+        # An earlier backward of this graph, through another part of it or with retain_graph, may have set these.
         graph.progress.reached, graph.progress.inside = set(), []
         step.closed, step.summed, step.norm = False, False, None
         self._begin_reducing()
@@ -293,7 +293,7 @@ class AutogradPasses(Passes):
     @property
     def failed(self) -> bool:
         """True if the latest backward ended with an error."""
-        return self.mode is PassMode.BACKWARD and _graph_task() == -1
+        return self.mode is PassMode.BACKWARD and _current_backward() == -1
 
     def require_no_failure(self) -> None:
         """Raise `PhaseError` when the latest backward ended with an error."""
@@ -333,7 +333,7 @@ class AutogradPasses(Passes):
         self.gradients.find_missing(buckets)
 
 
-def _identities(modules: Iterable[nn.Module]) -> list[int]:
+def _ids_of_contents(modules: Iterable[nn.Module]) -> list[int]:
     tables = (table for module in modules for table in (module._modules, module._parameters))
     return [id(each) for table in tables for each in table.values()]
 
@@ -347,29 +347,29 @@ class AutogradEngine(ZeroEngine):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._passes.before_step = self._before_step
-        self._passes.follow_inner(self._hooks)
-        self._takes = False
+        self._passes.watch_user_hooks(self._hooks)
+        self._is_loading = False
         guarded: dict[type[nn.Parameter], type[GuardedParameter]] = {}
         for bucket in self._buckets:
-            for kind in map(kind_of, bucket.parameters):
+            for kind in map(live_class, bucket.parameters):
                 fields = {"passes": self._passes, "__module__": kind.__module__}
-                guarded[kind] = guarded.get(kind) or subclass_of(GuardedParameter, kind, kind.__name__, **fields)
-            bucket.set_kinds([guarded[kind_of(each)] for each in bucket.parameters])
-        self._own = dict(self.model.named_parameters())
-        self._modules, self._identities = list[nn.Module](), [0]
-        """The modules that were compared last, and what they held."""
+                guarded[kind] = guarded.get(kind) or make_subclass(GuardedParameter, kind, kind.__name__, **fields)
+            bucket.set_live_classes([guarded[live_class(each)] for each in bucket.parameters])
+        self._sharded = dict(self.model.named_parameters())
+        self._modules, self._ids_of_contents = list[nn.Module](), [0]
+        """The modules at the latest comparison, and the ids of their submodules and parameters."""
 
     def close(self) -> None:
         super().close()
         for bucket in self._buckets:
-            bucket.set_kinds([getattr(kind_of(each), "kind", nn.Parameter) for each in bucket.parameters])
+            bucket.set_live_classes([getattr(live_class(each), "kind", nn.Parameter) for each in bucket.parameters])
 
     def require_same_parameters(self) -> None:
         """Raise `PhaseError` when the model's parameters are not those that were partitioned."""
-        if _identities(self._modules) == self._identities:  # Names of all parameters take ten times as long.
+        if _ids_of_contents(self._modules) == self._ids_of_contents:  # Listing all parameters takes ten times as long.
             return
         found = dict(self.model.named_parameters())
-        for one, other in ((found, self._own), (self._own, found)):
+        for one, other in ((found, self._sharded), (self._sharded, found)):
             others = set(map(id, other.values()))
             changed = next((name for name, each in one.items() if id(each) not in others), None)
             if changed is not None:
@@ -378,7 +378,7 @@ class AutogradEngine(ZeroEngine):
                     "what was there, or call zeromesh.unshard(model), change it, and call shard() again"
                 )
         self._modules = list(self.model.modules())
-        self._identities = _identities(self._modules)
+        self._ids_of_contents = _ids_of_contents(self._modules)
 
     def _before_step(self) -> None:
         self.begin_step(self.optimizer_step.updates)
@@ -387,16 +387,16 @@ class AutogradEngine(ZeroEngine):
 
     def load_whole(self, load: Callable[[], _Result]) -> _Result:
         """Call `load()`, which copies whole values into the model's parameters, and shard the values. All ranks call it alike."""
-        if self._takes:  # The enclosing call stores the values.
+        if self._is_loading:  # A nested call: the outer one shards the values.
             return load()
         self._passes.require_idle()
-        self._takes = True
+        self._is_loading = True
         try:
             # torch warns that parameters on meta get no values.
-            with self.state.taking() as given, warnings.catch_warnings(action="ignore", category=UserWarning):
+            with self.state.receiving_values() as given, warnings.catch_warnings(action="ignore", category=UserWarning):
                 result = load()
         finally:
-            self._takes = False
+            self._is_loading = False
         with self.loading(averaged_updates=0):
             self.checkpoint_state.fill(given)
         return result
@@ -417,7 +417,7 @@ class AutogradEngine(ZeroEngine):
         return None if found is None else found.mul_(factor * self._passes.step.clip / self.loss_scale)
 
     def gradient_norm(self, factor: float) -> float:
-        """Return the norm of all gradients times `factor`, clipped, without the loss scale. All ranks call it."""
+        """Return the norm of all gradients times `factor`, after any clipping, without the loss scale. All ranks call it."""
         self._passes.close_backwards()
         step = self._passes.step
         if step.norm is None:
@@ -436,7 +436,7 @@ class AutogradEngine(ZeroEngine):
         if the parameters were updated."""
         self.require_same_parameters()
         self._passes.close_backwards()
-        if self._passes.writes.unread(self.units):
+        if self._passes.writes.comparisons(self.units):
             self.read_step()
         scale = self.loss_scale
         scaled = self.options.precision.loss_scale is not None

@@ -49,7 +49,7 @@ _Result = TypeVar("_Result")
 
 
 class ZeroEngine:
-    """Runs forward, backward and update of a model whose units `build_units` has made."""
+    """Runs forward, backward and update of a model whose units `build_units` has built."""
 
     passes_class: ClassVar[type[Passes]] = Passes
 
@@ -81,23 +81,23 @@ class ZeroEngine:
         gradients = GradientReducer(built.reduction.reducer, shards, sharing, mesh, options)
         self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
         self._passes = self.passes_class(
-            built, mesh, options, self.optimizer_step, _chunks(self.units, cuts or ModelCuts())
+            built, mesh, options, self.optimizer_step, _units_by_chunk(self.units, cuts or ModelCuts())
         )
-        self._exchanged = False
+        self._averages_swapped = False
         """True while averaged weights and master weights are exchanged."""
-        self._mixed = False
+        self._inconsistent = False
         """True if some weights may be older than others, because an update or a load was cut short."""
         # Each stage of a pipeline has its own units.
         stages = mesh.pipeline.gather_json([f"unit {unit.name}" for unit in self.units], "names of units")
         mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank)["pipeline"]] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
-        self._followed = 0
+        self._flag_changes = 0
         """The number of changes of the set of trained parameters."""
         self._states: dict[bool, FullState] = {}
-        """Cached for `state` and `averaged_state` until the set of trained parameters changes."""
-        self._states_followed: list[list[int]] = []
+        """The values of `state` (False) and `averaged_state` (True), cached until the set of trained parameters changes."""
+        self._states_valid_at: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self.optimizer_step, mesh, options)
-        """This rank's part of all states, by the names of whole tensors."""
+        """The parameters, master weights and optimizer states of this rank, as parts of whole tensors by name."""
         if not self._releases:
             self._gather_all()
 
@@ -132,21 +132,21 @@ class ZeroEngine:
     @property
     def state(self) -> FullState:
         """Whole parameters and gradients by name."""
-        return self._access(averaged=False)
+        return self._full_state(averaged=False)
 
     @property
     def averaged_state(self) -> FullState:
         """Whole averaged weights and gradients by name; the weights themselves if no average is kept."""
-        return self._access(averaged=True)
+        return self._full_state(averaged=True)
 
-    def _access(self, *, averaged: bool) -> FullState:
+    def _full_state(self, *, averaged: bool) -> FullState:
         # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
-        followed = self.mesh.pipeline.gather_integers([self._followed])
-        if followed != self._states_followed:
-            self._states, self._states_followed = {}, followed
+        followed = self.mesh.pipeline.gather_integers([self._flag_changes])
+        if followed != self._states_valid_at:
+            self._states, self._states_valid_at = {}, followed
 
         def weights_of(bucket: Bucket) -> TieredTensor:
-            averages = self.optimizer_step.averages if averaged != self._exchanged else None
+            averages = self.optimizer_step.averages if averaged != self._averages_swapped else None
             return (bucket.average if averages is not None and averages.count else None) or bucket.master
 
         if averaged not in self._states:
@@ -206,11 +206,11 @@ class ZeroEngine:
         if unknown and self.mesh.pipeline.size == 1:
             raise CheckpointError(f"the checkpoint has trained {min(unknown)}, and the model has no such parameter")
         wanted = [bool(trained.get(spec.name, (spec.requires_grad,))[0]) for spec, _ in specs]
-        # Parameters that were ever trained have states to be loaded.
+        # First, all parameters that were ever trained are set to be trained: their states are allocated, to be loaded later.
         for flags in ([on or spec.name in trained for on, (spec, _) in zip(wanted, specs, strict=True)], wanted):
             for (_, parameter), flag in zip(specs, flags, strict=True):
                 parameter.requires_grad_(flag)
-            self._follow_flags()
+            self._apply_flags()
         self.optimizer_step.resume(updates, {name: steps for name, (_, steps) in trained.items()})
         self.optimizer_step.scaler.load(loss_scale, good_steps)
 
@@ -219,11 +219,11 @@ class ZeroEngine:
     def begin_step(self, step: int, groups: Sequence[Hyperparameters] | None = None) -> None:
         """Begin a step, whose update uses these hyperparameters of each group; None: those of the options. The present
         `requires_grad` of parameters applies to the whole step."""
-        self._follow_flags()
+        self._apply_flags()
         self.optimizer_step.begin_step(groups or self.options.optimizer.groups())
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
-    def _follow_flags(self) -> None:
+    def _apply_flags(self) -> None:
         """Train from now on exactly the parameters with `requires_grad`, on all ranks alike; see [Note: Changed requires_grad].
         Raises `LayoutError` where ranks set different flags, for parameters that stages of a pipeline share, and for one that is
         wider than its master weights would be. Raises `StorageError` when there is no memory for what is trained now."""
@@ -240,16 +240,16 @@ class ZeroEngine:
             flags[f"requires_grad of {spec.name}, changed"] = bucket.parameters[index].requires_grad
         for group in (self.mesh.data, self.mesh.tensor):
             group.require_same(flags, LayoutError, advice="Change requires_grad on all ranks alike")
-        self._followed += 1
+        self._flag_changes += 1
         for bucket, index in changed:
             unit = self.units[bucket.unit]
-            bucket.parameters[index].grad = None  # Gradients since the change count on no rank.
+            bucket.parameters[index].grad = None  # Gradients computed since the change are dropped on all ranks.
             if not bucket.trainable:
                 make_trainable(bucket, self.options, self._tiers)
                 self._hooks.on_gradients(unit, bucket)
-            unit.follow()
+            unit.adopt_requires_grad()
         self._widen_slots()
-        self.optimizer_step.follow()
+        self.optimizer_step.adapt_to_trained()
 
     def _needed_slot_bytes(self) -> int:
         trained = [bucket.layout for bucket in self._buckets if bucket.trainable]
@@ -282,7 +282,7 @@ class ZeroEngine:
             self.mesh.fail(error)
             raise
         finally:
-            self._mixed = bool(self.optimizer_step.last_order)  # Inside backward some buckets were updated.
+            self._inconsistent = bool(self.optimizer_step.last_order)  # True if buckets were updated inside backward.
 
     def read_step(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
         """Read the caller's `scalars` from the device after the last backward, for which the host waits once.
@@ -291,7 +291,7 @@ class ZeroEngine:
         Raises `PhaseError` when forward has changed a parameter in place, which is known on a device only after this read.
         """
         writes = self._passes.writes
-        unread = writes.unread(self.units)
+        unread = writes.comparisons(self.units)
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
                 found, squares = self.optimizer_step.read([*scalars, *(each for *_, each in unread)])
@@ -343,21 +343,21 @@ class ZeroEngine:
 
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        self._mixed = True
+        self._inconsistent = True
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
                 yield
                 self._next_generation()
         except BaseException as error:
-            self._mixed = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)
+            self._inconsistent = self.options.optimizer_in_backward or not isinstance(error, NonFiniteError)
             self.mesh.fail(error)
             raise
-        self._mixed = False
+        self._inconsistent = False
 
     def abandon_pass(self) -> bool:
         """Forget a pass or step that an exception has cut short, so that the next pass can begin. Only for a rank without peers.
-        Returns False if weights are mixed, because an update or a load had begun."""
-        if self._mixed:
+        Returns False if weights may be of two updates, since an update or a load had begun."""
+        if self._inconsistent:
             return False
         for unit in self.units:
             for bucket in unit.trainable:
@@ -388,13 +388,13 @@ class ZeroEngine:
             bucket.buffer.retire()
         for bucket in self._buckets:
             bucket.buffer.begin_write()
-        mixed, self._mixed = self._mixed, True
+        mixed, self._inconsistent = self._inconsistent, True
         try:
             yield
         except LayoutError:
-            self._mixed = mixed
+            self._inconsistent = mixed
             raise
-        self._mixed = False
+        self._inconsistent = False
         for bucket in self._buckets:
             if bucket.copy is not None:
                 bucket.copy.copy_from(bucket.master)
@@ -424,16 +424,16 @@ class ZeroEngine:
     def averaged(self) -> Iterator[None]:
         """Inside the block the model has its averaged weights, and the averages' memory has the others; on all ranks alike. After
         an error on several ranks at once they stay exchanged, as no rank can go on then."""
-        self._exchange()
+        self._swap_averages()
         try:
             yield
         except BaseException:
             if self.mesh.world_size == 1:
-                self._exchange()
+                self._swap_averages()
             raise
-        self._exchange()
+        self._swap_averages()
 
-    def _exchange(self) -> None:
+    def _swap_averages(self) -> None:
         averages = self.optimizer_step.averages
         if averages is None or not averages.count:
             return
@@ -442,7 +442,7 @@ class ZeroEngine:
                 if bucket.average is not None:
                     self.optimizer_step.before_change(bucket)
                     averages.exchange(bucket)
-        self._exchanged = not self._exchanged
+        self._averages_swapped = not self._averages_swapped
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
         """Inside the block these parameters are whole on every rank, in the compute dtype, for reading; see `FullState.whole`."""
@@ -455,7 +455,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Remove the hooks, release shared memory and remove files."""
         self._hooks.remove()
-        # The callbacks' owners reference what calls them.
+        # The callbacks and the objects that call them refer to each other, a cycle that would keep memory alive.
         self.optimizer_step.before_change = self._passes.gradients.on_summed = lambda bucket: None
         self._states.clear()
         self._tiers.close()
@@ -464,7 +464,7 @@ class ZeroEngine:
                 transport.close()
 
 
-def _chunks(units: Sequence[Unit], cuts: ModelCuts) -> list[list[Unit]]:
+def _units_by_chunk(units: Sequence[Unit], cuts: ModelCuts) -> list[list[Unit]]:
     """Group the units by chunk. Units without parameters are in the first one."""
     chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
     for unit in units:

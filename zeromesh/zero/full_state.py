@@ -19,7 +19,7 @@ from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, spec_of
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, ranks_text
 from zeromesh.flat.layout import ParameterSpec, Region, share_of
-from zeromesh.flat.redistribute import join_regions, of_bucket, on_one_rank, redistribute, replicated
+from zeromesh.flat.redistribute import bucket_placement, join_regions, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -31,7 +31,7 @@ from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets, digest, set_va
 MODEL, MASTER, AVERAGE = "model", "master", "ema"
 WEIGHTS = (MODEL, MASTER, AVERAGE)
 """Kinds of stored tensors from which weights are restored."""
-_SHOWN = 8
+_MOST_LISTED = 8
 
 
 class CheckpointState:
@@ -48,18 +48,18 @@ class CheckpointState:
         self._options = options
 
     def tensors(self, *, reading: bool = False) -> list[TensorSpec]:
-        """List every stored tensor, alike on all ranks, in the order of buckets, so that neighbours in a shard are neighbours in
-        a file. `reading`: only the tensors that a load needs, without parameters that follow from master weights."""
+        """List the tensors of a checkpoint, alike on all ranks, in the order of buckets, so that tensors adjacent in a shard are
+        adjacent in a file. `reading`: list only what a load needs, without parameters that are cast from master weights."""
         found = [
             TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=slot.spec.region.shape)
             for bucket in self._buckets
-            for kind, dtype, _ in self._kinds(bucket, reading=reading)
+            for kind, dtype, _ in self._sharded_tensors(bucket, reading=reading)
             for slot in bucket.layout.slots
-            if _has(bucket, slot.spec, kind, reading=reading)
+            if _is_stored(bucket, slot.spec, kind, reading=reading)
         ]
-        found += [spec for bucket in self._buckets for spec, _ in self._kept(bucket, None)]
-        found += [spec_of(name, buffer) for name, buffer in saved_buffers(self._model).items()]
-        return list(chain.from_iterable(of_stages(found, self._mesh.pipeline, "tensors of all stages")))
+        found += [spec for bucket in self._buckets for spec, _ in self._unsharded(bucket, None)]
+        found += [spec_of(name, buffer) for name, buffer in persistent_buffers(self._model).items()]
+        return list(chain.from_iterable(tensors_by_stage(found, self._mesh.pipeline, "tensors of all stages")))
 
     def aliases(self) -> dict[str, str]:
         """Map each further name of a tied parameter to the name under which the parameter is stored."""
@@ -69,38 +69,38 @@ class CheckpointState:
         return {alias: name for row in rows for alias, name in row.items()}
 
     def frozen(self) -> set[str]:
-        """Names of the parameters of all stages that were never trained."""
+        """Return the names of the parameters of all pipeline stages that were never trained."""
         names = [
             s.spec.name for bucket in self._buckets for s in bucket.layout.slots if s.spec.fqn not in bucket.learned
         ]
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
 
-    def written(self) -> list[TensorShard]:
-        """The parts that this rank writes. Replicated tensors are shared out among their holders, so that every element is
-        written once. A buffer is written by the first rank of the first stage that has the buffer."""
+    def shards_to_write(self) -> list[TensorShard]:
+        """List the shards that this rank writes. Ranks that hold the same tensor write disjoint parts of it, so that every element
+        is written once. The first rank of the first pipeline stage with a buffer writes the buffer."""
         holders, index = self._mesh.replicate.size, self._mesh.replicate.index
         if self._options.placements.optimizer is Placement.REPLICATED:
             holders, index = self._mesh.data.size, self._mesh.data_index
         found: list[TensorShard] = []
         for bucket in self._buckets:
             if self._updater.gradients.sharing.counts(bucket):
-                found += self._of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
+                found += self._shards_of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
         # Forward may change a buffer while it is written.
-        buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
-        specs = buffers_of_stages(self._model, pipeline)[pipeline.index]
+        buffers, pipeline = persistent_buffers(self._model), self._mesh.pipeline
+        specs = buffers_by_stage(self._model, pipeline)[pipeline.index]
         first = self._mesh.tensor.index == self._mesh.data_index == 0
-        return [*found, *(_of_buffer(spec.name, buffers[spec.name].clone()) for spec in specs if first)]
+        return [*found, *(_buffer_shard(spec.name, buffers[spec.name].clone()) for spec in specs if first)]
 
-    def wanted(self) -> list[TensorShard]:
-        """The parts that this rank reads: its whole shards, with master weights rather than parameters, and all buffers."""
+    def shards_to_read(self) -> list[TensorShard]:
+        """List the shards that this rank reads: all that it holds, with master weights rather than parameters, and all buffers."""
         found: list[TensorShard] = []
         for bucket in self._buckets:
-            found += self._of(bucket, bucket.interval, reading=True)
-        return [*found, *(_of_buffer(name, buffer) for name, buffer in saved_buffers(self._model).items())]
+            found += self._shards_of(bucket, bucket.interval, reading=True)
+        return [*found, *(_buffer_shard(name, buffer) for name, buffer in persistent_buffers(self._model).items())]
 
     def fill(self, given: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite this rank's part of the named parameters from whole tensors, inside `ZeroEngine.loading`."""
-        for shard in self.wanted():
+        """Copy whole tensors, by parameter name, into this rank's shards; called inside `ZeroEngine.loading`."""
+        for shard in self.shards_to_read():
             value, region = given.get(shard.spec.name), shard.region
             if value is None or shard.spec.kind not in (MODEL, MASTER):
                 continue
@@ -118,40 +118,40 @@ class CheckpointState:
         on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.
         """
         for bucket in self._buckets:
-            bucket.buffer.wait()  # For the gathers that an update has started.
+            bucket.buffer.wait()  # An update starts gathers, which write the buffer.
         world = self._mesh.world
         holders: dict[str, dict[int, str]] = {}
         for rank, row in zip(world.ranks, world.gather_json(self._digests(), "digests of weights"), strict=True):
             for what, found in row.items():
                 holders.setdefault(what, {})[rank] = found
-        lines = [_difference(what, digests) for what, digests in holders.items() if len(set(digests.values())) > 1]
+        lines = [_explain(what, digests) for what, digests in holders.items() if len(set(digests.values())) > 1]
         if lines:
-            rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-            listed = "\n".join([*lines[:_SHOWN], *rest])
+            rest = [f"and {len(lines) - _MOST_LISTED} more"] if len(lines) > _MOST_LISTED else []
+            listed = "\n".join([*lines[:_MOST_LISTED], *rest])
             raise WeightsDifferError(f"ranks hold other values of the same weights:\n{listed}")
 
     def _digests(self) -> dict[str, str]:
         found = {}
         for bucket in self._buckets:
             for slot in bucket.layout.slots if bucket.buffer.persistent else ():
-                part = _part(slot.spec.region, Interval(start=0, end=slot.spec.region.numel))
+                part = _describe_part(slot.spec.region, Interval(start=0, end=slot.spec.region.numel))
                 found[f"{slot.spec.name}{part}"] = _hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
-        for shard in self.wanted():
-            part = _part(shard.region, shard.interval)
+        for shard in self.shards_to_read():
+            part = _describe_part(shard.region, shard.interval)
             name = shard.spec.name if shard.spec.kind == MODEL else f"{shard.spec.name} ({shard.spec.kind})"
             if shard.values.numel:
                 found[f"{name}{part}, at rest"] = _hex_digest(shard.values.load(self._mesh.device))
         return found
 
-    def order(self) -> dict[int, int]:
-        """The position of each bucket in the next update, predicted from the last update."""
-        return {self.owner_of(bucket): place for place, bucket in enumerate(self._updater.last_order)}
+    def update_order(self) -> dict[int, int]:
+        """Map the number of each bucket to its expected position in the next update, which is its position in the last one."""
+        return {self.bucket_number(bucket): place for place, bucket in enumerate(self._updater.last_order)}
 
-    def owner_of(self, bucket: Bucket) -> int:
-        """The number of a bucket, by which a saver identifies the owner of a part."""
+    def bucket_number(self, bucket: Bucket) -> int:
+        """Return the index of a bucket among all buckets, by which a saver knows which shards belong to the bucket."""
         return self._buckets.index(bucket)
 
-    def _kinds(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
+    def _sharded_tensors(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
         master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
         found = []
         if not (reading and bucket.trainable):
@@ -163,7 +163,7 @@ class CheckpointState:
         moments |= {AVERAGE: average} if average is not None else {}
         return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
 
-    def _kept(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
+    def _unsharded(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
         """Yield the optimizer states of a bucket's parameters that are not divided as the parameters are, with the values this
         rank reads. With `written`, an interval of the bucket's elements, yield those that this rank writes, so that one rank
         alone writes each."""
@@ -175,36 +175,36 @@ class CheckpointState:
             for piece in (bucket.layout.pieces(written) if written is not None else ())
             if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
         ]
-        alone = optimizer.whole  # One owner in the shard group, perhaps without a piece.
+        alone = optimizer.whole  # One rank of the shard group then has all of the states.
         for number, slot in enumerate(bucket.layout.slots):
             writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
-            for kind, dtype, shape, values in optimizer.kept(number) if slot.spec.fqn in bucket.learned else ():
+            for kind, dtype, shape, values in optimizer.whole_states(number) if slot.spec.fqn in bucket.learned else ():
                 spec = TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=shape)
                 yield spec, values if written is None or writes else None
 
-    def _of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[TensorShard]:
-        for spec, values in self._kept(bucket, None if reading else interval):
+    def _shards_of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[TensorShard]:
+        for spec, values in self._unsharded(bucket, None if reading else interval):
             if values is not None:
                 region, everything = Region.whole(spec.shape), Interval(start=0, end=values.numel)
-                owner = self.owner_of(bucket)
+                owner = self.bucket_number(bucket)
                 yield TensorShard(spec=spec, region=region, interval=everything, values=values, owner=owner)
         offset, pieces = interval.start - bucket.interval.start, bucket.layout.pieces(interval)
         regions = {piece.spec.name: piece.spec.region for piece in pieces}
-        for kind, dtype, tensor in self._kinds(bucket, reading=reading):
+        for kind, dtype, tensor in self._sharded_tensors(bucket, reading=reading):
             for piece in pieces:
-                if _has(bucket, piece.spec, kind, reading=reading):
+                if _is_stored(bucket, piece.spec, kind, reading=reading):
                     region, where = regions[piece.spec.name], piece.in_shard
                     yield TensorShard(
                         spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
                         region=region,
                         interval=piece.in_parameter,
                         values=tensor.slice(offset + where.start, offset + where.end),
-                        owner=self.owner_of(bucket),
+                        owner=self.bucket_number(bucket),
                     )
 
 
-def _difference(what: str, digests: Mapping[int, str]) -> str:
-    """Name a tensor whose digest differs between its ranks; the most frequent digest is taken as right."""
+def _explain(what: str, digests: Mapping[int, str]) -> str:
+    """Name a tensor whose digest differs between its ranks; the most frequent digest is received as right."""
     most, count = Counter(digests.values()).most_common(1)[0]
     others = [rank for rank, digest in digests.items() if digest != most]
     if 2 * count > len(digests):
@@ -213,8 +213,8 @@ def _difference(what: str, digests: Mapping[int, str]) -> str:
     return f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}"
 
 
-def _part(region: Region, interval: Interval) -> str:
-    """Describe the elements of a part within its tensor; empty for all."""
+def _describe_part(region: Region, interval: Interval) -> str:
+    """Return text for the elements `interval` of a tensor's region, for an error message; empty for the whole tensor."""
     boxes = " x ".join("+".join(f"{each.start}:{each.end}" for each in dim) for dim in region.dims)
     cut = "" if region == Region.whole(region.shape) else f"[{boxes}]"
     return cut if interval.length == region.numel else f"{cut} elements {interval.start}:{interval.end}"
@@ -224,13 +224,13 @@ def _hex_digest(values: torch.Tensor) -> str:
     return xxhash.xxh3_64_hexdigest(tensor_bytes(values).numpy().data)
 
 
-def _has(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
+def _is_stored(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
     """Return True if a checkpoint stores this kind of tensor for a parameter. A never-trained parameter has weights alone, from
     which its master weights and averages are restored where others of its bucket are trained."""
     return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or spec.fqn in bucket.learned
 
 
-def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
+def _buffer_shard(name: str, buffer: torch.Tensor) -> TensorShard:
     spec = spec_of(name, buffer)
     if not buffer.is_contiguous():
         buffer.data = buffer.data.contiguous()
@@ -242,13 +242,13 @@ def _of_buffer(name: str, buffer: torch.Tensor) -> TensorShard:
     )
 
 
-def buffers_of_stages(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
+def buffers_by_stage(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
     """List the persistent buffers of each stage that no earlier stage has; all ranks of `pipeline` call this."""
-    specs = [spec_of(name, buffer) for name, buffer in saved_buffers(model).items()]
-    return of_stages(specs, pipeline, "buffers of all stages")
+    specs = [spec_of(name, buffer) for name, buffer in persistent_buffers(model).items()]
+    return tensors_by_stage(specs, pipeline, "buffers of all stages")
 
 
-def of_stages(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: str) -> list[list[TensorSpec]]:
+def tensors_by_stage(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: str) -> list[list[TensorSpec]]:
     """List the tensors of each pipeline stage that no earlier stage has; all ranks of `pipeline` call this."""
     rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
     seen: set[tuple[str, str]] = set()
@@ -264,8 +264,8 @@ def of_stages(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: str) -> l
     return stages
 
 
-def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Persistent buffers as in `state_dict`, shared ones once."""
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the persistent buffers by name, as in `state_dict`; a buffer with several names has only the first."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for fqn, module in model.named_modules():
@@ -280,10 +280,10 @@ def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 class _StandIn(nn.Parameter):
     """A placeholder parameter on the meta device that keeps the values copied into it."""
 
-    taken: torch.Tensor | None = None
+    received: torch.Tensor | None = None
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Any:
-        self.taken = source.expand(self.shape)
+        self.received = source.expand(self.shape)
         return self
 
 
@@ -313,7 +313,7 @@ class FullState:
         specs = [
             TensorSpec(kind=MODEL, name=spec.name, dtype=dtype, shape=spec.region.shape) for spec, dtype, _ in slots
         ]
-        self._stages = of_stages(specs, mesh.pipeline, "parameters of all stages")
+        self._stages = tensors_by_stage(specs, mesh.pipeline, "parameters of all stages")
         """Each stage's parameters in the dtype of their master weights; shared parameters are in the first of their stages."""
         self._names: dict[str, tuple[str, ...]] = {}
         """All names of each parameter, its canonical name first."""
@@ -347,22 +347,22 @@ class FullState:
         return [spec.name for spec in chain.from_iterable(self._stages)]
 
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """`(name, tensor)` of every parameter: master weights in fp32 whatever the model computes in, on CPU or the device. With
-        `names`, only these: buckets without them are not gathered. A tensor may be a view of this rank's own weights, which the
-        next step changes: copy it to keep it."""
-        return self._of_all_stages(self._specs if names is None else names, self._whole, None)
+        """Yield `(name, tensor)` of every parameter: whole master weights, in their dtype and not the compute dtype. With
+        `names`, only these are gathered and yielded. A tensor may be a view of this rank's own weights, which the next step
+        changes: copy it to keep it."""
+        return self._gather_all_stages(self._specs if names is None else names, self._gather_bucket, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` of every persistent buffer of the whole model; of a shared buffer that of the first stage."""
-        buffers, pipeline = saved_buffers(self._model), self._mesh.pipeline
-        for stage, specs in enumerate(buffers_of_stages(self._model, pipeline)):
+        buffers, pipeline = persistent_buffers(self._model), self._mesh.pipeline
+        for stage, specs in enumerate(buffers_by_stage(self._model, pipeline)):
             for spec in specs:
                 own = buffers[spec.name].detach() if stage == pipeline.index else None
-                yield spec.name, self._from(stage, spec, own)
+                yield spec.name, self._broadcast(stage, spec, own)
 
     def stored_specs(self) -> list[TensorSpec]:
-        """The tensors that `stored` yields: parameters in the dtype of their master weights; frozen ones in that of the model."""
-        return list(chain.from_iterable([*self._stages, *buffers_of_stages(self._model, self._mesh.pipeline)]))
+        """List the tensors that `stored` yields: parameters in the dtype of their master weights, frozen ones in the model's."""
+        return list(chain.from_iterable([*self._stages, *buffers_by_stage(self._model, self._mesh.pipeline)]))
 
     def stored(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` of everything that a saved model has: parameters, tied ones once, and persistent buffers."""
@@ -370,26 +370,26 @@ class FullState:
         yield from self.buffers()
 
     def parameter(self, fqn: str) -> torch.Tensor:
-        """One whole parameter, a copy in the dtype of its master weights."""
-        return next(self.parameters([self._find(fqn).name]))[1].clone()
+        """Return a copy of one whole parameter, in the dtype of its master weights."""
+        return next(self.parameters([self._spec_of(fqn).name]))[1].clone()
 
     def gradient(self, fqn: str) -> torch.Tensor | None:
-        """One whole gradient, in the reduction dtype, between backward and update; None for a frozen parameter.
+        """Return one whole gradient, in the reduction dtype, between backward and update; None for a frozen parameter.
 
         The gradient is scaled as the last backward left it: with the loss scale, without clipping. Raises `PhaseError` when the
         optimizer has used the gradient inside backward.
         """
-        name = self._find(fqn).name
+        name = self._spec_of(fqn).name
         if not self._trained[name]:
             return None
-        found = next(self._of_all_stages([name], self._gradients, self._gradient_dtype), None)
+        found = next(self._gather_all_stages([name], self._gather_gradient, self._gradient_dtype), None)
         if found is None:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
         return found[1].clone()
 
     def nbytes_of(self, fqns: Iterable[str]) -> int:
-        """Bytes that `whole` needs on a rank for these parameters. Raises `LayoutError` for names that no stage has."""
-        return sum(spec.nbytes for spec in set(map(self._find, fqns)))
+        """Return the bytes of whole copies of these parameters on a rank. Raises `LayoutError` for names that no stage has."""
+        return sum(spec.nbytes for spec in set(map(self._spec_of, fqns)))
 
     @contextmanager
     def whole(self, fqns: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
@@ -400,20 +400,20 @@ class FullState:
         in the model by a parameter in `dtype`. Raises `LayoutError` for names that no stage has. Raises `PhaseError` at the end
         of the block, for a parameter that was written inside it; the trained weights are unchanged.
         """
-        wanted = {self._find(fqn).name for fqn in fqns}
+        wanted = {self._spec_of(fqn).name for fqn in fqns}
         before: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}
         with ExitStack() as restore:
-            restore.callback(self._show_own)
+            restore.callback(self._restore_phases)
             for name, value in self.parameters(wanted):
-                places, trained = self._places(name), self._trained[name]
+                places, trained = self._parameter_dicts(name), self._trained[name]
                 shown, *others = [table.get(leaf) for table, leaf in places]
-                # Other stages' parameters are on meta here, perhaps under only one of several names.
+                # A parameter of another pipeline stage is on meta here, perhaps under only one of its names.
                 known = shown is not None and all(each is shown for each in others) and not shown.is_meta
                 if known and shown is not None and shown.shape == value.shape:
                     set_values(shown, value.to(shown.dtype, copy=True))
                 else:
                     shown = nn.Parameter(value.to(dtype if trained else value.dtype, copy=True), requires_grad=trained)
-                    self._put(name, shown, restore)
+                    self._replace(name, shown, restore)
                 before[name] = (shown, _fingerprint(shown))
             yield
             written = [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]
@@ -423,35 +423,35 @@ class FullState:
                     "run has changed; change weights before training, in the model that is given to the trainer"
                 )
 
-    def _show_own(self) -> None:
+    def _restore_phases(self) -> None:
         for unit in self._units:
             for bucket in unit.buckets:
                 (bucket.show if unit.phase is Phase.LIVE else bucket.hide)()
 
-    def _put(self, name: str, made: nn.Parameter, restore: ExitStack) -> None:
-        for table, leaf in self._places(name):
+    def _replace(self, name: str, made: nn.Parameter, restore: ExitStack) -> None:
+        for table, leaf in self._parameter_dicts(name):
             if leaf in table:
                 restore.callback(table.__setitem__, leaf, table[leaf])
-            else:  # It stands for a module of another stage.
+            else:  # This pipeline stage had no such parameter.
                 restore.callback(table.pop, leaf, None)
             table[leaf] = made
 
-    def _places(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
+    def _parameter_dicts(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
         parts = [each.rpartition(".") for each in self._names[name]]
         return [(self._model.get_submodule(owner)._parameters, leaf) for owner, _, leaf in parts]
 
     @contextmanager
-    def taking(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Inside the block the model holds whole parameters without memory; no pass over the model may be open. What is copied
-        into them or put in their place, as `load_state_dict` does, is in the mapping afterwards, by name."""
+    def receiving_values(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Inside the block placeholders of whole shape on the meta device replace the model's parameters; no pass over the model
+        may be open. The yielded mapping has, after the block, the values that `load_state_dict` or others gave them, by name."""
         given: dict[str, torch.Tensor] = {}
         stood = {n: _StandIn(torch.empty(self._specs[n].shape, device="meta"), self._trained[n]) for n in self.names()}
         with ExitStack() as restore:
             for name, made in stood.items():
-                self._put(name, made, restore)
+                self._replace(name, made, restore)
             yield given
             for name, made in stood.items():
-                for each in (made.taken, *(table.get(leaf) for table, leaf in self._places(name))):
+                for each in (made.received, *(table.get(leaf) for table, leaf in self._parameter_dicts(name))):
                     if each is not None and not each.is_meta:
                         given[name] = each.detach()
 
@@ -466,15 +466,15 @@ class FullState:
             self._model.get_buffer(name).copy_(value)
         for name, value in values.items():
             made = nn.Parameter(value, requires_grad=self._trained[name])
-            for table, leaf in self._places(name):
+            for table, leaf in self._parameter_dicts(name):
                 parameter = table[leaf]
                 if parameter is None or parameter.is_meta:
                     table[leaf] = made
-                else:  # The model's own object, which other code may reference.
+                else:  # Other code may refer to this object, so that it is kept.
                     set_values(parameter, value)
                     parameter.grad = None
 
-    def _of_all_stages(
+    def _gather_all_stages(
         self, names: Container[str], whole: Callable[[Bucket], torch.Tensor | None], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the whole tensors of the named parameters on all ranks, cut from the bucket that `whole(bucket)` gathers, without
@@ -483,13 +483,13 @@ class FullState:
         for stage, specs in enumerate(self._stages):
             chosen = [spec for spec in specs if spec.name in names]
             here = {spec.name for spec in chosen} if stage == pipeline.index else set()
-            own = self._of_this_stage(here, whole)
+            own = self._gather_this_stage(here, whole)
             for spec in chosen:
                 found = next(own, None)
                 if pipeline.gather_integers([int(found is not None)])[stage][0]:
-                    yield spec.name, self._from(stage, spec, found, dtype)
+                    yield spec.name, self._broadcast(stage, spec, found, dtype)
 
-    def _from(
+    def _broadcast(
         self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         pipeline, numel = self._mesh.pipeline, prod(spec.shape)
@@ -499,7 +499,7 @@ class FullState:
         flat = value.contiguous().view(-1)
         return redistribute(flat, held, everywhere, pipeline, f"reading of {spec.name}").view(spec.shape)
 
-    def _of_this_stage(
+    def _gather_this_stage(
         self, names: set[str], whole: Callable[[Bucket], torch.Tensor | None]
     ) -> Iterator[torch.Tensor | None]:
         """Yield the named tensors in the order of buckets, or None where `whole(bucket)` is None."""
@@ -512,20 +512,20 @@ class FullState:
                     local = join_regions(local, self._regions[name], self._mesh.tensor, f"reading of {name}")
                 yield None if local is None else local.view(self._specs[name].shape)
 
-    def _gradients(self, bucket: Bucket) -> torch.Tensor | None:
+    def _gather_gradient(self, bucket: Bucket) -> torch.Tensor | None:
         shard = bucket.grad
         if shard is None and bucket.grad_rest is not None:
             shard = bucket.grad_rest.load(self._mesh.device)
-        return None if shard is None or not bucket.trainable else self._whole(bucket, shard)
+        return None if shard is None or not bucket.trainable else self._gather_bucket(bucket, shard)
 
-    def _whole(self, bucket: Bucket, shard: torch.Tensor | None = None) -> torch.Tensor:
+    def _gather_bucket(self, bucket: Bucket, shard: torch.Tensor | None = None) -> torch.Tensor:
         shard = self._weights_of(bucket).load(self._mesh.device) if shard is None else shard
         layout, ranks = bucket.layout, self._mesh.shard
-        held = of_bucket(layout, ranks.size, whole=shard.numel() == layout.padded)
+        held = bucket_placement(layout, ranks.size, whole=shard.numel() == layout.padded)
         whole = replicated(layout.padded, ranks.size)
         return redistribute(shard.detach(), held, whole, ranks, f"reading of {bucket.name}")
 
-    def _find(self, fqn: str) -> TensorSpec:
+    def _spec_of(self, fqn: str) -> TensorSpec:
         if fqn not in self._specs:
             raise LayoutError(f"the model has no parameter {fqn!r}; names are as in model.named_parameters()")
         return self._specs[fqn]

@@ -27,14 +27,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from zeromesh.units.unit import Bucket, Unit, all_buckets, no_engine
+from zeromesh.units.unit import Bucket, Unit, all_buckets, refuse_closed
 
-_DEPTH = 4
+_MOST_DEPTH = 4  # Levels of objects inside objects in which tensors are searched.
 
 
 Edge = tuple[Node, int]
 """An output of an autograd node: the node and the output's number."""
-_KINDS = 16
+_MOST_KINDS = 16
 """The most kinds of calls of a unit that are checked; a block whose graph differs every time is trusted afterwards."""
 sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """Returns the sequence number of the next node of autograd's graph."""
@@ -43,12 +43,12 @@ _VIEWS = frozenset(
     AliasBackward0 AsStridedBackward0 DetachBackward0 DiagonalBackward0 ExpandBackward0 PermuteBackward0 ReshapeAliasBackward0
     SelectBackward0 SliceBackward0 SplitBackward0 SqueezeBackward0 TBackward0 TransposeBackward0 UnbindBackward0 UnfoldBackward0
     UnsqueezeBackward0 ViewBackward0
-    """.split()  # noqa: SIM905 - a table of words
+    """.split()  # noqa: SIM905 - a list of names
 )
 _COPIES = frozenset({"CloneBackward0"})
 
 
-class _OfModule:
+class _ModuleHook:
     """A hook on a module. Copies of the hook do nothing, so that a copied or pickled module belongs to no engine."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
@@ -63,14 +63,14 @@ class _OfModule:
             _outside_transforms(self._call, *output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OfModule, ()
+        return _ModuleHook, ()
 
 
 # The compiled module calls the hooks, but torch.compile must neither trace nor guard them.
-vars(_OfModule.__call__)["_torchdynamo_disable"] = True
+vars(_ModuleHook.__call__)["_torchdynamo_disable"] = True
 _dynamo: Any = torch._C._dynamo.eval_frame
 _skipped = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, _dynamo._FrameAction.SKIP)
-_dynamo.set_code_exec_strategy(_OfModule.__call__.__code__, _skipped)
+_dynamo.set_code_exec_strategy(_ModuleHook.__call__.__code__, _skipped)
 
 
 def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
@@ -85,11 +85,11 @@ class Hooks:
     def __init__(self, units: Sequence[Unit], passes: Any) -> None:
         self._handles = ExitStack()
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []
-        """References are held here, because garbage collection does not see what a parameter's gradient hook holds."""
+        """The gradient hooks, to which parameters have weak proxies: garbage collection does not see what such a hook refers to."""
         self._passes = passes
         self._buckets = all_buckets(units)
         for unit in units:
-            self._around(unit.module, partial(passes.before_forward, unit), partial(passes.after_forward, unit))
+            self._hook_forward(unit.module, partial(passes.before_forward, unit), partial(passes.after_forward, unit))
             for bucket in unit.buckets:
                 bucket.uses.on_use = partial(_outside_transforms, partial(passes.on_use, unit))
             for bucket in unit.trainable:
@@ -99,21 +99,21 @@ class Hooks:
         parts = sorted({name.rpartition(".")[0] for name in root.names()} - {""})
         self.parts = tuple(dict.fromkeys(map(root.module.get_submodule, parts)))
         for module in self.parts:
-            self._around(module, partial(passes.before_part, module), partial(passes.after_part, module))
+            self._hook_forward(module, partial(passes.before_part, module), partial(passes.after_part, module))
 
     def remove(self) -> None:
         self._handles.close()
         for bucket in self._buckets:
-            bucket.uses.on_use = no_engine
+            bucket.uses.on_use = refuse_closed
         self._on_gradients = []
 
-    def _around(self, module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> None:
-        self._handles.callback(module.register_forward_pre_hook(_OfModule(before), prepend=True).remove)
-        self._handles.callback(module.register_forward_hook(_OfModule(after)).remove)
+    def _hook_forward(self, module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> None:
+        self._handles.callback(module.register_forward_pre_hook(_ModuleHook(before), prepend=True).remove)
+        self._handles.callback(module.register_forward_hook(_ModuleHook(after)).remove)
 
     def after(self, module: nn.Module, call: Callable[[Any], None]) -> None:
         """Have `call(output)` run after a module's forward, before all other hooks of the module."""
-        self._handles.callback(module.register_forward_hook(_OfModule(call), prepend=True).remove)
+        self._handles.callback(module.register_forward_hook(_ModuleHook(call), prepend=True).remove)
 
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
         """Register gradient hooks on a bucket's parameters, including those that may be trained only later."""
@@ -122,7 +122,7 @@ class Hooks:
             self._on_gradients.append(call)
             hook = weakref.proxy(call)
             trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # Else torch takes no hook.
+            parameter.requires_grad_(True)  # Otherwise torch would refuse the hook.
             handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             self._handles.callback(handle.remove)
             parameter.requires_grad_(trained)
@@ -138,7 +138,7 @@ def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str,
 
 
 @contextmanager
-def parameters_made(call: Callable[[nn.Parameter | None], None]) -> Iterator[None]:
+def on_registration(call: Callable[[nn.Parameter | None], None]) -> Iterator[None]:
     """Inside the block, `call` receives each parameter that is registered on any module."""
     handle = register_module_parameter_registration_hook(lambda _module, _name, parameter: call(parameter))
     try:
@@ -152,7 +152,7 @@ def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
     handle: Any = torch.Tensor.register_post_accumulate_grad_hook(parameter, hook)  # type: ignore[no-untyped-call]
     hooks: Any = parameter._post_accumulate_grad_hooks
     for key in [key for key, each in hooks.items() if type(each) is weakref.CallableProxyType]:
-        hooks[key] = hooks.pop(key)  # Autograd goes by the order of insertion.
+        hooks[key] = hooks.pop(key)  # Autograd calls hooks in the order of insertion.
     return handle
 
 
@@ -174,7 +174,7 @@ def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) ->
     return computed
 
 
-def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, depth: int = _MOST_DEPTH) -> Iterator[torch.Tensor]:
     """Yield all tensors in a structure: in PyTorch's pytrees, in fields of dataclasses, and in attributes of other objects."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -200,40 +200,40 @@ class UnitCall(NamedTuple):
 
 
 class UnitCalls:
-    """The calls in a microbatch's forward whose kind was not seen before."""
+    """Records the calls of units in a forward, and finds where backward enters them without a hook, once for each kind of call."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, set[tuple[int, int]]] = {}
-        self._begun: list[tuple[int, int]] = []
-        self._new: list[UnitCall] = []
+        self._seen_kinds: dict[int, set[tuple[int, int]]] = {}
+        self._open_calls: list[tuple[int, int]] = []
+        self._new_calls: list[UnitCall] = []
 
     def reset(self) -> None:
         """Forget the calls of a pass."""
-        self._begun, self._new = [], []
+        self._open_calls, self._new_calls = [], []
 
     def begin(self, unit: int) -> None:
-        self._begun.append((unit, sequence_number()))
+        self._open_calls.append((unit, sequence_number()))
 
     def end(self, unit: int, hooked: Sequence[torch.Tensor]) -> bool:
         """End a call of a unit, whose outputs `hooked` have hooks; returns True if the call is of a new kind."""
         first = end = sequence_number()
-        while self._begun:  # Calls inside it may have ended with an exception.
-            begun, first = self._begun.pop()
+        while self._open_calls:  # Inner calls that an exception ended are dropped.
+            begun, first = self._open_calls.pop()
             if begun == unit:
                 break
-        seen = self._seen.setdefault(unit, set())
+        seen = self._seen_kinds.setdefault(unit, set())
         kind = (end - first, len(hooked))
-        if end == first or kind in seen or len(seen) >= _KINDS:
+        if end == first or kind in seen or len(seen) >= _MOST_KINDS:
             return False
         seen.add(kind)
         edges = frozenset((each.grad_fn, each.output_nr) for each in hooked if each.grad_fn is not None)
-        self._new.append(UnitCall(unit=unit, first=first, end=end, hooked=edges))
+        self._new_calls.append(UnitCall(unit=unit, first=first, end=end, hooked=edges))
         return True
 
-    def entrances(self, roots: Iterable[Edge]) -> list[tuple[int, torch.Tensor | None]]:
+    def unhooked_entries(self, roots: Iterable[Edge]) -> list[tuple[int, torch.Tensor | None]]:
         """List the entries into the new calls, in the graph behind `roots`, where backward begins: the edges without a hook that
         lead from outside into the nodes of a call. Each is the unit, and the parameter if a view of one is read there."""
-        calls, self._new = sorted(self._new, key=lambda call: call.first), []
+        calls, self._new_calls = sorted(self._new_calls, key=lambda call: call.first), []
         firsts = [call.first for call in calls]
         entries: dict[Edge, tuple[int, torch.Tensor | None]] = {}
         stack: list[tuple[int, Edge]] = [(-1, root) for root in roots] if calls else []
@@ -244,7 +244,7 @@ class UnitCalls:
             place = bisect_right(firsts, node._sequence_nr()) - 1
             inside = place if place >= 0 and node._sequence_nr() < calls[place].end else -1
             if inside not in (-1, before) and not _hooked(edge, calls[inside]):
-                entries.setdefault(edge, (calls[inside].unit, _viewed(node)))
+                entries.setdefault(edge, (calls[inside].unit, _viewed_parameter(node)))
             if node not in visited:
                 visited.add(node)
                 stack += [(inside, each) for each in node.next_functions if each[0] is not None]
@@ -261,7 +261,7 @@ def _hooked(edge: Edge, call: UnitCall) -> bool:
     return True
 
 
-def _viewed(node: Any) -> torch.Tensor | None:
+def _viewed_parameter(node: Any) -> torch.Tensor | None:
     while node.name() in _VIEWS and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     variable: torch.Tensor | None = getattr(node, "variable", None)

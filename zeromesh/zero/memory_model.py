@@ -19,7 +19,7 @@ from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.optim.fused_optimizer import moment_names
-from zeromesh.optim.gradients import LEAVING
+from zeromesh.optim.gradients import MOST_OFFLOADS
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.build import kept_buckets, plan_layouts, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelPlan
@@ -37,7 +37,7 @@ class MemoryBytes:
 
     @property
     def critical(self) -> int:
-        """Bytes of the memory in which ranks compute, which runs short first."""
+        """Bytes of the memory in which ranks compute: the accelerator's, or the host's without one."""
         return self.device or self.host
 
     def beyond(self, room: "MemoryBytes") -> str:
@@ -47,10 +47,10 @@ class MemoryBytes:
 
 
 class MemoryModel:
-    """Bytes of one rank once every bucket has been updated, each by purpose without empty purposes: in the memory of its compute
-    device (`terms`), in host memory beside an accelerator (`hosted`), and on disk (`files`).
+    """The predicted bytes of one rank after the first update, by purpose, without purposes of 0 bytes: in the memory of its
+    compute device (`terms`), in host memory beside an accelerator (`hosted`), and on disk (`files`).
 
-    `GRADIENTS` inside backward is the peak.
+    The bytes of `Purpose.GRADIENTS` are the peak inside backward.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class MemoryModel:
         self._replicated = options.placements.optimizer is Placement.REPLICATED
         kept = kept_buckets(units, options, device, transport)
         pairs = [list(zip(*each, strict=True)) for each in zip(units, kept, strict=True)]
-        # Alike blocks may share a layout.
+        # Equal blocks may share a layout object, which is then counted once with its number.
         alike = Counter((id(layout), stays) for unit in pairs for layout, stays in unit)
         distinct = {(id(layout), stays): layout for unit in pairs for layout, stays in unit}
         self._buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
@@ -77,19 +77,19 @@ class MemoryModel:
         root, *others = [int(share * sum(layout.nbytes for layout, stays in unit if not stays)) for unit in pairs]
         window = options.prefetch + 1
         self.gathered = root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
-        """The peak of further bytes for parameters gathered around their use: the root and `prefetch` + 1 consecutive units."""
+        """The peak of bytes, beside `terms`, of parameters gathered around use: the root and `prefetch` + 1 consecutive units."""
         self.kept = sum(count * layout.nbytes for layout, stays, count in self._buckets if stays)
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
         self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
         """Bytes of all parameters in the compute dtype."""
-        self.passing = self._leaving()
-        """The peak of further bytes for gradient shards on their way to another tier."""
+        self.passing = self._offloading_bytes()
+        """The peak of bytes, beside `terms`, of gradient shards that are being offloaded."""
         tiers = {tier: Counter[Purpose]() for tier in Tier}
         tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept)
         tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(
             transport, options.gradient_slots, slot_bytes(self._trained, options, device)
         )
-        self._place(tiers)
+        self._add_bytes(tiers)
         self.terms, self.hosted, self.files = (
             {purpose: tiers[tier][purpose] for purpose in Purpose if tiers[tier][purpose]}
             for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE)
@@ -114,33 +114,33 @@ class MemoryModel:
         """Bytes of swap files."""
         return sum(self.files.values())
 
-    def _place(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
+    def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
-        # On a CPU the host's memory is the device's.
+        # Where ranks compute on a CPU, host memory is device memory.
         hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
         for layout, stays, count in self._buckets:
-            for purpose, dtype, choice in self._resting(layout, stays=stays):
+            for purpose, dtype, choice in self._shard_tensors(layout, stays=stays):
                 for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
-                    placed[purpose] += choice.on(tier, self._own(layout)) * dtype.itemsize * count
+                    placed[purpose] += choice.on(tier, self._length(layout)) * dtype.itemsize * count
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
-            memory[Purpose.GRADIENTS] += self._passing_gradients() * sums
+            memory[Purpose.GRADIENTS] += self._transient_elements() * sums
         if options.sums_before_reducing and self._parts > 1:
             memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self._trained) * sums
-        memory[Purpose.STAGING] += self._staging()
+        memory[Purpose.STAGING] += self._staging_bytes()
         hosted[Purpose.STAGING] += THREAD_BYTES if files.total() else 0
 
-    def _own(self, layout: BucketLayout) -> int:
+    def _length(self, layout: BucketLayout) -> int:
         return layout.padded if self._replicated else layout.shard_length
 
-    def _resting(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:
-        """Yield the tensors of a bucket's shard as `build_units` allocates them, each of `_own` elements."""
+    def _shard_tensors(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:
+        """Yield the tensors of a bucket's shard as `build_units` allocates them, each of `_length` elements."""
         spec, options, offload = layout.first, self._options, self._options.offload
         trained = spec.requires_grad and spec.dtype.is_floating_point
         dtype = options.precision.master if trained else spec.dtype
         if dtype != spec.dtype:
             yield Purpose.MASTER, dtype, offload.optimizer
-            if not stays and not offload.optimizer.in_reach(self._own(layout), self._device):
+            if not stays and not offload.optimizer.in_reach(self._length(layout), self._device):
                 yield Purpose.PARAMETERS, spec.dtype, offload.parameters
         elif not stays:
             yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, dtype, offload.parameters
@@ -152,32 +152,32 @@ class MemoryModel:
             if not options.gradients_pass_through:
                 yield Purpose.GRADIENTS, options.precision.sums, offload.gradients_at
 
-    def _leaving(self) -> int:
+    def _offloading_bytes(self) -> int:
         """Return the bytes of gradient shards in memory on their way to another tier: those in flight, and the next one."""
-        options, lengths = self._options, sorted(map(self._own, self._trained), reverse=True)
+        options, lengths = self._options, sorted(map(self._length, self._trained), reverse=True)
         passing = options.gradients_pass_through
         if passing or not lengths or options.offload.gradients_at.in_reach(lengths[0], self._device):
             return 0
-        return sum(lengths[: LEAVING + 1]) * options.precision.sums.itemsize
+        return sum(lengths[: MOST_OFFLOADS + 1]) * options.precision.sums.itemsize
 
-    def _staging(self) -> int:
+    def _staging_bytes(self) -> int:
         widths = [
             sum(
-                not choice.in_reach(self._own(layout), self._device)
-                for *_, choice in self._resting(layout, stays=stays)
+                not choice.in_reach(self._length(layout), self._device)
+                for *_, choice in self._shard_tensors(layout, stays=stays)
             )
             for layout, stays, _ in self._buckets
             if layout.first.requires_grad
         ]
-        longest = max(map(self._own, self._trained), default=0) * self._options.precision.master.itemsize
+        longest = max(map(self._length, self._trained), default=0) * self._options.precision.master.itemsize
         width = max(widths, default=0)
         return stream_bytes(width, longest, self._options.offload.staging_on(self._device)) if width else 0
 
-    def _passing_gradients(self) -> int:
+    def _transient_elements(self) -> int:
         """Return the elements of gradient shards that live from reduction to update: those in flight, and the root's, which are
         updated last. Without a reduction, they are the root's and those of the unit in backward. Stage 0 completes all at the end.
         """
-        root, *units = [[self._own(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
+        root, *units = [[self._length(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
         if self._parts == 1:
             return sum(root) + max(map(sum, units), default=0)
         if self._replicated:

@@ -39,7 +39,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class PassMode(Enum):
-    """The kind of the engine's running pass."""
+    """The kind of pass over the model that the engine runs now; IDLE between passes."""
 
     IDLE = "idle"
     EVALUATION = "evaluation"
@@ -68,11 +68,11 @@ class PassProgress:
     outputs: list[GradientEdge] = field(default_factory=list)
     """Those outputs of the latest call of a unit that require a gradient."""
     held: set[int] = field(default_factory=set)
-    """Units that are needed beyond their calls: they stay live until the pass is over, and during all of backward."""
+    """The indices of units that are needed after their calls: they stay live until the pass is over, and during all of backward."""
     reached: set[int] = field(default_factory=set)
-    """Units whose outputs backward has reached."""
+    """The indices of units whose outputs backward has reached."""
     inside: list[int] = field(default_factory=list)
-    """Units that backward needs now."""
+    """The indices of units whose backward is not over."""
     calls: int = 0
     """The number of calls of units in forward."""
     first_visits: dict[int, int] = field(default_factory=dict)
@@ -100,8 +100,8 @@ class Passes:
         self.mode = PassMode.IDLE
         self._mesh = mesh
         self._in_stages = mesh.shape.divides("blocks")
-        """True if this rank has but some stages of the model."""
-        self._compared = mesh.data.ranks if mesh.data.size > 1 else ()
+        """True if pipeline parallelism leaves this rank only some blocks of the model."""
+        self._watched_ranks = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
         self._options = options
         self._updater = updater
@@ -111,39 +111,39 @@ class Passes:
         """True if the gradients of every microbatch are reduced, rather than their sum at the end of a step."""
         self._orders: dict[str, list[int]] = {}
         """The order of gathers of the latest pass of each kind, such as training or evaluation."""
-        self._lasting: dict[str, set[int]] = {}
+        self._kept_units: dict[str, set[int]] = {}
         """The units that passes of each kind need beyond their calls."""
         self._kind, self._recorded, self._gathered = "", list[int](), list[int]()
-        self._on_record = False
+        self._in_recorded_order = False
         """True while the running pass gathers in the recorded order."""
-        self._entry: nn.Module | None = None
+        self._direct_call: nn.Module | None = None
         self._calls = UnitCalls()
         self.writes = InplaceWrites(alone=mesh.data.size == 1)
         self._progress = PassProgress()
-        self._holding = False
+        self._defers_weights = False
         """True if gradients of parameters are held back until gradients of inputs were sent."""
-        self._weights_alone = False
+        self._reads_no_weights = False
         """True if the running backward computes weight gradients from saved tensors, and reads no parameter."""
-        self._last_reductions: dict[int, list[int]] = {}
+        self._last_reduce_order: dict[int, list[int]] = {}
         self.gradients = updater.gradients
 
     # Training
 
     def forward(
-        self, chunk: int, run: Callable[[], Tensors], streams: Streams | None, *, goes_on: bool
+        self, chunk: int, run: Callable[[], Tensors], streams: Streams | None, *, backward_follows: bool
     ) -> tuple[Tensors, PassProgress]:
         """Run forward of a microbatch through a chunk by `run()`, and return its result. Random numbers come from `streams`, or
-        from the global generators if None. `goes_on`: its backward follows directly, in the same pass."""
-        kind = f"chunk {chunk}" if goes_on else f"forward of chunk {chunk}"
+        from the global generators if None. `backward_follows`: its backward follows directly, in the same pass."""
+        kind = f"chunk {chunk}" if backward_follows else f"forward of chunk {chunk}"
         self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk))
-        drawing = streams.in_force() if streams is not None else nullcontext()
+        drawing = streams.drawing() if streams is not None else nullcontext()
         with drawing, torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             outputs = run()
             self._end_forward(outputs)
         # Only the edges are kept: activations that were sent need not stay until backward.
         self._progress.roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
         done = self._progress
-        if not goes_on:
+        if not backward_follows:
             self.end()
         return outputs, done
 
@@ -164,8 +164,8 @@ class Passes:
     def backward_input(self, forward: PassProgress, gradients: Tensors) -> None:
         """Run the half of backward that other stages wait for, the gradients of inputs, and hold back those of parameters."""
         self._enter_backward(forward)
-        self._holding = True
-        self._need_held()
+        self._defers_weights = True
+        self._make_held_live()
         with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
             self._run_backward(gradients)
         self.end()
@@ -173,7 +173,7 @@ class Passes:
     def backward_weight(self, forward: PassProgress, run: Callable[[], None]) -> None:
         """Run the other half of backward: `run()` computes the gradients of parameters that are still missing."""
         self._begin(PassMode.BACKWARD, f"weights of chunk {forward.chunk}", forward)
-        self._weights_alone = True
+        self._reads_no_weights = True
         with self._recorder.span(StepPhase.BACKWARD):
             self._begin_reducing()
             for bucket, index, gradient in forward.gradients:
@@ -202,12 +202,12 @@ class Passes:
         own, visited = {unit.index for unit in self._chunks[chunk]}, progress.first_visits
         # The reverse order of first visits, with the units that forward did not touch last.
         order = [index for index in (*reversed(visited), *sorted(own - visited.keys())) if index in own]
-        settled = order == self._last_reductions.get(chunk)
-        self._last_reductions[chunk] = order
+        settled = order == self._last_reduce_order.get(chunk)
+        self._last_reduce_order[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
         reduce = progress.last or self._reduces_each
         self.gradients.begin(buckets, reduce=reduce, first=progress.first, last=progress.last, settled=settled)
-        self._need_held()
+        self._make_held_live()
 
     def _end_reducing(self) -> None:
         self._recorder.next_range(None)
@@ -235,54 +235,54 @@ class Passes:
     def drawing(self, streams: Streams | None) -> Iterator[None]:
         """Inside the block, one microbatch of an evaluation, forward draws from `streams`."""
         before, self._progress.streams = self._progress.streams, streams
-        with streams.in_force() if streams is not None else nullcontext():
+        with streams.drawing() if streams is not None else nullcontext():
             yield
         self._progress.streams = before
 
     def begin_without_root(self) -> None:
-        """Start the root's random streams where a stage runs without the head, and hold the root, since backward has no hook that
-        enters it."""
-        self._hold(self.units[0])
+        """Begin the root unit's random stream and keep the unit live, for a pipeline stage that runs its blocks without calling
+        the root: backward has no hook at which to gather it."""
+        self._keep_live(self.units[0])
         if self._progress.streams is not None:
             self._progress.streams.begin(self.units[0].name)
 
     def _begin(self, mode: PassMode, kind: str, progress: PassProgress | None = None) -> None:
-        if self._entry is not None:
-            self.end()  # A user's direct call that failed.
+        if self._direct_call is not None:
+            self.end()  # A user's direct call of the model has raised an error.
         self.require_idle()
         self.mode = mode
         self._progress = progress or PassProgress()
         if mode is not PassMode.BACKWARD:
             self.writes.refuse_between_passes(self.units)
         self._kind, self._recorded, self._gathered = kind, self._orders.get(kind, []), []
-        self._on_record = bool(self._recorded)
+        self._in_recorded_order = bool(self._recorded)
 
     def require_idle(self) -> None:
         """Raise `PhaseError` while a pass is open, other than a user's direct call of the model."""
-        if self.mode is not PassMode.IDLE and self._entry is None:
+        if self.mode is not PassMode.IDLE and self._direct_call is None:
             raise PhaseError(f"a pass cannot begin during {self.mode.value}")
 
     def end(self) -> None:
-        """End the pass, successful or not."""
+        """End the running pass, even after an error: release units and keep the order of gathers."""
         self._recorder.end_ranges()
         for unit in self.units if self._releases else ():
             unit.leave()
-        if not self._on_record or len(self._gathered) != len(self._recorded):
+        if not self._in_recorded_order or len(self._gathered) != len(self._recorded):
             self._orders[self._kind] = self._gathered
         self._calls.reset()
         self.mode = PassMode.IDLE
-        self._entry, self._holding, self._weights_alone = None, False, False
+        self._direct_call, self._defers_weights, self._reads_no_weights = None, False, False
         self._transport.poll()
 
-    def need(self, unit: Unit) -> None:
+    def make_live(self, unit: Unit) -> None:
         """Make a unit live, and start to gather the units that are next in the recorded order."""
         place = len(self._gathered)
         self._gathered.append(unit.index)
-        self._on_record = self._on_record and self._recorded[place : place + 1] == [unit.index]
+        self._in_recorded_order = self._in_recorded_order and self._recorded[place : place + 1] == [unit.index]
         if unit.phase is Phase.RESTING:
-            self.start(unit, settled=self._on_record)
-        # Started before the wait, so that the transfer of the next unit follows without a pause.
-        for index in self._recorded[place + 1 : place + 1 + self._options.prefetch] if self._on_record else ():
+            self.start(unit, settled=self._in_recorded_order)
+        # The next units are started before the wait, so that the transfer of the next unit follows without a pause.
+        for index in self._recorded[place + 1 : place + 1 + self._options.prefetch] if self._in_recorded_order else ():
             if self.units[index].phase is Phase.RESTING:
                 self.start(self.units[index], settled=True)
         if unit.phase is Phase.GATHERING:
@@ -291,9 +291,9 @@ class Passes:
 
     def start(self, unit: Unit, *, settled: bool) -> None:
         """Begin to gather a unit; `settled` is True where the order of gathers is a recorded one."""
-        # All data-parallel ranks compare the order: replicas sum over one another in the order of reductions.
-        if self._compared:
-            self._mesh.watch.event(Activity.GATHER, unit.index, self._compared, settled=settled)
+        # The watchdog compares the order over all data-parallel ranks, since replicas communicate in this order too.
+        if self._watched_ranks:
+            self._mesh.watch.event(Activity.GATHER, unit.index, self._watched_ranks, settled=settled)
         with self._recorder.range("gather", unit.name) if self._recorder.profiling else NOTHING:
             unit.gather()
 
@@ -302,22 +302,22 @@ class Passes:
     def before_forward(self, unit: Unit) -> None:
         """Prepare a unit that is about to run: in a pass, in recomputation during backward, or in a user's call of the model."""
         if self.mode is PassMode.BACKWARD:
-            self._need_in_backward(unit)
+            self._make_live_in_backward(unit)
             if self._progress.streams is not None:
                 self._progress.streams.enter(unit.name, again=True)
             return
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(unit.module)
-        # Parameters that are there and stay have no order of gathers in a pass without a backward.
+        # An evaluation gathers nothing where units stay live.
         if self._releases or self.mode is not PassMode.EVALUATION or unit.phase is not Phase.LIVE:
             self._progress.first_visits.setdefault(unit.index, self._progress.calls)
             self._progress.calls += 1
             # Backward enters a pipeline stage at the output of its last block, not at that of the root.
-            kept = unit.index in self._lasting.get(self._kind, ())
+            kept = unit.index in self._kept_units.get(self._kind, ())
             if kept or (unit.index == 0 and self._in_stages):
                 self._progress.held.add(unit.index)
-            self.need(unit)
-        self.writes.look_at(unit, len(self.units))
+            self.make_live(unit)
+        self.writes.record(unit, len(self.units))
         if self.mode is PassMode.FORWARD and self._releases and unit.index != 0:
             self._calls.begin(unit.index)
         self._mesh.post(Activity.FORWARD, unit.index)
@@ -333,14 +333,14 @@ class Passes:
 
     def after_part(self, module: nn.Module, _output: Any) -> None:
         """End the pass that `before_part` has begun."""
-        if self._entry is module and self.mode is PassMode.EVALUATION:
+        if self._direct_call is module and self.mode is PassMode.EVALUATION:
             self.end()
 
     def on_use(self, unit: Unit, name: str) -> None:
         """Make a unit live for as long as needed, because one of its parameters is read or written while it is released. Raises
         `PhaseError` outside of a pass, when the other ranks have parts of the values and do not take part."""
         if self.mode is not PassMode.IDLE:
-            self._hold(unit)
+            self._keep_live(unit)
             return
         if self._releases and self._mesh.shard.size > 1:
             raise PhaseError(
@@ -349,22 +349,22 @@ class Passes:
                 "under its names, with strict=False where they are those of a part of it"
             )
         if unit.phase is Phase.RESTING:
-            unit.gather()  # This rank has the whole unit.
+            unit.gather()  # This needs no other rank, as checked above.
         unit.wait()
-        unit.note_values()
+        unit.record_digests()
 
-    def _hold(self, unit: Unit) -> None:
+    def _keep_live(self, unit: Unit) -> None:
         """Keep a unit live until the pass is over and in backward; later passes of this kind keep it from its first call on."""
-        self._lasting.setdefault(self._kind, set()).add(unit.index)
+        self._kept_units.setdefault(self._kind, set()).add(unit.index)
         self._progress.held.add(unit.index)
         if self.mode is PassMode.BACKWARD:
-            self._need_in_backward(unit)
+            self._make_live_in_backward(unit)
         else:
-            self.need(unit)
+            self.make_live(unit)
 
-    def _need_held(self) -> None:
+    def _make_held_live(self) -> None:
         for index in sorted(self._progress.held):
-            self._need_in_backward(self.units[index])
+            self._make_live_in_backward(self.units[index])
 
     def _begin_users_pass(self, module: nn.Module) -> None:
         if self._in_stages:
@@ -378,7 +378,7 @@ class Passes:
                 "or train through the trainer"
             )
         self._begin(PassMode.EVALUATION, "user")
-        self._entry = module
+        self._direct_call = module
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         """Hook the outputs of a unit for backward after its forward, and release it."""
@@ -388,7 +388,7 @@ class Passes:
             return
         if self._recorder.profiling:
             self._recorder.end_range()
-        ends = self._entry is unit.module
+        ends = self._direct_call is unit.module
         if self._releases or ends:
             self.writes.refuse_in_pass(self.units if ends else [unit])
         if self._releases or self.mode is PassMode.FORWARD or torch.is_grad_enabled():
@@ -400,9 +400,9 @@ class Passes:
                             f"the call returned a view of parameters of unit {each.name}, which are released after it; return a "
                             "clone"
                         )
-                    self._hold(each)
+                    self._keep_live(each)
             hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
-            # Only the engine's own microbatches always have a backward.
+            # Only microbatches of a training step always have a backward.
             if hooked and self._progress.streams is not None:
                 self._progress.outputs = list(map(get_gradient_edge, hooked))
             looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
@@ -410,7 +410,7 @@ class Passes:
             if new:  # A module may keep a view of parameters as a plain attribute.
                 values = (value for each in unit.module.modules() for value in vars(each).values())
                 if any(isinstance(value, torch.Tensor) and unit.has_memory_of(value) for value in values):
-                    self._hold(unit)
+                    self._keep_live(unit)
         if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
             unit.rest()
         if ends:
@@ -424,7 +424,7 @@ class Passes:
         self.writes.forwards += 1
         self.writes.refuse_in_pass(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
-        for index, parameter in self._calls.entrances(roots):
+        for index, parameter in self._calls.unhooked_entries(roots):
             unit = self.units[index]
             if unit.index in self._progress.held:
                 continue
@@ -433,53 +433,53 @@ class Passes:
                     f"a view of {unit.name_of(parameter)} that unit {unit.name} made in its forward was used after it, "
                     "when the parameters were released; have forward return it, or clone it"
                 )
-            self._hold(unit)
+            self._keep_live(unit)
 
     def before_backward(self, unit: Unit, call: int) -> None:
-        """Prepare a unit whose outputs, those of call number `call`, backward has reached; backward of later calls is done."""
+        """Gather a unit when backward reaches the outputs of call number `call` in forward, and release units of later calls."""
         if self.mode is PassMode.IDLE:
             raise PhaseError(
                 f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
             )
         if self.mode is not PassMode.BACKWARD:
-            self._hold(unit)  # A user's `autograd.grad`, whose graph may be part of the loss.
+            self._keep_live(unit)  # A user's `autograd.grad`, whose graph may be part of the loss.
             return
         progress, needed = self._progress, []
         for index in progress.inside:
             # Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be
             # read again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
             later = progress.first_visits.get(index, 0) > call
-            if not later or index in progress.held or self.gradients.owes(index):
+            if not later or index in progress.held or self.gradients.awaits_gradients(index):
                 needed.append(index)
             elif (left := self.units[index]).phase is Phase.LIVE:
                 if self._releases:
                     left.rest()
-                if not self._holding:
+                if not self._defers_weights:
                     self._updater.leave([left])
         progress.inside = needed
         if unit.index in progress.reached:
             return
         progress.reached.add(unit.index)
-        self._need_in_backward(unit)
+        self._make_live_in_backward(unit)
         if self._recorder.profiling:
             self._recorder.next_range(unit.name)
         if self._options.overlap:
-            self.gradients.pump(wait=True)
+            self.gradients.launch_ready(wait=True)
         self._mesh.post(Activity.BACKWARD, unit.index)
 
-    def _need_in_backward(self, unit: Unit) -> None:
+    def _make_live_in_backward(self, unit: Unit) -> None:
         if unit.index not in self._progress.inside:
             self._progress.inside.append(unit.index)
             for bucket in unit.trainable:
                 self.gradients.shards.prefetch(bucket)
-            self.need(unit)
+            self.make_live(unit)
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, which autograd has finished accumulating."""
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
-        if self._holding:
-            if parameter.grad is not None:  # Otherwise the gradient is deferred.
+        if self._defers_weights:
+            if parameter.grad is not None:  # Else `backward_weight` computes it.
                 self._progress.gradients.append((bucket, index, parameter.grad))
                 parameter.grad = None
             return
@@ -488,7 +488,7 @@ class Passes:
                 f"{unit.name_of(parameter)} got a gradient outside the backward of a training step; let the trainer call backward, "
                 "and use torch.autograd.grad for gradients that are part of a loss"
             )
-        if unit.phase is not Phase.LIVE and not self._weights_alone:
+        if unit.phase is not Phase.LIVE and not self._reads_no_weights:
             raise PhaseError(
                 f"unit {unit.name} got a gradient of {unit.name_of(parameter)} while it was {unit.phase.value}: backward has "
                 "entered it in a way that earlier steps did not have, and has read released parameters. Use the block's results "

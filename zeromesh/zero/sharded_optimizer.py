@@ -10,12 +10,12 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.optim.class_optimizer import try_class, twin_of
+from zeromesh.optim.class_optimizer import classify, twin_of
 from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
-_NUMBER = "optimizer"
+_OPTIMIZER_KEY = "optimizer"
 """The key of a parameter group that holds the number of its optimizer."""
 
 
@@ -34,25 +34,25 @@ class ShardedOptimizer(Optimizer):
         """True if the latest step made no update, because gradients under a loss scale were not finite."""
         self.optimizer = optimizer
         """The wrapped optimizer, under the attribute by which Lightning's LearningRateMonitor treats both as one."""
-        self._stands_for = (optimizer, *getattr(optimizer, "optimizers", ()))
+        self._replaced_optimizers = (optimizer, *getattr(optimizer, "optimizers", ()))
         self._factor = factor
-        self._scaled = False
+        self._loss_is_scaled = False
         refuse: Any = partial(_refuse_step)
         refuse._wrapped_by_lr_sched = True  # Keeps schedulers of the wrapped optimizer from warning.
-        for each in self._stands_for:
+        for each in self._replaced_optimizers:
             vars(each)["step"] = refuse  # The wrapped optimizer's step would silently do nothing.
 
     def stands_for(self, optimizer: Optimizer | None) -> bool:
         """Return True if this optimizer is, or was made from, `optimizer`."""
-        return any(optimizer is each for each in (self, *self._stands_for))
+        return any(optimizer is each for each in (self, *self._replaced_optimizers))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times float16's loss scale, for `optimizer.scale(loss).backward()`; the loss itself without a scale."""
-        self._scaled = True
+        self._loss_is_scaled = True
         return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to `max_norm`; returns their norm before, a scalar in float64, exact over all ranks. Raises
+        """Scale gradients down to the norm `max_norm`; returns the norm before, a float64 scalar, exact over all ranks. Raises
         `PhaseError` when there are no gradients."""
         self._require_scaled()
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
@@ -66,7 +66,7 @@ class ShardedOptimizer(Optimizer):
                 loss = closure()
         self._require_scaled()
         self.skipped = not self.engine.update(self.param_groups, self._factor)
-        for each in self._stands_for:
+        for each in self._replaced_optimizers:
             each._opt_called = True  # Read by schedulers of the wrapped optimizer.
         return loss
 
@@ -74,7 +74,7 @@ class ShardedOptimizer(Optimizer):
         """Forget gradients, so that the next backward begins anew. As in torch, the next step skips parameters without a
         gradient, unless `set_to_none` is False: then their gradients are zeros."""
         self.engine.forget_gradients(zeros=not set_to_none)
-        self._scaled = False
+        self._loss_is_scaled = False
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside the block no backward is the last one of a step; with `accumulation`, each rank accumulates its own sum."""
@@ -111,7 +111,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def _require_scaled(self) -> None:
-        if self.engine.options.precision.loss_scale is not None and not self._scaled:
+        if self.engine.options.precision.loss_scale is not None and not self._loss_is_scaled:
             raise PhaseError("float16 gradients need the loss scale: call optimizer.scale(loss).backward()")
 
 
@@ -127,7 +127,7 @@ class ChainedOptimizer(Optimizer):
         groups = list(chain.from_iterable(each.param_groups for each in optimizers))
         for number, each in enumerate(optimizers):
             for group in each.param_groups:
-                group[_NUMBER] = number
+                group[_OPTIMIZER_KEY] = number
         super().__init__(groups, {})
         self.optimizers = optimizers
         self.state.update(chain.from_iterable(each.state.items() for each in optimizers))
@@ -141,7 +141,7 @@ class ChainedOptimizer(Optimizer):
                 loss = closure()
         for number, each in enumerate(self.optimizers):
             twin = twin_of(each)
-            twin.param_groups = [group for group in self.param_groups if group[_NUMBER] == number]
+            twin.param_groups = [group for group in self.param_groups if group[_OPTIMIZER_KEY] == number]
             twin.state = self.state
             if twin.param_groups:
                 twin.step()
@@ -175,7 +175,7 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
             f"optimizer has {len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}, that the model has not"
         )
     kind, parts = type(optimizer).__name__, (optimizer, *getattr(optimizer, "optimizers", ()))
-    is_adagrad = type(optimizer) is torch.optim.Adagrad  # It has states of zeros from the start.
+    is_adagrad = type(optimizer) is torch.optim.Adagrad  # Adagrad's constructor creates states.
     used = [state for state in optimizer.state.values() if not is_adagrad or state["step"] > 0]
     problems = {
         "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": any(
@@ -200,7 +200,7 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
     name: Any = next((name for name, row in OPTIMIZERS.items() if row.kind is type(optimizer)), None)
     decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)
     if name is None or any(group.get(option) for group in groups for option in _NOT_FUSED) or decoupled:
-        return OptimizerSettings(own_class=try_class(optimizer), members=members)
+        return OptimizerSettings(own_class=classify(optimizer), members=members)
     momentum = max((group.get("momentum", 0.0) for group in groups), default=0.0)
     return OptimizerSettings(name=name, members=members, momentum=momentum)
 

@@ -193,7 +193,7 @@ def agrees(
 ) -> list[list[int]]:
     """Tokens and log-probabilities are those of one process, and memory is for parameters alone; the rounds of results."""
     reference = sharp(model)
-    build._PASSING = readers._WINDOW = 500  # A parameter comes in many parts.
+    build._CHUNK = readers._WINDOW = 500  # A parameter comes in many parts.
     directory = stored(mesh, folder, reference)
     sections = {**patient(sections), "run": {"output_dir": folder}}
     if model in ("mixtral", "qwen3_moe", "qwen3_next", "llama4"):

@@ -55,7 +55,7 @@ def test_a_unit_does_not_disturb_what_its_caller_draws_from_the_host() -> None:
     def microbatch(caller_first: bool) -> dict[str, list[float]]:
         streams = Streams(3, 1, 8)
         found: dict[str, list[float]] = {"loss": [], "block": []}
-        with streams.in_force():
+        with streams.drawing():
             for _ in range(2):
                 found["loss"] += _drawn(1) if caller_first else []
                 streams.enter("block", again=False)

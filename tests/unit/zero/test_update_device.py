@@ -8,7 +8,7 @@ import torch
 
 from tests.support.devices import DEVICE, accelerated
 from zeromesh.offload import Ledger, Tiers
-from zeromesh.optim.optimizer_step import place_updates, try_update
+from zeromesh.optim.optimizer_step import choose_device, time_update
 from zeromesh.options import OptimizerSettings, UpdateOn, ZeroOptions
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -40,7 +40,7 @@ def found(host: float, device: float) -> Any:
 def test_the_faster_place_is_taken_unless_told(
     wanted: UpdateOn, in_reach: bool, times: tuple[float, float], others: tuple[float, float] | None, place: str
 ) -> None:
-    device, note = place_updates(wanted, mesh(CUDA, others), found(*times), in_reach=in_reach)
+    device, note = choose_device(wanted, mesh(CUDA, others), found(*times), in_reach=in_reach)
     assert device.type == place
     assert (note is not None) == (wanted == "auto" and not in_reach)
     if note is not None:
@@ -52,12 +52,12 @@ def test_a_cpu_has_nothing_to_choose() -> None:
         raise AssertionError("nothing is to be tried")
 
     for wanted in ("auto", "host", "device"):
-        assert place_updates(wanted, mesh(CPU), untried, in_reach=False) == (CPU, None)  # type: ignore[arg-type]
+        assert choose_device(wanted, mesh(CPU), untried, in_reach=False) == (CPU, None)  # type: ignore[arg-type]
 
 
 def tried(name: Any, device: torch.device) -> float:
     tiers = Tiers(device=device, ledger=Ledger())
-    return try_update(device, tiers, ZeroOptions(optimizer=OptimizerSettings(name=name)))
+    return time_update(device, tiers, ZeroOptions(optimizer=OptimizerSettings(name=name)))
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])

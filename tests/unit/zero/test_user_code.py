@@ -20,7 +20,7 @@ def entered(aside: Callable[[Tensor, Tensor], Tensor]) -> list[int]:
     calls.end(3, [product])
     loss = kept.sum()
     edge: Edge = (loss.grad_fn, loss.output_nr)  # type: ignore[assignment]
-    return [unit for unit, _ in calls.entrances([edge])]
+    return [unit for unit, _ in calls.unhooked_entries([edge])]
 
 
 @pytest.mark.parametrize(

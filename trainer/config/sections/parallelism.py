@@ -6,10 +6,10 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from zeromesh.settings.keys import (
     Allowed,
+    ConvertedBy,
     Count,
     Listed,
     Number,
-    ReadBy,
     ScalerKeys,
     Text,
     Whole,
@@ -69,7 +69,7 @@ class OffloadSection(Section):
     checksums: bool = False
     """Verify data read from files by checksums that stay in memory."""
     staging: Annotated[
-        Literal["auto"] | Annotated[Whole, ReadBy(bytes_from_text), Field(ge=LEAST_STAGING)],
+        Literal["auto"] | Annotated[Whole, ConvertedBy(bytes_from_text), Field(ge=LEAST_STAGING)],
         Allowed("auto, or a number of bytes of 4MiB or more, such as 64MiB"),
     ] = "auto"
     """Bytes of all staging buffers of a rank between the offload tier and the optimizer. auto: 64MiB on a CPU, a 64th of an

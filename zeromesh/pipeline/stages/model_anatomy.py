@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.errors import LayoutError, summary
-from zeromesh.overrides import override, tensors_put_aside
+from zeromesh.overrides import cached_tensors_removed, override
 
 HIDDEN = "hidden state"
 """The leaf that stands for the hidden state in what a block returns."""
@@ -221,7 +221,7 @@ class _Recorder:
         }
         batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
         # Tensors that modules cache for later calls, such as rotary embeddings, have no values here.
-        with ExitStack() as undo, tensors_put_aside(body), torch.no_grad():
+        with ExitStack() as undo, cached_tensors_removed(body), torch.no_grad():
 
             def wrap(module: nn.Module, run: Callable[..., Any], given: Any) -> None:
                 # A hook would change the hooks of a model.
