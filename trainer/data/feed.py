@@ -25,7 +25,7 @@ _SEARCHED_BATCHES = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """The datasets of a run, and what loading their files told about them."""
+    """The datasets of a run, their tokenizer or image processor, and facts about the text that was loaded."""
 
     train: Any
     eval: Any = None
@@ -33,7 +33,7 @@ class RunData:
     tokenizer: Tokenizer | None = None
     byte_pair_entropy: float | None = None
     """The conditional entropy of the training text in nats per token, for the byte tokenizer only."""
-    endings: tuple[int, ...] = ()
+    answer_ends: tuple[int, ...] = ()
     classes: tuple[str, ...] = ()
     processor: Any = None
     notes: tuple[str, ...] = ()
@@ -115,7 +115,7 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feeds:
-    """The feeds of a run, of which `plan` cuts the training data."""
+    """The feeds of a run; `plan` divides the training data into global batches and microbatches."""
 
     config: TrainerConfig
     data: RunData

@@ -143,7 +143,7 @@ class ForwardInputs:
             positions=positive(text_part(config), "max_position_embeddings") or None,
         )
 
-    def reduced(self, sample: Mapping[str, Any], *, unused: bool | None, library: bool) -> dict[str, Any]:
+    def prune(self, sample: Mapping[str, Any], *, unused: bool | None, library: bool) -> dict[str, Any]:
         """Return a sample without the fields that the data collator must not see: with `unused`, all that forward does not take.
         None drops text beside the model's inputs, which cannot become a tensor, and for a `library` collator, which makes a tensor
         of each field, all fields that forward does not take."""

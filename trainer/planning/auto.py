@@ -150,7 +150,7 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     rules = BatchRules(
         collate=inputs.collate,
         fields=forward.fields,
-        reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
+        drop_fields=partial(forward.prune, unused=config.data.remove_unused, library=is_library(inputs.collate)),
     )
     if is_stream(dataset):
         raise ConfigError(
