@@ -265,8 +265,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
 
 class _BatchMaker(Dataset[_Result]):
-    """Dataset of torch's `DataLoader` whose items are microbatches, by step and index in it. A worker returns errors as text, since not
-    every error can be pickled."""
+    """Dataset of torch's `DataLoader` whose items are microbatches, by step and index in it. A worker returns errors as text, since
+    not every error can be pickled."""
 
     def __init__(self, feed: Feed, data_rank: int, state: Mapping[str, Any] | None) -> None:
         self.feed = feed

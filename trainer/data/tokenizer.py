@@ -111,7 +111,7 @@ class PretrainedTokenizer:
         return [ids for ids, _ in self._encode(texts, offsets=False)]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
-        """Return the ids of each text and the character offsets `[begin, end)` of tokens, int64 `[tokens, 2]`; None for a slow tokenizer."""
+        """Return the ids of each text and the character offsets `[begin, end)` of its tokens, int64 `[tokens, 2]`, or None."""
         return self._encode(texts, offsets=getattr(self.tokenizer, "is_fast", False))
 
     def _encode(self, texts: Sequence[str], *, offsets: bool) -> list[tuple[TokenArray, TokenArray | None]]:

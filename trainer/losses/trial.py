@@ -124,7 +124,7 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
         small.eval()
     rounding = 1e-4 * max(float(gradient.norm()) for gradient in own.values())
     for name, gradient in own.items():
-        if not small_copy.apart(found[name], gradient, rounding) <= _TOLERANCE:
+        if not small_copy.deviation(found[name], gradient, rounding) <= _TOLERANCE:
             return f"the {'loss' if name == '' else 'gradient of ' + name} differs"
     return change
 
@@ -187,7 +187,7 @@ def _difference(model: Any | None) -> str:
     found: list[small_copy.Outputs] = []
 
     def run(small: Any) -> torch.Tensor:
-        small_copy.vary(small)
+        small_copy.perturb(small)
         with torch.no_grad():
             found[:] = [_outputs(small), *(_outputs(small, number) for number in range(len(_DOCUMENTS)))]
         return found[0][-1][1][0]
@@ -217,7 +217,7 @@ def _outputs(small: Any, document: int | None = None) -> small_copy.Outputs:
         row, begin, length = _DOCUMENTS[document]
         ids, positions = (each[row : row + 1, begin : begin + length] for each in (ids, positions))
     given = {"use_cache": False} if "use_cache" in inspect.signature(type(small).forward).parameters else {}
-    found, outputs = small_copy.recorded(small, lambda: small(input_ids=ids, position_ids=positions, **given))
+    found, outputs = small_copy.record_outputs(small, lambda: small(input_ids=ids, position_ids=positions, **given))
     logits = getattr(found, "logits", None)
     return [*outputs, ("", [found[0] if logits is None else logits])]
 
@@ -229,4 +229,4 @@ def _mixes(row: int, begin: int, length: int, together: torch.Tensor, alone: tor
     if [(together.shape[dim], alone.shape[dim]) for dim in changed] != [(2, 1), (_TOKENS, length)]:
         return False
     part = together.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
-    return not small_copy.apart(part.double(), alone.double(), 1.0) <= _ALIKE
+    return not small_copy.deviation(part.double(), alone.double(), 1.0) <= _ALIKE

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from zeromesh.offload import accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.models.small_copy import apart
+from zeromesh.trainer.models.small_copy import deviation
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.observe import Recorder, Verification, bytes_of, differences_of
 from zeromesh.trainer.verification.reference import batches_of, loss_sum, tensors_of, whole_model
@@ -39,7 +39,7 @@ def _check_determinism(each: Verification) -> Found:
                 differences.append(_found("determinism", what, abs(now - before), step=step))
     for name, value in first.parameters.items():
         if not torch.equal(value, again.parameters[name]):
-            size = apart(again.parameters[name], value)
+            size = deviation(again.parameters[name], value)
             differences.append(_found("determinism", f"{name} after an equal run", size, name=name))
     return differences, "the same bits in a second run"
 

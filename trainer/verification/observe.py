@@ -23,7 +23,7 @@ from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.models.small_copy import apart, whole_passes_in_float64
+from zeromesh.trainer.models.small_copy import deviation, whole_passes_in_float64
 from zeromesh.trainer.models.tensor_trial import part_of
 from zeromesh.trainer.verification.certificate import Difference, PassRecord
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of, train_plainly
@@ -124,7 +124,7 @@ class Observer(Recorder):
                 found = trainer.gradient(name)
             except PhaseError:
                 return  # The gradient was consumed inside backward.
-            size = float("inf") if found is None else apart(found.cpu(), gradient, whole)
+            size = float("inf") if found is None else deviation(found.cpu(), gradient, whole)
             self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
             self._note("gradient", name, size, place=self.plain.places[name])
 
@@ -142,7 +142,7 @@ class Observer(Recorder):
     def on_train_end(self, trainer: Any) -> None:
         super().on_train_end(trainer)
         for name, wanted in self.plain.average.items():
-            self._note("average", name, apart(self.average[name], wanted, 1e-12))
+            self._note("average", name, deviation(self.average[name], wanted, 1e-12))
 
     def _note(self, kind: str, name: str, size: float, *, place: int = 0, microbatch: int = -1) -> None:
         if not size <= self.bound:
@@ -165,7 +165,7 @@ class Observer(Recorder):
                 name, part = piece.spec.name, piece.in_parameter
                 own = master[piece.in_shard.start : piece.in_shard.end]
                 whole = part_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
-                size = apart(own, whole, rate * part.length**0.5)
+                size = deviation(own, whole, rate * part.length**0.5)
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
                 self._note(kind, name, size, place=self.plain.places.get(name, 0))
 
@@ -190,7 +190,7 @@ class Observer(Recorder):
                     share = _share(trainer, name, all_, own)
                     if share is not None:
                         self.compared += 1
-                        size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
+                        size = deviation(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
                         self._note("output", name, size, place=plain_order.get(name, 0), microbatch=turn)
 
 
@@ -302,7 +302,8 @@ def errors_of(
             if kind == "loss" or one == one:
                 yield kind, step, "", relative(one, other)
     for name, value in plain.parameters.items():
-        yield "parameter", last, name, apart(found.parameters[name], value, rate * last * value.numel() ** 0.5)
+        size = deviation(found.parameters[name], value, rate * last * value.numel() ** 0.5)
+        yield "parameter", last, name, size
 
 
 def differences_of(

@@ -21,7 +21,7 @@ from zeromesh.trainer.data.collate import IGNORED_LABEL, Collate
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.build import pin_sources, read_configuration
-from zeromesh.trainer.models.small_copy import InFloat64, first_copy, vary
+from zeromesh.trainer.models.small_copy import InFloat64, first_copy, perturb
 from zeromesh.trainer.models.user_model import ForwardInputs, integer, text_part, unwrap
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
@@ -67,7 +67,7 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
         ConfigError: for a model that can neither be trained whole nor be made smaller, and for one with unknown inputs.
     """
     model, notes = _small_model(config, inputs, mesh)
-    vary(model)
+    perturb(model)
     off = () if dropout or not without_dropout(model) else ("dropout is off; --check dropout compares what is drawn",)
     small = small_config(config, mesh, folder, dropout=dropout)
     wanted = STEPS * small.batch.global_size
