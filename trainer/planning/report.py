@@ -39,7 +39,7 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     after = [""]
     if rest:
         after += [f"{counted(len(rest), 'layout', ',')} do not fit; those that need least:"]
-        after += [f"  {row.estimate.layout}: {row.lacks}" for row in rest[:_REFUSALS]]
+        after += [f"  {row.estimate.layout}: {row.why_not}" for row in rest[:_REFUSALS]]
     after += [f"  {layout}: not possible: {reason}" for reason, layout in plan.refused.items()]
     after += [*([""] if len(after) > 1 else []), *_advice(plan, more)]
     return [*wrapped(lines, width), *table, *wrapped(after, width)]
@@ -102,7 +102,7 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
             "phases": {str(phase): seconds for phase, seconds in each.phases.items()},
             "bubble": each.bubble,
             "fits": row.fits,
-            "why_not": row.lacks,
+            "why_not": row.why_not,
         }
         for row, each in ((row, row.estimate) for row in plan.rows)
     ]

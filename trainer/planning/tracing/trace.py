@@ -154,9 +154,9 @@ class Tracer:
             undo.callback(override(block, "forward", partial(meter.run, name, block.forward)))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                undo.callback(hook_before(parameter, forget_gradient).remove)
+                undo.callback(hook_before(parameter, free_gradient).remove)
         for tensor in (*model.parameters(), *model.buffers()):
-            meter.know(tensor)
+            meter.register_state(tensor)
         with meter, kernels_of(self._device):
             total = self.loss(model, dict(batch), seed=1.0)
             meter.begin(AFTER, backward=True)
@@ -174,7 +174,7 @@ def trace_microbatch(
         return tracer.trace(batch, **options)
 
 
-def forget_gradient(parameter: Tensor) -> None:
+def free_gradient(parameter: Tensor) -> None:
     """Free a gradient as soon as it is computed, as the engine does."""
     parameter.grad = None
 
