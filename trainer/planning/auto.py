@@ -101,11 +101,8 @@ def given_keys(config: TrainerConfig, free: Collection[str] | None = None) -> li
 def set_auto(
     config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment
 ) -> tuple[TrainerConfig, Estimate]:
-    """Replace `auto` by the values of the fastest plan that fits, and return its estimate too.
-
-    Raises:
-        ConfigError: where no layout fits, and for a model or a machine that cannot be planned.
-    """
+    """Replace `auto` by the values of the fastest plan that fits, and return its estimate too. Raises `ConfigError` where no layout
+    fits, and for a model or a machine that cannot be planned."""
     ranks, host, chosen = environment.world_size, environment.local_world_size, _auto_keys(config)
     more = {
         key for key in FIELDS if key.partition(".")[2] not in getattr(config, key.partition(".")[0]).model_fields_set

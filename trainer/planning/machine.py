@@ -222,7 +222,7 @@ class Machine(Section):
         return rates
 
     def _message(self, ranks: int, hosts: int) -> tuple[float, float, float]:
-        """Return the seconds of an empty message within a host and of one between hosts, and of a byte around a ring of all ranks."""
+        """Return the seconds of an empty message within a host, of one between hosts, and of a byte around a ring of all ranks."""
         transport = self.transport(hosts)
         if hosts == 1:
             link = self._link("inside", transport)
