@@ -151,19 +151,19 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
     def step(self, step: int) -> list[Batch]:
         """Return the batches of all microbatches of data step `step` (from 0), on the CPU."""
-        return [self.batch(step, turn) for turn in range(self.feed.plan.accumulation)]
+        return [self.batch(step, index) for index in range(self.feed.plan.accumulation)]
 
-    def batch(self, step: int, turn: int) -> Batch:
-        """Return the batch of microbatch `turn` of a step. Raises `DataError` for a sample that cannot be read, a batch that cannot
-        be trained on, and a worker that is gone or hangs."""
+    def batch(self, step: int, index: int) -> Batch:
+        """Return the batch of microbatch `index` of a step. Raises `DataError` for a sample that cannot be read, a batch that
+        cannot be trained on, and a worker that died or hangs."""
         if not self._workers.count:
-            made = self._maker.make((step, turn))
+            made = self._maker.make((step, index))
         else:
-            if self._iterator is None or self._next_position != (step, turn):
+            if self._iterator is None or self._next_position != (step, index):
                 self.close()
-                self._start(step, turn)
+                self._start(step, index)
             made = self._next()
-            self._next_position = divmod(step * self.feed.plan.accumulation + turn + 1, self.feed.plan.accumulation)
+            self._next_position = divmod(step * self.feed.plan.accumulation + index + 1, self.feed.plan.accumulation)
             if made.failure is not None:
                 kind, text = made.failure
                 self.close()
@@ -180,19 +180,19 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             self._state = self._stream.state(self.feed.plan.samples_of(step).start)
         return self._state or {}
 
-    def _start(self, step: int, turn: int) -> None:
-        """Start workers that make all microbatches from microbatch `turn` of `step` on, in order."""
-        turns, count = self.feed.plan.accumulation, self._workers.count
+    def _start(self, step: int, index: int) -> None:
+        """Start workers that make all microbatches from microbatch `index` of `step` on, in order."""
+        per_step, count = self.feed.plan.accumulation, self._workers.count
         self._maker = _BatchMaker(self.feed, self._maker.data_rank, self._state)
         self._report = os.memfd_create("zeromesh-data-workers")
-        ahead = max(2 * count, min(turns + 1, _MOST_PREFETCHED))
+        ahead = max(2 * count, min(per_step + 1, _MOST_PREFETCHED))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings(), without_states():
             warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
             loader: DataLoader[_Result] = DataLoader(
                 self._maker,
-                sampler=map(divmod, range(step * turns + turn, self._last * turns), repeat(turns)),
+                sampler=map(divmod, range(step * per_step + index, self._last * per_step), repeat(per_step)),
                 batch_size=None,
                 collate_fn=lambda made: made,
                 num_workers=count,
@@ -251,7 +251,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         return DataError(f"data workers gave nothing for {limit} (data.timeout_seconds): {summary(error)}")
 
     def _stack(self, process: BaseProcess) -> str:
-        """Return the stack of a busy worker, newest call first; empty if it is idle or does not answer. A signal asks for it, since
+        """Return the stack trace of a busy worker, newest call first; empty if idle or silent. A signal asks for it, since
         a timer of `faulthandler` in the parent would make the child wait forever for a thread that a fork does not copy."""
         os.ftruncate(self._report, os.lseek(self._report, 0, os.SEEK_SET))
         os.kill(process.pid or 0, _STACK_SIGNAL)
@@ -274,10 +274,10 @@ class _BatchMaker(Dataset[_Result]):
         self._state = state
         self._begun = False
 
-    def __getitem__(self, place: tuple[int, int]) -> _Result:
+    def __getitem__(self, position: tuple[int, int]) -> _Result:
         try:
-            made = self.make(place)
-            _require_sendable(made.batch, self.feed.plan.microbatch(place[0], self.data_rank, place[1]))
+            made = self.make(position)
+            _require_sendable(made.batch, self.feed.plan.microbatch(position[0], self.data_rank, position[1]))
             return made
         except ZeromeshError as error:
             return _Result({}, failure=(type(error), str(error)))
@@ -286,9 +286,9 @@ class _BatchMaker(Dataset[_Result]):
             shown = "".join(traceback.format_exception(error)).rstrip()
             return _Result({}, failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
 
-    def make(self, place: tuple[int, int]) -> _Result:
+    def make(self, position: tuple[int, int]) -> _Result:
         """Return the batch of a microbatch by step and index and, for the last one of a step, the state of the stream after it."""
-        (step, turn), plan = place, self.feed.plan
+        (step, index), plan = position, self.feed.plan
         stream = self.feed.dataset if isinstance(self.feed.dataset, StreamedDataset) else None
         if stream is not None and not self._begun:
             with data_randomness(self.feed.order.seed, 0):
@@ -297,9 +297,9 @@ class _BatchMaker(Dataset[_Result]):
                 else:
                     stream.begin_again()
         self._begun = False  # If this raises, the next call restores the stream first.
-        batch = self.feed.fetch(plan.microbatch(step, self.data_rank, turn))
+        batch = self.feed.fetch(plan.microbatch(step, self.data_rank, index))
         state = None
-        if stream is not None and turn + 1 == plan.accumulation:
+        if stream is not None and index + 1 == plan.accumulation:
             state = stream.state(plan.samples_of(step + 1).start)
         self._begun = True
         return _Result(batch, state)
@@ -347,8 +347,8 @@ def _begin_worker(parent: int, report: int, worker: int) -> None:
             number = int(name)
             if not stat.S_ISREG(os.fstat(number).st_mode) or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE:
                 continue
-            inheritable, place = os.get_inheritable(number), os.lseek(number, 0, os.SEEK_CUR)
+            inheritable, position = os.get_inheritable(number), os.lseek(number, 0, os.SEEK_CUR)
             own = os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-            os.lseek(own, place, os.SEEK_SET)
+            os.lseek(own, position, os.SEEK_SET)
             os.dup2(own, number, inheritable)
             os.close(own)

@@ -136,13 +136,13 @@ class BatchPlan:
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
         """Return the `accumulation` microbatches of one rank in step `step` (from 0)."""
-        return tuple(self.microbatch(step, data_rank, turn) for turn in range(self.accumulation))
+        return tuple(self.microbatch(step, data_rank, index) for index in range(self.accumulation))
 
-    def microbatch(self, step: int, data_rank: int, turn: int) -> Microbatch:
-        """Return microbatch `turn` (from 0) of a rank in a step, in constant time. One past the end of the global batch repeats its
-        first block with weight 0."""
+    def microbatch(self, step: int, data_rank: int, index: int) -> Microbatch:
+        """Return microbatch `index` (from 0) of a rank in a step, in constant time. One past the end of the global batch repeats
+        its first block with weight 0."""
         samples = self.samples_of(step)
-        start = (turn * self.data_ranks + data_rank) * self.micro_size
+        start = (index * self.data_ranks + data_rank) * self.micro_size
         weight = 1 if start < len(samples) else 0
         block = samples[start * weight :][: self.micro_size]
         return Microbatch(first_sample=block.start, samples=tuple(block), weight=weight)

@@ -128,7 +128,7 @@ def _run_recomputed(
 ) -> Any:
     """Run a block's `function` by `run`, a form of torch's `checkpoint`; `offloads` moves the saved inputs off the device."""
     if store is None:
-        return run(_replay_rng(function), *map(_copied, args), **kwargs)
+        return run(_replay_rng(function), *map(_copy_input, args), **kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     # `checkpoint` saves its arguments under the hooks that are active around the call; inside, it has its own hooks.
@@ -165,7 +165,7 @@ class _SeparateCopy(torch.autograd.Function):
         return gradients[0]
 
 
-def _copied(value: Any) -> Any:
+def _copy_input(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.requires_grad and value.device.type == "cpu" and not value.is_leaf:
         return _SeparateCopy.apply(value)  # type: ignore[no-untyped-call]
     return value

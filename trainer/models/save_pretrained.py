@@ -67,7 +67,7 @@ def save_model(
         except Exception as error:  # noqa: BLE001 - of somebody else's `save_pretrained` too; all ranks have to know
             reason = getattr(error, "strerror", None) or error
             failure = str(error) if isinstance(error, StorageError) else f"{str(path)!r} cannot be written ({reason})"
-    for _ in tensors:  # All ranks gather each tensor, rank 0 after a failure too.
+    for _ in tensors:  # Ranks gather tensors together, so rank 0 goes on after a failure too.
         continue
     failed = int(mesh.world.all_reduce_max(torch.tensor([int(bool(failure))]), "end of saving")[0])
     return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
@@ -87,15 +87,15 @@ def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> d
 
 
 def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> None:
-    # Trained embeddings are among the adapter's tensors; PEFT would look at the Hub for changed ones.
+    # `adapter` has the trained embeddings; PEFT would look them up on the Hub to see if they have changed.
     own = {"save_embedding_layers": False} if is_peft_model(model) else {}
     ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
-    with peft_saves(model, tensors := adapter | ties):
+    with peft_reading(model, tensors := adapter | ties):
         model.save_pretrained(directory, state_dict=tensors, **own)
 
 
 @contextmanager
-def peft_saves(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def peft_reading(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Make PEFT read `tensors` instead of the model's own parameters inside the block: in the `state_dict` of modules that it
     trains whole (`modules_to_save`), and in encoders of learnt prompts."""
     copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}

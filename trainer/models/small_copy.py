@@ -39,7 +39,7 @@ _SMALL = {
     "n_group": 2, "topk_group": 1, "num_kv_shared_layers": 0,
 }  # fmt: skip
 _WIDTHS = {name: _SMALL[name] for name in ("vocab_size", "num_experts", "num_local_experts", "num_experts_per_tok")}
-# Reductions that are tried in turn, as sizes depend on each other by architecture, and hybrids need several layers.
+# Sizes and layers to try one after the other: architectures tie sizes to each other, and hybrids need several layers.
 _REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
     ({**_SMALL, "head_dim": 8}, 2),
     (_SMALL, 2),

@@ -191,7 +191,7 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
             rounds.append((time.perf_counter() - began) / _COUNT)
         times.append(max(group.gather_json(min(rounds), "seconds of an exchange")))
     (latency, seconds), messages = times, 2 * (group.size - 1)
-    # Each message of a ring carries 1/ranks of the tensor.
+    # A message of a ring collective carries 1/ranks of the tensor.
     moved = messages / group.size * sizes[-1]
     return {"latency_seconds": latency / messages, "bandwidth": moved / max(seconds - latency, seconds / 2)}
 
@@ -309,7 +309,7 @@ class _DeviceMeter:
         """Return the bytes of this process that belong to no model, after one was trained briefly."""
         used = 0
         fresh = resident_bytes() - mapped_file_bytes()
-        self._launch_seconds()  # Tracing loads modules that training does not.
+        self._launch_seconds()  # Tracing imports modules that training does not, so it comes first.
         before = resident_bytes() - mapped_file_bytes()
         step, trace, parameters = self._transformer(**self._sizes.model)
         for _ in range(_WARMUP_STEPS):

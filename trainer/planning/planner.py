@@ -85,11 +85,11 @@ class Plan:
     room: MemoryBytes
     rows: Sequence[PlanRow]
     refused: Mapping[str, str] = field(default_factory=dict)
-    """The reasons why a run refuses other layouts, each with the first layout that it refuses."""
+    """The first refused layout by the reason why a run refuses such layouts."""
 
     @cached_property
     def least(self) -> PlanRow:
-        """The row with the fewest device bytes: of those that fit, or of all where none does."""
+        """The row with the fewest device bytes, of those that fit or, where none fits, of all."""
         fitting = [row for row in self.rows if row.fits]
         return min(fitting or self.rows, key=lambda row: row.estimate.device_bytes)
 

@@ -25,7 +25,7 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
     lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
-    # Rows with equal milliseconds and equal first two digits differ by less than a plan's accuracy.
+    # A plan is not accurate enough to tell rows apart that have equal milliseconds and equal first two digits.
     groups: dict[str, list[PlanRow]] = {}
     for row in fitting:
         groups.setdefault(f"{round(row.estimate.seconds, 3):.2g}", []).append(row)
@@ -80,7 +80,7 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
         after = more.best.estimate
         gain = float("inf") if best is None else best.estimate.seconds / after.seconds
         took = "" if best is None else f", {gain:.2f} times as fast"
-        if gain > 1.03:  # The accuracy of a plan is not better.
+        if gain > 1.03:  # A smaller gain is within the error of a plan.
             yield f"{counted(more.ranks, 'rank')}: {human_seconds(after.seconds)} a step{took}: {after.layout}"
 
 

@@ -390,7 +390,7 @@ def _check_first_batches(
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
         samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
-    for name, feed in feeds.named().items():
+    for name, feed in feeds.by_name().items():
         if isinstance(feed.dataset, StreamedDataset) and resumes:
             continue  # A resumed stream was checked when the run began, and does not continue at its beginning.
         batch = feed.first_batch()

@@ -240,7 +240,7 @@ class SafetensorsSource(ParameterSource):
             if matched.provides(name) and not matched.provides(first):
                 stored.setdefault(first, name)
         self._origin = {name: stored.get(first, first) for name, first in canonical.items()}
-        """The name of each parameter, under any of its names, that the files have."""
+        """The name that the files have, by each of the names of a (possibly tied) parameter."""
         self._numel = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
         lost = fallback.lost() if isinstance(fallback, SeededSource) else ()
         if unknown := tuple(name for name in lost if not matched.provides(self._origin.get(name, name))):
