@@ -104,7 +104,7 @@ def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True)
 def remove_unfinished(directory: Path) -> None:
     """Remove the files that processes killed in `write_whole` left in a directory without writers. Raises `OSError`."""
     for path in directory.iterdir():
-        if _PASSING.fullmatch(path.name):
+        if _PASSING.fullmatch(path.name) and not path.is_dir():  # A model that is saved here may be one.
             path.unlink(missing_ok=True)
 
 

@@ -12,7 +12,7 @@ from zeromesh.comm.transport import TransportName
 from zeromesh.errors import ConfigError
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
-from zeromesh.settings.keys import AverageSettings, OptimizerKeys, ScalerSettings, ZeroKeys
+from zeromesh.settings.keys import AverageSettings, OptimizerKeys, ScalerKeys, ZeroKeys
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is never updated."""
@@ -81,8 +81,11 @@ class OptimizerClass:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(OptimizerKeys):
-    """The optimizer and its hyperparameters, under torch's names."""
+    """The optimizer and its hyperparameters, under torch's names and, unlike in a configuration, with torch's defaults but for
+    `lr`."""
 
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
     own_class: OptimizerClass | None = None
     """The class to run instead of the optimizer of that name."""
     members: tuple[tuple[str, ...], ...] = ()
@@ -98,6 +101,13 @@ class OptimizerSettings(OptimizerKeys):
             "momentum": self.momentum if momentum is None else momentum,
         }
         return {**common, "weight_decay": self.weight_decay}, {**common, "weight_decay": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalerSettings(ScalerKeys):
+    """The dynamic loss scale of float16 gradients, which never falls below `smallest`."""
+
+    smallest: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,6 +210,9 @@ class ZeroOptions(ZeroKeys):
             problems.append(f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}")
         if self.prefetch < 0:
             problems.append(f"zero.prefetch is {self.prefetch}; it must be 0 or more units")
+        budget: object = self.gathered_budget
+        if budget not in ("auto", None) and not (isinstance(budget, int) and budget >= 0):
+            problems.append(f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None")
         if self.offload.parameters.away and self.stage != 3:
             problems.append(
                 f"offload.parameters is {self.offload.parameters.tier} at stage {self.stage}: only stage 3 gathers "

@@ -1,7 +1,9 @@
 """The line to a host: both ends on this machine, over a stand-in for ssh that runs the command here."""
 
+import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +15,7 @@ import pytest
 
 from tests.support.waiting import is_running, wait_for
 from zeromesh.environment import RankRange
+from zeromesh.errors import ConfigError
 from zeromesh.launch import ssh
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import Host, HostProcess, LaunchPlan, Output, supervise
@@ -138,6 +141,23 @@ def test_a_connection_that_fails_is_told_with_its_words(launch: Launch) -> None:
         os.chdir(ROOT)
     assert isinstance(failed, WorkersFailed)
     assert "exit code 255 before the host had said how its part ended: Connection refused" in str(failed)
+
+
+def test_hosts_that_were_started_are_cut_off_when_another_cannot_be(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut, start = list[bool](), subprocess.Popen
+
+    def popen(arguments: list[str], **how: object) -> object:
+        if arguments[1] == "b":
+            raise OSError(errno.EMFILE, "Too many open files")
+        return start(arguments, **how)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(ssh.subprocess, "Popen", popen)
+    monkeypatch.setattr(ssh, "drain", lambda hosts, until: cut.extend(each._writer.closed for each in hosts))
+    with pytest.raises(ConfigError, match=r"--ssh: .* cannot be started \(Too many open files\)"):
+        launch.run("there()", "there()")
+    assert cut == [True]
 
 
 def test_the_run_goes_on_without_a_lost_host(launch: Launch) -> None:

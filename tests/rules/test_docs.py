@@ -154,6 +154,18 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor in anchors(target.relative_to(ROOT).as_posix()), f"{page}:{line}: {path} has no #{anchor}"
 
 
+def test_tests_that_a_page_names_are_there() -> None:
+    known = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    for path in (ROOT / "tests").rglob("*.py"):
+        known.update(re.findall(r"^ *(?:async )?(?:def|class) ([Tt]est\w+)", path.read_text(encoding="utf-8"), re.M))
+    for page in PAGES:
+        for line, text in spans(page):
+            parts = text.rpartition("/")[2].split("::")
+            if not re.fullmatch(r"test_[a-z0-9_]+(\.py)?", parts[0]) or parts[0] in BY_NAME:
+                continue
+            assert known.issuperset(parts), f"{page}:{line}: there is no `{text}`"
+
+
 def test_pictures_are_current() -> None:
     pictures = runpy.run_path(str(ROOT / "scripts/pictures/pictures.py"))
     for name, draw in pictures["PICTURES"].items():

@@ -91,18 +91,20 @@ class TokenDataset:
         ids = tokens = torch.from_numpy(stored)
         if self.marked:
             ids, begins = tokens >> ID_SHIFT, (tokens & BEGINS).bool()
-            untaught = ((tokens & TARGET) == 0) | begins
-        else:
+            labels = ids.masked_fill(((tokens & TARGET) == 0) | begins, IGNORED_LABEL)
+        elif self.separate:
             begins = torch.cat([torch.ones(1, dtype=torch.bool), ids[:-1] == self.separator])
-            untaught = begins & self.separate
-        found = {"input_ids": ids, "labels": ids.masked_fill(untaught, IGNORED_LABEL)}
+            labels = ids.masked_fill(begins, IGNORED_LABEL)
+        else:
+            labels = ids.clone()
+        found = {"input_ids": ids, "labels": labels}
         if self.labels is not None:
             found["labels"] = torch.tensor(self.labels[self.cuts[index]])
-        places = torch.arange(len(ids))
         if self.separate:
+            places = torch.arange(len(ids))
             found["position_ids"] = places - torch.where(begins, places, 0).cummax(0).values
         elif self.masked:
-            found["attention_mask"] = (places < size).long()
+            found["attention_mask"] = (torch.arange(len(ids)) < size).long()
         return found
 
     def check_vocabulary(self, vocab_size: int) -> None:

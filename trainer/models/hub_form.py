@@ -177,7 +177,8 @@ class HubForm:
             base = _base_of(self._layers[layer])
             plain |= {f"{layer}.{name}": each for name, each in base.state_dict(keep_vars=True).items()}
         self._tensors = {
-            name: torch.empty_like(each, device="meta") for name, each in self._in_files(iter(plain.items()))
+            name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+            for name, each in self._in_files(iter(plain.items()))
         }
 
     def convert(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:

@@ -395,10 +395,11 @@ def add_document_boundaries(model: nn.Module, batch: Mapping[str, Any]) -> Mappi
     of documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the
     longest. Other batches are unchanged. Raises `ConfigError` for a model whose forward takes no further keywords.
     """
-    inside, positions = pretrained_of(model), batch.get("position_ids")
-    if inside is None or "flash" not in str(getattr(inside.config, "_attn_implementation", None)):
-        return batch
+    positions = batch.get("position_ids")
     if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or "cu_seq_lens_q" in batch:
+        return batch
+    inside = pretrained_of(model)
+    if inside is None or "flash" not in str(getattr(inside.config, "_attn_implementation", None)):
         return batch
     if batch.get("attention_mask") is not None:
         return batch

@@ -155,7 +155,8 @@ class ForwardInputs:
 
         def passes(name: str, value: Any) -> bool:
             first = value[0] if isinstance(value, list | tuple) and value else value
-            return name in self.named | _COLLATOR_FIELDS or not (isinstance(first, str | None) or (library and known))
+            taken = name in self.named or name in _COLLATOR_FIELDS
+            return taken or not (isinstance(first, str | None) or (library and known))
 
         return {name: value for name, value in sample.items() if passes(name, value)}
 

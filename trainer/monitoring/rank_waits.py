@@ -34,7 +34,7 @@ _CAUSES = {"data": "data", "load": "disk", "save": "disk", "idle": "between step
 """The causes of waits for a rank by its activity; others are computation."""
 
 
-_EMPTY = {"pid": 0, "step": 0, "doing": "", "failure": "", "seconds": 0.0, "seconds_without_progress": 0.0}
+_EMPTY = {"rank": 0, "pid": 0, "step": 0, "doing": "", "failure": "", "seconds": 0.0, "seconds_without_progress": 0.0}
 
 
 def read_ranks(path: Path) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def read_ranks(path: Path) -> list[dict[str, Any]]:
         for row in rows:
             waits = row.get("waits") or {"for": "", "ranks": ()}
             _ = waits["for"], ranks_text(waits["ranks"]), float(row["seconds"] + row["seconds_without_progress"])
-        blames(rows), verdicts(rows)
+        sentences(blames(rows)), verdicts(rows)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise StorageError(f"{path} cannot be read: it is not as zeromesh writes it ({error!r})") from error
     return sorted(rows, key=lambda row: row["rank"])

@@ -149,9 +149,12 @@ class Machine(Section):
         rate = self.device.products.get(product.dtype)
         if rate is None:
             known = ", ".join(self.device.products)
+            fused = self.is_cpu and product.dtype == "float32"
+            what = "products, which fused attention takes in any precision" if fused else "products"
+            cure = "" if fused else "set precision.compute to one of them, "
             raise ConfigError(
-                f"the machine {self.name} has no rate of {product.dtype} products, only of {known}; set precision.compute to one "
-                f"of them, add device.products.{product.dtype} to its file, or measure it (zeromesh plan --measure)"
+                f"the machine {self.name} has no rate of {product.dtype} {what}, only of {known}; {cure}add device.products."
+                f"{product.dtype} to its file, or measure it (zeromesh plan --measure)"
             )
         return max(product.flops / rate, product.nbytes / self.device.memory_bandwidth)
 

@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from zeromesh.errors import ConfigError
 from zeromesh.offload import FileSettings, TierChoice
-from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import OptimizerKeys
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -39,7 +39,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         transport=config.parallel.transport,
         precision=Precision(
             **{role: getattr(torch, getattr(precision, role)) for role in ("compute", "master", "reduce")},
-            loss_scale=precision.loss_scale if precision.compute == "float16" else None,
+            loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
         ),
         optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)})),
         offload=OffloadOptions(

@@ -218,7 +218,8 @@ def write_directory(out: Path, nbytes: int, *, update: bool = False) -> Iterator
             raise ConfigError(occupied)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        _require_free(temporary, nbytes, repr(str(out)), "make room")
+        if not update:  # A model's last weights are worth a try wherever they may fit.
+            _require_free(temporary, nbytes, repr(str(out)), "make room")
         yield temporary
         for file in (path for path in temporary.rglob("*") if path.is_file() and not path.is_symlink()):
             with PositionalFile(file, direct=False) as opened:

@@ -109,7 +109,10 @@ class Counters:
 
     def wait(self, value: int, what: str) -> None:
         """Wait until the counters of all ranks are at least `value`; an error names the ranks that lag."""
-        words, places = self._words, self._places
+        words, places, watch = self._words, self._places, self._group.watch
+        if self.reached(value):
+            return
+        watch.begun += 1  # Also if they come at once: an error after a wait for others is told to them.
         for _ in range(_LOOKS):
             for place in places:
                 if words[place] < value:
@@ -126,7 +129,7 @@ class Counters:
                     futex.wait(seen, seconds)
                     return
 
-        self._group.watch.wait(lambda: self.reached(value), behind(), what, pause, behind, looks=0)
+        watch.wait(lambda: self.reached(value), behind(), what, pause, behind, looks=0)
 
 
 def shared_segments(

@@ -165,6 +165,8 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
             leader = Leader(nodes, 0, notify, stopped, members=members, address_of=address_of)
             return run_starts((), leader, requests)
         finally:
+            for each in started:  # Nobody else does where not all could be started.
+                each.close()
             # An orphaned process may keep the pipes of a host open forever.
             drain([each for each in started if not each.lost], time.monotonic() + _LINGER_SECONDS)
             for each in started:

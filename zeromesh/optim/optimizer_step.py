@@ -43,8 +43,8 @@ from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
 from zeromesh.optim.gradients import GradientReducer, gradient_of
-from zeromesh.options import Placement, UpdateOn, ZeroOptions
-from zeromesh.settings.keys import AverageSettings, ScalerSettings
+from zeromesh.options import Placement, ScalerSettings, UpdateOn, ZeroOptions
+from zeromesh.settings.keys import AverageSettings
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
@@ -56,9 +56,6 @@ _EXCHANGE_ELEMENTS = 1 << 20
 def clip_factor(norm: float, limit: float) -> float:
     """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients; 1 for limit 0, which means no clipping."""
     return 1.0 if limit <= 0 else min(1.0, limit / (norm + 1e-6))
-
-
-_LEAST_SCALE = 1.0
 
 
 class LossScaler:
@@ -82,7 +79,7 @@ class LossScaler:
             return
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
-            self.scale = max(_LEAST_SCALE, self.scale * settings.backoff_factor)
+            self.scale = max(settings.smallest, self.scale * settings.backoff_factor)
         elif self.good_steps == settings.growth_interval:
             self.scale, self.good_steps = self.scale * settings.growth_factor, 0
 

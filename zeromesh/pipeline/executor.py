@@ -181,9 +181,11 @@ class _Run:
             else:
                 while wanted not in self._waiting:
                     self._receive_next()
-                received, specs = self._waiting.pop(wanted).wait()
-                for tensor, spec in zip(received, specs, strict=True):
+                # No name but `received` refers to a tensor: its memory is free before the outputs are sent.
+                received = [
                     tensor.requires_grad_(spec.differentiable and not wanted.gradient)
+                    for tensor, spec in zip(*self._waiting.pop(wanted).wait(), strict=True)
+                ]
             if not wanted.gradient:
                 self._specs(wanted, received)
         if not self.channels.group.on_stream:  # There a receive would hold up the send of this action.

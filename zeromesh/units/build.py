@@ -177,10 +177,10 @@ def kept_buckets(
     """
     away, budget = options.offload.parameters.leaves(device), options.gathered_budget
     alone = kind == "local" and not away
-    if options.placements.parameters is Placement.REPLICATED or (alone and budget == "auto"):
+    if options.placements.parameters is Placement.REPLICATED or (alone and not isinstance(budget, int)):
         return [[True] * len(unit) for unit in units]
     at_rest = [[_rests_as_gathered(each, options) for each in unit] for unit in units]
-    if budget == "auto":
+    if not isinstance(budget, int):
         shared = kind == "shared" and not away
         return [[shared and (number == 0 or all(unit))] * len(unit) for number, unit in enumerate(at_rest)]
     kept = [[alone and rests for rests in unit] for unit in at_rest]

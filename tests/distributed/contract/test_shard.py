@@ -126,3 +126,12 @@ def test_names_are_compared_only_after_a_change(monkeypatch: pytest.MonkeyPatch)
     model[1].weight = weight
     engine.require_same_parameters()
     zeromesh.unshard(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_buffer_of_quantized_values_stays() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", torch.quantize_per_tensor(torch.eye(2), 0.5, 0, torch.qint8))
+    zeromesh.shard(model)
+    assert dict(zeromesh.state_dict(model))["table"].dequantize().equal(torch.eye(2))
+    zeromesh.unshard(model)

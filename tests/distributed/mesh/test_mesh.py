@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tests.support.waiting import wait_for
-from zeromesh.comm.shm_transport import Futex
+from zeromesh.comm.shm_transport import Counters, Futex
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory import allocation
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
@@ -377,6 +379,16 @@ def test_nobody_sleeps_for_what_has_been_written(words: memoryview) -> None:
     began = time.perf_counter()
     Futex(words, 0).wait(4, 0.9)
     assert time.perf_counter() - began < 0.8
+
+
+@pytest.mark.parametrize(("looks", "begun"), [([3], 0), ([2, 3], 1)])
+def test_a_wait_without_sleep_counts_too(words: memoryview, looks: list[int], begun: int) -> None:
+    """An evaluation that fails after one has had others in it, who are told."""
+    group: Any = SimpleNamespace(size=1, index=0, ranks=(0,), watch=SimpleNamespace(begun=0))
+    counters: Any = Counters(words, 0, group)
+    counters._words = type("Words", (), {"__getitem__": lambda _self, _place: looks.pop(0)})()
+    counters.wait(3, "a gather")
+    assert group.watch.begun == begun
 
 
 def test_sleep_ends_without_a_write(words: memoryview) -> None:

@@ -186,7 +186,9 @@ def test_a_full_disk_or_one_that_refuses_is_found_before_anything_is_written(
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
 
 
-def test_files_of_a_directory_are_replaced_together_or_not_at_all(tmp_path: Path) -> None:
+def test_files_of_a_directory_are_replaced_together_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
     (out / "config.json").mkdir(parents=True)
     for name in ("notes", "model.safetensors"):
@@ -198,6 +200,7 @@ def test_files_of_a_directory_are_replaced_together_or_not_at_all(tmp_path: Path
     assert (out / "model.safetensors").read_text() == "old"
     folder.mkdir()
     (folder / "left behind by a kill").touch()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
     with write_directory(out, 0, update=True) as folder:
         for name in ("model.safetensors", "config.json"):
             (folder / name).write_text("new")

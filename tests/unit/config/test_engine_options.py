@@ -13,8 +13,7 @@ from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import LossScaler
-from zeromesh.options import OptimizerSettings, Precision, ZeroOptions
-from zeromesh.settings.keys import ScalerSettings
+from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import biases_and_norms, engine_options
 from zeromesh.zero.engine import ZeroEngine
@@ -39,6 +38,8 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
     [
         (ZeroOptions, {"stage": 5}, ["zero.stage is 5; it must be one of"]),
         (ZeroOptions, {"prefetch": -1}, ["zero.prefetch is -1"]),
+        (ZeroOptions, {"gathered_budget": -1}, ["zero.gathered_budget is -1; it must be 0 or more bytes, or auto"]),
+        (ZeroOptions, {"gathered_budget": "1MiB"}, ["zero.gathered_budget is '1MiB'"]),
         (ZeroOptions, {**IN_BACKWARD, "clip_norm": 1.0}, ["optimizer.in_backward needs run.clip_norm 0"]),
         (ZeroOptions, {"optimizer_in_backward": True}, ["optimizer.in_backward needs run.on_nonfinite: stop"]),
         (ZeroOptions, {**IN_BACKWARD, "precision": HALF}, ["cannot run with a loss scale"]),
@@ -85,6 +86,17 @@ def test_what_the_engine_would_refuse_is_no_valid_configuration() -> None:
         valid += 1
     # Seven settings of dtypes, with either clip_norm; two of them are float16, which needs `skip`. In backward, `stop` alone.
     assert valid == 2 * (7 + 5) + 5
+
+
+def test_without_a_configuration_defaults_are_those_of_torch() -> None:
+    """A configuration has betas and a weight decay of its own."""
+    (group,) = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).param_groups
+    decayed, _ = OptimizerSettings().groups()
+    assert [decayed[name] for name in ("betas", "eps", "weight_decay")] == [
+        group[name] for name in ("betas", "eps", "weight_decay")
+    ]
+    configured, _ = engine_options(load_config({}), accumulation=1).optimizer.groups()
+    assert (configured["betas"], configured["weight_decay"]) == ((0.9, 0.95), 0.1)
 
 
 def test_the_roles_of_dtypes_are_one_line() -> None:

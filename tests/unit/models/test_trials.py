@@ -143,6 +143,30 @@ class SoftGPT2(tf.GPT2LMHeadModel):
             block.mlp = SoftMLP()
 
 
+class First(nn.Module):
+    """The first of the features: of those of a rank, under tensor parallelism."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden[..., :1]
+
+
+class ScaledMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.first, self.down = nn.Linear(32, 48), First(), nn.Linear(48, 32)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.up(hidden).relu()
+        return self.down(hidden) * (1 + self.first(hidden))
+
+
+class ScaledGPT2(tf.GPT2LMHeadModel):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.mlp = ScaledMLP()
+
+
 def _gpt2(kind: type[nn.Module] = tf.GPT2LMHeadModel) -> nn.Module:
     return _of_class(kind, _model("gpt2", num_hidden_layers=3, bos_token_id=0, eos_token_id=0))
 
@@ -183,13 +207,17 @@ def test_attention_and_mlps_are_recognised_and_equal(model: Any, divided: int) -
     ("model", "rules", "message"),
     [
         (lambda: _gpt2(SoftGPT2), {}, r"parallel\.tensor: .*transformer\.h\.0\.mlp\.down, a Linear, computes something"),
+        (lambda: _gpt2(ScaledGPT2), {}, r"transformer\.h\.0\.mlp\.first, a First, computes something else"),
         (_llama, {"*.gate_proj": "replicate"}, r"parallel\.plan: .*layers\.0\.mlp, a LlamaMLP, cannot compute its part \("),
         (_llama, {"*.input_layernorm": "replicated_with_grad_allreduce"}, r"input_layernorm, .* another gradient of its weight"),
         (_big_bird, {}, r"forward puts a BigBirdSelfAttention in the place of bert\.encoder\.layer\.\*\.attention\.self"),
         (lambda: _model("ctrl", dff=44), {}, r"multi_head_attention\.Wk, a RowParallelLinear, cannot compute its part"),
         (lambda: _llama(LlamaOfAnotherMLP), {}, r"mlp\.down_proj, a RowParallelLinear, .* has 22 of them here, and gets 44"),
     ],
-    ids=["softmax", "one of two", "a sum of whole gradients", "other modules in forward", "names of its own", "a library's plan"],
+    ids=[
+        "softmax", "right on one rank", "one of two", "a sum of whole gradients", "other modules in forward", "names of its own",
+        "a library's plan",
+    ],
 )  # fmt: skip
 def test_what_computes_something_else_is_refused_by_its_module(model: Any, rules: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

@@ -208,11 +208,11 @@ def test_whole_blocks_go_past_the_page_cache_without_a_detour(tier: FileTier, ch
 @checked
 def test_nothing_goes_through_the_page_cache(tier: FileTier, moved: Moved, checksums: bool) -> None:
     """Whatever bytes are moved, from wherever: it would fill with what nobody reads twice. Also more than is moved at once."""
-    straight = file_tier._STRAIGHT
-    slot = tier.allocate(2 * straight + 300, "some")
+    large = file_tier._LARGE_PIECE
+    slot = tier.allocate(2 * large + 300, "some")
     model = torch.zeros(slot.nbytes, dtype=torch.uint8)
     near = ((0, 3 * BLOCK + 100, 8), (0, 2 * BLOCK, 1000), (5, 50, 0), (BLOCK, 3 * BLOCK, 0))
-    alike = ((10, slot.nbytes - 7), (0, slot.nbytes), (BLOCK, straight + 5), (BLOCK - 1, slot.nbytes))
+    alike = ((10, slot.nbytes - 7), (0, slot.nbytes), (BLOCK, large + 5), (BLOCK - 1, slot.nbytes))
     for begin, end, shift in (*near, *((begin, end, begin % BLOCK) for begin, end in alike)):
         model[begin:end] = some_bytes(end - begin, end)
         slot.write(begin, placed(some_bytes(end - begin, end), shift))

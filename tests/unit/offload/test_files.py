@@ -96,8 +96,10 @@ def test_a_file_is_written_whole_whatever_its_name_and_what_was_there(
 def test_what_a_kill_left_unfinished_is_removed_and_nothing_else(tmp_path: Path) -> None:
     for name in (".zeromesh-0123456789abcdef.tmp", ".zeromesh-0123.tmp", "kept.tmp"):
         (tmp_path / name).touch()
+    saving = tmp_path / ".zeromesh-00000000deadbeef.tmp"
+    saving.mkdir()  # A model that is saved into a run's directory, or what a kill has left of one.
     remove_unfinished(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".zeromesh-0123.tmp", "kept.tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [saving.name, ".zeromesh-0123.tmp", "kept.tmp"]
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)

@@ -2,8 +2,10 @@
 
 import copy
 import inspect
+import weakref
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tests.conformance import models
 from tests.support.architectures import TINY_VOCABULARY as VOCABULARY
 from tests.support.architectures import tiny
 from tests.support.pipeline_cases import alone, batches, build, loss_of
-from zeromesh.comm.point_to_point import Channels
+from zeromesh.comm.point_to_point import Channels, MessageSpec
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
@@ -277,6 +279,25 @@ def test_all_stages_in_one_process(name: str, dtype: torch.dtype) -> None:
             assert torch.allclose(grad, wanted[parameter_name], rtol=1e-9, atol=1e-12), parameter_name
         else:
             assert torch.equal(grad, wanted[parameter_name]), parameter_name
+
+
+def test_what_an_action_has_received_is_freed_before_its_outputs_are_sent() -> None:
+    received: list[weakref.ref[torch.Tensor]] = []
+    held: list[list[bool]] = []
+
+    def receive(*_: Any) -> Any:
+        tensors = [torch.zeros(2), torch.zeros(2)]
+        received.extend(map(weakref.ref, tensors))
+        specs = [MessageSpec.of(each) for each in tensors]
+        return SimpleNamespace(wait=lambda: ([tensors.pop(0), tensors.pop(0)], specs))
+
+    group: Any = SimpleNamespace(size=3, index=1, watch=WATCH, on_stream=False, require_same=lambda *_, **__: None)
+    channels: Any = SimpleNamespace(device=torch.device("cpu"), group=group, receive=receive)
+    channels.advance = channels.settle = lambda: None
+    channels.send = lambda *_: held.append([each() is not None for each in received])
+    runner: Any = SimpleNamespace(signature=lambda number: number, run=lambda action, given: [torch.ones(2)])
+    Executor(group, channels).run(make_schedule("gpipe", ranks=3, microbatches=1), runner)
+    assert held == [[False] * 2, [False] * 4]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma", "mixtral"])

@@ -37,6 +37,7 @@ SMALL = {
     "disk": {"read": 1e9, "written": 5e8, "latency_seconds": 1e-4},
 }
 MACHINE = Machine.model_validate(SMALL)
+SIXTEEN = MACHINE.device.model_copy(update={"products": {"bfloat16": 8e10}})
 EVERY = [MACHINE, *map(find_machine, ("a100", "b200", "h100", "h200", "l4", "laptop", "t4"))]
 
 
@@ -167,6 +168,10 @@ def test_no_machine_at_all_is_an_error(tmp_path: Path, text: str) -> None:
         (
             lambda: find_machine("t4").product_seconds(Product("bfloat16", 16, 24)),
             r"only of float16, float32; set precision\.compute",
+        ),
+        (
+            lambda: MACHINE.model_copy(update={"device": SIXTEEN}).product_seconds(Product("float32", 16, 24)),
+            r"float32 products, which fused attention takes in any precision, only of bfloat16; add device\.products\.float32",
         ),
         (
             lambda: find_machine("a100").model_copy(update={"links": LinkSet()}).collective_seconds("x", 10, ranks=2),

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,17 @@ def test_layouts_that_do_not_fit_say_what_they_lack(subject: Subject, on_card: S
     without = _lines(Planner(on_card, _card(disk=False)).plan(1))
     assert "states on files: not possible: the machine has no disk; add disk with read" in without
     assert "no disk" not in _lines(Planner(on_card, _card()).plan(1))
+
+
+def test_more_samples_do_not_take_more_operations_but_where_a_loop_is_over_them() -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 300, "n_positions": 128}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    keys = (f"model.config={config | ends}", "data.sequence_length=64", "batch.global_size=32")
+    with closing(subject_of(load_config(None, [*keys, "precision.compute=float32"]), device="cpu")) as small:
+        two, eight = (small.trace(1, micro, False, "none").segments[1].backward for micro in (2, 8))
+    # Products of equal sizes follow each other with two samples, and not with one: that is no loop.
+    assert eight.operations < 1.5 * two.operations
+    assert eight.flops == 4 * two.flops
 
 
 def test_more_microbatches_keep_less(subject: Subject) -> None:

@@ -95,9 +95,18 @@ def test_status_shows_hostile_names_and_states(tmp_path: Path, capsys: pytest.Ca
     found = said(capsys)
     assert "[|]\\x1b[31m" in found
     assert "[/]" in found
-    (run / "ranks.json").write_text(json.dumps({"ranks": [{**row, "seconds_without_progress": 10**4000}]}))
-    assert main(["status", str(run)]) == 1
-    assert "ranks.json" in said(capsys)
+    link = {"for": EVIL, "ranks": [], "seconds": EVIL}
+    for wrong in ({"seconds_without_progress": 10**4000}, {"waits": link}):
+        (run / "ranks.json").write_text(json.dumps({"ranks": [{**row, **wrong}]}))
+        assert main(["status", str(run)]) == 1
+        assert "ranks.json" in said(capsys)
+
+
+def test_status_gives_rows_with_the_rank_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_in(tmp_path / "run", ranks=[{"rank": 1, "step": 3}, {"rank": 0, "step": 3}])
+    assert main(["status", str(run), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["ranks"]
+    assert [(next(iter(row)), row["rank"]) for row in rows] == [("rank", 0), ("rank", 1)]
 
 
 HERE = socket.gethostname()

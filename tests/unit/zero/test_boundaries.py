@@ -9,8 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from zeromesh.optim.optimizer_step import LossScaler, clip_factor
-from zeromesh.options import ZeroOptions
-from zeromesh.settings.keys import ScalerSettings
+from zeromesh.options import ScalerSettings, ZeroOptions
 from zeromesh.trainer.losses.trial import examine
 from zeromesh.units.build import kept_buckets
 
@@ -39,6 +38,13 @@ def test_a_budget_keeps_what_fits_it_exactly_the_last_unit_first(budget: int, ke
     assert found == [[stays] * len(unit) for stays, unit in zip(kept, units, strict=True)]
 
 
+@pytest.mark.parametrize(("kind", "kept"), [("local", True), ("shared", True), ("gloo", False)])
+def test_no_budget_is_an_automatic_one(kind: str, kept: bool) -> None:
+    budgets: Any = ("auto", None)
+    for budget in budgets:
+        assert kept_buckets([[_layout(50)]], ZeroOptions(gathered_budget=budget), CPU, kind) == [[kept]]
+
+
 @pytest.mark.parametrize("norm", [0.0, 1e-7, 0.999, 1.0, 1.0000005, 1.000002, 37.0])
 def test_clipping_multiplies_as_torch_does(norm: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
@@ -48,12 +54,12 @@ def test_clipping_multiplies_as_torch_does(norm: float) -> None:
 
 
 def test_the_loss_scale_moves_in_the_step_that_fills_the_interval() -> None:
-    scaler = LossScaler(ScalerSettings(initial_scale=8.0, growth_interval=2))
+    scaler = LossScaler(ScalerSettings(initial_scale=8.0, growth_interval=2, smallest=2.0))
     found = []
-    for overflow in (False, False, False, True, False, True, True):
+    for overflow in (False, False, False, True, False, True, True, True):
         scaler.update(overflow=overflow)
         found.append(scaler.scale)
-    assert found == [8.0, 16.0, 16.0, 8.0, 8.0, 4.0, 2.0]
+    assert found == [8.0, 16.0, 16.0, 8.0, 8.0, 4.0, 2.0, 2.0]
 
 
 class _NearlyItsOwnLoss(LlamaForCausalLM):

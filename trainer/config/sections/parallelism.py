@@ -10,7 +10,7 @@ from zeromesh.settings.keys import (
     Listed,
     Number,
     ReadBy,
-    ScalerSettings,
+    ScalerKeys,
     Text,
     Whole,
     ZeroKeys,
@@ -122,7 +122,7 @@ class ParallelSection(Section):
     start."""
 
 
-class LossScaleSection(Section, ScalerSettings):  # type: ignore[misc]  # pydantic freezes it too
+class LossScaleSection(Section, ScalerKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
 
 
