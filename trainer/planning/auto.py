@@ -30,11 +30,7 @@ _CARDS = 8
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:
     """Return the machine with a name, a size or a file; by default the one measured here, or one with this host's accelerators.
-    `devices` is the number of cards per host where it is unknown.
-
-    Raises:
-        ConfigError: for a machine that is not known.
-    """
+    `devices` is the number of cards per host where it is unknown. Raises `ConfigError` for a machine that is not known."""
     if name is None and accelerator.found() is not None:
         name = find_name(accelerator.device_name(accelerator.begin()[0]))
     return find_machine(name, devices=devices)
