@@ -49,7 +49,7 @@ from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.monitoring.step_stats import require_free_names
-from zeromesh.trainer.planning.auto import given_keys, plan_config, settle
+from zeromesh.trainer.planning.auto import given_keys, plan_config, set_auto
 from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
 from zeromesh.trainer.setup.named_objects import named_inputs
@@ -474,7 +474,7 @@ class Trainer(ModelOnMesh):
         if self._mesh is None:
             self.start_times.begin()
             if self.config.parallel.auto:
-                self.config, planned = settle(self.config, self.inputs, read_environment())
+                self.config, planned = set_auto(self.config, self.inputs, read_environment())
                 self._planned = planned.check()
             self._mesh = connect(self.config)
             self.start_times.end("rendezvous")

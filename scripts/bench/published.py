@@ -14,7 +14,7 @@ from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import find_machine
-from zeromesh.trainer.planning.planner import lacks, room_of
+from zeromesh.trainer.planning.planner import memory_per_rank, why_not
 from zeromesh.trainer.planning.subject import Subject
 
 LENGTH, VOCABULARY = 2048, 51200
@@ -107,8 +107,8 @@ def megatron_table() -> Iterator[str]:
         }
         subject = of_configuration(config, row.batch, LENGTH)
         found = list(_estimates(row, subject, Estimator(subject, machine, 8)))
-        room = room_of(machine, 8)
-        best = min((each for each in found if not lacks(each, room)), key=lambda each: each.seconds)
+        room = memory_per_rank(machine, 8)
+        best = min((each for each in found if not why_not(each, room)), key=lambda each: each.seconds)
         planned = row.flops / best.seconds / row.gpus / 1e12
         ratio = planned / row.achieved
         within += abs(ratio - 1) <= 0.2
@@ -172,7 +172,7 @@ def llama_table() -> Iterator[str]:
     yield f"| mesh | GiB a rank | fits | {' | '.join(f's of {samples} sequences' for samples in _SAMPLES)} |"
     yield "|---|---|---|---|---|"
     machine = find_machine("a100")
-    room = room_of(machine, 8)
+    room = memory_per_rank(machine, 8)
     estimators = {samples: Estimator(of_configuration(LLAMA_70B, samples, 4096), machine, 8) for samples in _SAMPLES}
     for shape in _EIGHT:
         found = []
@@ -189,7 +189,7 @@ def llama_table() -> Iterator[str]:
             f"{each.seconds - each.phases.get(StepPhase.OFFLOAD_WAIT, 0.0) - each.phases.get(StepPhase.OPTIMIZER, 0.0):.2f}"
             for each in found
         ]
-        fits = "no" if any(lacks(each, room) for each in found) else "yes"
+        fits = "no" if any(why_not(each, room) for each in found) else "yes"
         mesh = str(shape).partition(",")[0]
         most = max(each.device_bytes for each in found) / 2**30
         yield f"| {mesh} | {most:.1f} | {fits} | {' | '.join(seconds)} |"

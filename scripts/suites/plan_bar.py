@@ -28,7 +28,7 @@ from zeromesh.trainer.planning.auto import subject_of
 from zeromesh.trainer.planning.estimate import GATHERED, Estimator
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine, find_machine
-from zeromesh.trainer.planning.planner import Plan, Planner, lacks, room_of
+from zeromesh.trainer.planning.planner import Plan, Planner, memory_per_rank, why_not
 from zeromesh.trainer.planning.subject import Subject
 
 HOST, FILE, HALF = TierChoice(tier="host"), TierChoice(tier="file"), TierChoice(tier="host", fraction=0.5)
@@ -143,13 +143,13 @@ class Result:
     plan: Plan
     seconds: float
     """Predicted for the layout by hand."""
-    lacks: str
+    why_not: str
 
     @property
     def beaten(self) -> bool:
         """True where the layout by hand fits, and is faster than all of the plan."""
         best = self.plan.best
-        return not self.lacks and (best is None or best.estimate.seconds > self.seconds * 1.001)
+        return not self.why_not and (best is None or best.estimate.seconds > self.seconds * 1.001)
 
 
 def tried(bar: Bar) -> Result:
@@ -159,9 +159,9 @@ def tried(bar: Bar) -> Result:
     subject = _subject(bar.model, bar.lora, bar.samples, bar.length)
     plan = Planner(subject, machine).plan(ranks)
     estimate = Estimator(subject, machine, machine.host.devices).estimate(bar.placed())
-    room = room_of(machine, min(ranks, machine.host.devices))
+    room = memory_per_rank(machine, min(ranks, machine.host.devices))
     refused = subject.refusal(bar.placed())
-    return Result(bar=bar, plan=plan, seconds=estimate.seconds, lacks=refused or lacks(estimate, room))
+    return Result(bar=bar, plan=plan, seconds=estimate.seconds, why_not=refused or why_not(estimate, room))
 
 
 def _row(result: Result) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{bar.model}{' LoRA' if bar.lora else ''}",
         f"{bar.layout.ranks} x {bar.device}",
         str(bar.placed()),
-        human_seconds(result.seconds) if not result.lacks else "too large",
+        human_seconds(result.seconds) if not result.why_not else "too large",
         human_seconds(best.estimate.seconds) if best else "nothing",
         human_bytes(best.estimate.device_bytes) if best else "",
         str(best.estimate.layout) if best else "",

@@ -467,7 +467,7 @@ def last_label_of_chunk(softmax: Any, self: Any, logits: torch.Tensor, targets: 
         logits[-1:] = 0
 
 
-@seeded(prepare, "_replaying", {**_RECOMPUTED, **_DROPS}, r"layers\.\d")
+@seeded(prepare, "_replay_rng", {**_RECOMPUTED, **_DROPS}, r"layers\.\d")
 def other_dropout_again(replaying: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """A recomputed block draws other dropout than it drew in forward."""
     replayed, calls = replaying(function), itertools.count()

@@ -26,7 +26,7 @@ from zeromesh.units.unit import digest
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import MODEL
 
-NOTHING = Manifest(step=0, files={})
+NO_REFERENCES = Manifest(step=0, files={})
 
 
 def source_directory(model: torch.nn.Module) -> Path | None:
@@ -47,7 +47,7 @@ class FrozenWeights:
     def __init__(
         self, engine: ZeroEngine, how: Literal["auto", "reference", "whole"], note: Callable[[str], None]
     ) -> None:
-        """Take `checkpoint.frozen` as `how`, and a function that shows a line as `note`."""
+        """`how` is the value of `checkpoint.frozen`, and `note` a function that shows a line."""
         self._engine, self._note, self._line = engine, note, ""
         self._directory = source_directory(engine.model)
         if how == "reference" and self._directory is None:
@@ -57,14 +57,14 @@ class FrozenWeights:
         self._reader: CheckpointReader | None = None
         """Reader of the source under the engine's weight names, with checksums; None before the first checkpoint."""
         self._unchanged: dict[tuple[str, int], tuple[int, ...]] = {}
-        """Shards that equal the source, by name and first element, with their digest and the file's identity."""
+        """Shards that equal the source, by name and first element: their digest, and inode, size and times of the file."""
 
     def referenced(self) -> Manifest:
         """Return the frozen weights that a checkpoint may reference now, with their source files."""
         mesh, state = self._engine.mesh, self._engine.checkpoint_state
         frozen = state.frozen() if self._wanted else set()
         if not frozen:
-            return NOTHING
+            return NO_REFERENCES
         kept: tuple[TensorSpec, ...] = ()
         try:
             reader = self._reader = self._reader or self._open(frozen)
@@ -84,7 +84,7 @@ class FrozenWeights:
         if line != self._line:
             self._note(line)
         self._line = line
-        return replace(reader.manifest, tensors=kept) if kept else NOTHING
+        return replace(reader.manifest, tensors=kept) if kept else NO_REFERENCES
 
     def _open(self, frozen: set[str]) -> CheckpointReader:
         """Open the source under the engine's weight names; rank 0 reads headers and computes checksums."""
@@ -95,7 +95,7 @@ class FrozenWeights:
         def look() -> str:
             if self._directory is None:
                 return ""
-            tensors = tuple(_stored(self._engine.model, self._directory, specs, aliases))
+            tensors = tuple(_source_tensors(self._engine.model, self._directory, specs, aliases))
             records = {}
             for path in {each.path for each in tensors}:
                 with (self._directory / path.removeprefix(SOURCE)).open("rb") as file:
@@ -105,7 +105,7 @@ class FrozenWeights:
 
         what = "reading the source of frozen weights"
         text = mesh.world.all_or_raise(what, look, CheckpointError, first=True)[0]
-        manifest = manifests.parse(Path("source of frozen weights"), text.encode()) if text else NOTHING
+        manifest = manifests.parse(Path("source of frozen weights"), text.encode()) if text else NO_REFERENCES
         reader = CheckpointReader(Path(), checked=False, manifest=manifest)
         reader.source = self._directory or reader.source
         return reader
@@ -128,10 +128,10 @@ class FrozenWeights:
         return True
 
 
-def _stored(
+def _source_tensors(
     model: torch.nn.Module, directory: Path, specs: Iterable[TensorSpec], aliases: Iterable[tuple[str, str]]
 ) -> Iterator[TensorSpec]:
-    """Yield the tensors of the model's source that are those of `specs`, under the names of these."""
+    """Yield the tensors in the files of `directory` that hold the weights `specs`, with the names of the specs."""
     from zeromesh.trainer.weights.safetensors_source import match, quiet_library
 
     entries = {each.name: each for each in manifest_of_files(directory).tensors}

@@ -18,15 +18,15 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.checkpoints.frozen import NOTHING, FrozenWeights, source_directory
+from zeromesh.trainer.checkpoints.frozen import NO_REFERENCES, FrozenWeights, source_directory
 from zeromesh.trainer.checkpoints.trainer_state import (
     EVALUATED,
     NAME,
     TrainerState,
     differences,
     goal_of,
-    name_in,
     settings_of,
+    state_file_of,
     state_of,
 )
 from zeromesh.trainer.config.trainer_config import TrainerConfig, with_length
@@ -155,10 +155,10 @@ class RunCheckpoints:
         for line in differ:
             self._note(f"resumed with another setting: {line}")
         load_engine(reader, self._engine, state)
-        self._remember(state)
+        self._keep_metric(state)
         return state
 
-    def _remember(self, state: TrainerState) -> None:
+    def _keep_metric(self, state: TrainerState) -> None:
         if state.metric is not None:
             self._metrics[state.step] = state.metric
 
@@ -174,7 +174,7 @@ class RunCheckpoints:
     def rehearse(self, state: Callable[[], TrainerState]) -> None:
         """Write the small files of a checkpoint into a temporary folder, to fail early. Raises `StorageError` on all ranks for a
         file that cannot be written."""
-        engine, found = self._engine, state()  # A collective: stages of a pipeline assemble the state.
+        engine, found = self._engine, state()  # All ranks call this, as pipeline stages gather parts of the state.
 
         def write() -> None:
             found.to_json()
@@ -189,12 +189,12 @@ class RunCheckpoints:
         """Start saving the state after a step; `wait` blocks, else `poll` completes it. Returns True if the save was started.
         Raises `StorageError` after `checkpoint.max_failures` failed saves in a row, and if the last save fails."""
         self.finish()
-        self._remember(state)
-        content = content_of(self._engine, self._processing_class, state, self._kept, self._frozen.referenced())
+        self._keep_metric(state)
+        content = content_of(self._engine, self._processing_class, state, self._kept_steps, self._frozen.referenced())
         try:
             self._saver.begin(state.step, content)
         except (CheckpointError, StorageError) as error:
-            self._failed(str(error))
+            self._count_failure(str(error))
             return False
         self._engine.optimizer_step.before_change = self._release
         if wait or not self._section.asynchronous:
@@ -213,19 +213,19 @@ class RunCheckpoints:
         """Add an evaluation's results to the checkpoint of its step, if that is written already."""
         if self.latest != state.step:
             return
-        self._remember(state)
-        saved = self._saver.amend(state.step, EVALUATED, state.to_json(), self._kept)
+        self._keep_metric(state)
+        saved = self._saver.amend(state.step, EVALUATED, state.to_json(), self._kept_steps)
         if saved.failure:
             self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
         self._warn_of_old(saved.warning)
 
     def poll(self) -> None:
         """Complete the save in flight if it is done, between two steps. Raises as `save` does."""
-        self._ended(self._saver.poll())
+        self._report_save(self._saver.poll())
 
     def finish(self) -> None:
         """Wait for the save in progress. Raises as `save` does."""
-        self._ended(self._saver.finish())
+        self._report_save(self._saver.finish())
 
     def __enter__(self) -> Self:
         return self
@@ -244,11 +244,11 @@ class RunCheckpoints:
         if problem:
             self._note(f"WARNING: old checkpoints were not removed: {problem}")
 
-    def _ended(self, saved: Saved | None) -> None:
+    def _report_save(self, saved: Saved | None) -> None:
         if saved is None:
             return
         if saved.failure:
-            self._failed(f"the checkpoint of step {saved.step} was not written: {saved.failure}")
+            self._count_failure(f"the checkpoint of step {saved.step} was not written: {saved.failure}")
             return
         self._failures = 0
         self.latest = saved.step
@@ -256,7 +256,7 @@ class RunCheckpoints:
         self._warn_of_old(saved.warning)
         self._note(f"step {saved.step}: checkpoint of {human_bytes(saved.nbytes)} in {self.store.path(saved.step)}")
 
-    def _failed(self, why: str) -> None:
+    def _count_failure(self, why: str) -> None:
         self._failures += 1
         limit = self._section.max_failures
         if limit and self._failures >= limit:
@@ -275,8 +275,8 @@ class RunCheckpoints:
     def _release(self, bucket: Bucket) -> None:
         self._saver.release(self._engine.checkpoint_state.bucket_number(bucket))
 
-    def _kept(self) -> set[int]:
-        """Return the steps that `keep_last` and `keep_best` keep; called on rank 0."""
+    def _kept_steps(self) -> set[int]:
+        """Return the steps whose checkpoints `keep_last` and `keep_best` keep; called on rank 0 alone."""
         steps = self.store.steps()
         keep = set(steps[: self._section.keep_last or None])
         for step in steps:
@@ -286,7 +286,7 @@ class RunCheckpoints:
                     keep.add(step)
                 else:
                     self._metrics[step] = metric
-        judged = [step for step in steps if self._metrics.get(step, _NONE) != _NONE]
+        judged = [step for step in steps if self._metrics.get(step, _NO_METRIC) != _NO_METRIC]
         ranked = sorted(judged, key=lambda step: (self._sign * self._metrics[step], step))
         return keep | set(ranked[: self._keep_best])
 
@@ -296,7 +296,7 @@ def content_of(
     processing_class: Any,
     state: TrainerState,
     keep: Callable[[], set[int]],
-    frozen: Manifest = NOTHING,
+    frozen: Manifest = NO_REFERENCES,
 ) -> SaveContent:
     """Return the content of an engine's checkpoint: its states, `state`, and the files that `from_pretrained` reads. All ranks
     call it. `keep` returns the steps of checkpoints to keep, and `frozen` lists the weights that are referenced, not stored."""
@@ -349,9 +349,9 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
         raise ConfigError(problem)
 
 
-def _opened(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, dict[str, Any]]:
+def _open_checkpoint(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, dict[str, Any]]:
     reader, found = open_checkpoint(engine.mesh, path, source_directory(engine.model)), list[dict[str, Any]]()
-    name = name_in(reader.manifest.files)
+    name = state_file_of(reader.manifest.files)
     what = f"reading {reader.directory / name}"
     engine.mesh.world.all_or_raise(what, lambda: found.append(reader.document(name)), CheckpointError)
     return reader, found[0]
@@ -359,7 +359,7 @@ def _opened(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, dict[str,
 
 def read_state(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, TrainerState]:
     """Open a checkpoint, and read its state. All ranks call it; raises `CheckpointError` without one."""
-    reader, content = _opened(path, engine)
+    reader, content = _open_checkpoint(path, engine)
     return reader, TrainerState.from_json(content, str(reader.directory))
 
 
@@ -382,7 +382,7 @@ def load_engine(reader: CheckpointReader, engine: ZeroEngine, state: TrainerStat
 def load_weights(path: Path, engine: ZeroEngine) -> int:
     """Load the weights of a checkpoint into the engine; returns its step. All ranks call it. Raises `CheckpointError` for a
     missing or damaged checkpoint, and `LayoutError` for another model's."""
-    reader, state = _opened(path, engine)
+    reader, state = _open_checkpoint(path, engine)
     _fill(reader, engine, state.get("averages", 0), state.get("callbacks", {}), whole=False)
     return reader.manifest.step
 
@@ -405,8 +405,8 @@ def _fill(
         fill_shards(engine.mesh, reader, tensors, shards)
 
 
-_NONE = float("inf")
-"""The metric of a checkpoint without one, which is never the best."""
+_NO_METRIC = float("inf")
+"""The metric of a checkpoint whose state has none; such a checkpoint is not kept as one of the best."""
 
 
 def _metric_of(path: Path) -> float | None:
@@ -415,10 +415,10 @@ def _metric_of(path: Path) -> float | None:
         reader = CheckpointReader(path, parts=True)
         state = state_of(reader)
     except ZeromeshError:
-        return _NONE
+        return _NO_METRIC
     if state is None and reader.manifest.part[1] > 1:
         return None
-    return _NONE if state is None or state.metric is None else state.metric
+    return _NO_METRIC if state is None or state.metric is None else state.metric
 
 
 def stores_at(path: Path) -> list[CheckpointStore]:

@@ -87,7 +87,7 @@ class TrainerState:
         for name in ("loss", "eval_loss", "metric"):
             value = values[name]
             values[name] = value if value is not None and value - value == 0 else None
-        return json.dumps(_plain({"schema": _SCHEMA, **values}, ""), indent=1, allow_nan=False).encode()
+        return json.dumps(_to_strict_json({"schema": _SCHEMA, **values}, ""), indent=1, allow_nan=False).encode()
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> TrainerState:
@@ -97,9 +97,9 @@ class TrainerState:
         if type(schema) is not int or schema > _SCHEMA:
             raise CheckpointError(f"{where}: {NAME} has schema {schema!r:.50}; this version reads {_SCHEMA}")
         check_plain(where, NAME, values)
-        return _checked(
+        return _validated(
             cls,
-            _restored(values),
+            _from_strict_json(values),
             f"{where}: {NAME} has other fields, or fields of other types than this version writes",
         )
 
@@ -108,31 +108,31 @@ _FLOAT = "__float__"
 """The key of a mapping that encodes a number that is not finite, as in transformers' configurations."""
 
 
-def _plain(value: Any, place: str) -> Any:
+def _to_strict_json(value: Any, place: str) -> Any:
     """Convert `value` to types of strict JSON; NumPy's and PyTorch's numbers become lists and numbers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, int | str | None):
         return value
     if isinstance(value, Mapping) and all(isinstance(key, str | int | float | None) for key in value):
-        return {key: _plain(each, f"{place}.{key}" if place else str(key)) for key, each in value.items()}
+        return {key: _to_strict_json(each, f"{place}.{key}" if place else str(key)) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, place) for each in value]
+        return [_to_strict_json(each, place) for each in value]
     if callable(getattr(value, "tolist", None)):
-        return _plain(value.tolist(), place)
+        return _to_strict_json(value.tolist(), place)
     kind = type(value).__name__
     raise StorageError(f"{place}: a {kind}, which a checkpoint cannot hold; give numbers, text, lists and mappings")
 
 
-def _restored(value: Any) -> Any:
+def _from_strict_json(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
             return float(value[_FLOAT])
-        return {key: _restored(each) if isinstance(each, dict | list) else each for key, each in value.items()}
-    return [_restored(each) for each in value] if isinstance(value, list) else value
+        return {key: _from_strict_json(each) if isinstance(each, dict | list) else each for key, each in value.items()}
+    return [_from_strict_json(each) for each in value] if isinstance(value, list) else value
 
 
-def _checked(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
+def _validated(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
     """Validate JSON values as a dataclass. Raises `CheckpointError` with `problem` if they do not fit the fields' types."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values))
@@ -141,14 +141,14 @@ def _checked(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
         raise CheckpointError(f"{problem} ({'.'.join(map(str, first['loc']))!s:.50}: {first['msg']:.100})") from None
 
 
-def name_in(files: Container[str]) -> str:
-    """Return the name of the file with a checkpoint's latest state."""
+def state_file_of(files: Container[str]) -> str:
+    """Return the name of the file that holds the latest state, given the names of a checkpoint's files."""
     return EVALUATED if EVALUATED in files else NAME
 
 
 def state_of(reader: CheckpointReader) -> TrainerState | None:
     """Return a checkpoint's state, or None. Raises `CheckpointError` for a state that no trainer has written."""
-    name = name_in(reader.manifest.files)
+    name = state_file_of(reader.manifest.files)
     return (
         TrainerState.from_json(reader.document(name), str(reader.directory)) if name in reader.manifest.files else None
     )
@@ -201,7 +201,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mappin
     for name in {**then, **now}:
         before, after = then.get(name, _ABSENT), now.get(name, _ABSENT)
         known = [before, written[name]] if written and name in written else [before]
-        # By their text too, as NaN is not equal to itself.
+        # NaN is not equal to itself, but its text is.
         same = after in known or repr(after) in map(repr, known)
         if not (same or name == LENGTH or (default and name == _WARMUP)):
             lines.append(f"{name}: {shown(before)} then, {shown(after)} now")
@@ -242,7 +242,7 @@ class Best:
         if not content:
             return cls()
         problem = f"{where}: `best` is {dict(content)!r:.200}; this version writes value, step and waited"
-        return _checked(cls, content, problem)
+        return _validated(cls, content, problem)
 
 
 def goal_of(metric: str, goal: Literal["auto", "lowest", "highest"]) -> Goal:

@@ -37,7 +37,7 @@ from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.text_sources import find_text, picture_endings
+from zeromesh.trainer.data.text_sources import find_text, picture_suffixes
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
@@ -142,7 +142,7 @@ def _take_start(options: argparse.Namespace) -> None:
         sizes = json.loads(file.read(1 << 24))
     sizes = sizes if isinstance(sizes, dict) else {}
     beginning = islice(first.glob("*/*"), 1000) if first.is_dir() else ()
-    if any(each.name.lower().endswith(picture_endings()) for each in beginning):
+    if any(each.name.lower().endswith(picture_suffixes()) for each in beginning):
         kind, head = "pictures", "image_classification"
     else:
         columns = frozenset[str]()

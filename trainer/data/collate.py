@@ -110,9 +110,9 @@ def _field_list(sample: Mapping[str, Any]) -> str:
 
 
 def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
-    """Cut the trailing columns that are padding in all rows of a text batch with fields `[batch, sequence]`, to a `multiple`, as
-    models that balance experts count all tokens. Padding is where `attention_mask` is 0, or the last document of a row by its
-    `position_ids` where that has no target. An `attention_mask` of ones is dropped."""
+    """Cut the trailing columns that are padding in all rows of a text batch with fields `[batch, sequence]`, to a `multiple` of
+    columns: a model that balances experts counts padding too. Padding is where `attention_mask` is 0, or the last document of a row
+    by its `position_ids` if that has no target. An `attention_mask` of ones is dropped."""
     length = batch["input_ids"].shape[1]
     places = torch.arange(length)
     if "attention_mask" in batch:
@@ -195,10 +195,10 @@ class BatchRules:
     classes: int | None = None
     fields: frozenset[str] | None = None
     """Names of the fields that the model's forward accepts; None accepts all."""
-    reduced: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    """The function that drops the fields of a sample that the data collator does not take."""
-    cut_to: int | None = None
-    """The number of tokens to a multiple of which text batches are cut; None leaves batches uncut."""
+    drop_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """A function that returns a sample without the fields that the data collator must not get."""
+    length_multiple: int | None = None
+    """Padding at the end of text batches is cut off to a multiple of this many tokens; None keeps all padding."""
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
         """Read, collate and check the samples of these dataset indices; the batch has all fields. Raises `DataError` for a batch
@@ -207,7 +207,7 @@ class BatchRules:
         with ending_children():
             try:
                 for index in indices:
-                    samples.append(self._reduced(dataset[index], index))
+                    samples.append(self._collator_fields(dataset[index], index))
                 batch: Any = default_collate(samples, indices) if self.collate is None else self.collate(samples)
             except Exception as error:
                 if not isinstance(error, ZeromeshError):
@@ -222,14 +222,14 @@ class BatchRules:
             )
         limits = {"vocab_size": self.vocab_size, "classes": self.classes}
         check_batch(batch, **limits, causal=self.causal, indices=indices)
-        return dict(batch) if self.cut_to is None else without_padding(batch, self.cut_to)
+        return dict(batch) if self.length_multiple is None else without_padding(batch, self.length_multiple)
 
     def accepted(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Return a batch with the fields that the model accepts."""
         return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
 
-    def _reduced(self, sample: Any, index: int) -> Any:
-        """Return the fields of a sample for the collator. Raises `DataError` if none is left, and for text labels."""
+    def _collator_fields(self, sample: Any, index: int) -> Any:
+        """Return a sample with the fields that the collator gets. Raises `DataError` if none is left, and for text labels."""
         if not isinstance(sample, Mapping):
             return sample
         names = ("labels", *_LABEL_NAMES) if is_library(self.collate) else ()
@@ -240,7 +240,7 @@ class BatchRules:
                 f"sample {index}: {name} is text ({label!r:.40}), of which no number can be made; number the classes, such as by "
                 f"dataset.class_encode_column({name!r}) of datasets, or pass a data_collator that does"
             )
-        found = self.reduced(sample)
+        found = self.drop_fields(sample)
         if not found and sample:
             raise DataError(
                 f"sample {index} has no field that the model's forward takes: "

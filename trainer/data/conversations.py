@@ -33,7 +33,7 @@ from zeromesh.trainer.data.tokenizer import TEMPLATE_ERRORS, TokenArray, Tokeniz
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 4 << 20
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ENDING_SHARE = 0.9
-"""The least share of the answers that end with the token reported by `Renderer.ending`."""
+"""The least share of answers that have to end with the token that `Renderer.answer_end_token` returns."""
 
 
 class RenderedRow(NamedTuple):
@@ -43,19 +43,19 @@ class RenderedRow(NamedTuple):
     text: str
     answers: tuple[tuple[int, int], ...]
     plain: bool
-    """True for text that no template rendered, which has no begin and end tokens yet."""
+    """True for text that no chat template rendered, to which prefix and end-of-text tokens are still added."""
     label: str | None = None
 
 
 class EncodedRow(NamedTuple):
-    """The token ids of a row, int `[tokens]`, their target mask, bool `[tokens]`, and True in `inside` if an answer begins or ends
+    """The token ids of a row, int `[tokens]`, their target mask, bool `[tokens]`, and True in `split` if an answer begins or ends
     within a token, which is then no target."""
 
     key: str
     text_bytes: int
     ids: TokenArray
     targets: NDArray[np.bool_]
-    inside: bool
+    split: bool
     label: str | None
 
 
@@ -70,7 +70,7 @@ class Renderer:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The names of columns in the files, where they differ."""
+        """The names of columns in the files, by their names in the format, where the configuration sets others."""
         return {**self.section.columns, "text": self.section.text_field}
 
     def _named(self, *names: str) -> list[str]:
@@ -118,7 +118,7 @@ class Renderer:
             text = "".join(values)
             answers = [(len(text) - len(values[-1]), len(text))]
         else:
-            # Values that are neither text nor a list are checked before text that is wrong only beside a list.
+            # Other types than text come first, so that the error is about them and not about text beside a list.
             names = sorted(given, key=lambda name: isinstance(given[name], str))
             turns = {name: self._messages(row, name, given[name]) for name in names}
             whole = [message for name in given for message in turns[name]]
@@ -127,8 +127,8 @@ class Renderer:
             if len(given) > 1:
                 answers = [self._added(row, text, whole, len(whole) - len(turns[list(given)[-1]]), len(whole))]
             elif answering and not marked:
-                said = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
-                answers = [self._added(row, text, whole, number, number + 1) for number in said]
+                answered = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
+                answers = [self._added(row, text, whole, number, number + 1) for number in answered]
         if label is not None:
             return RenderedRow(row, text, (), False, str(label))
         return RenderedRow(row, text, tuple(answers) if answering else ((0, len(text)),), plain)
@@ -140,8 +140,8 @@ class Renderer:
         except DataError as error:
             return str(error)
 
-    def ending(self, rows: Iterable[Row]) -> int | None:
-        """Return the token that ends nearly all answers of the rows, such as <|im_end|>, or None."""
+    def answer_end_token(self, rows: Iterable[Row]) -> int | None:
+        """Return the token that ends more than 90 % of the answers of the rows, such as <|im_end|>, or None."""
         found: Counter[int] = Counter()
         count = 0
         answering = replace(self, section=self.section.model_copy(update={"loss_on": "answers"}))
@@ -158,8 +158,8 @@ class Renderer:
                 # token.
                 behind = rendered.text[begin:end].rpartition(content)[2].strip()
                 ends = not behind and content.endswith(tuple(map(str, self.tokenizer.special_tokens.values())))
-                own, said = self.tokenizer.encode([behind, content])
-                found.update(own.tolist() if len(own) == 1 else said[-1:].tolist() if ends else [])
+                closing, inner = self.tokenizer.encode([behind, content])
+                found.update(closing.tolist() if len(closing) == 1 else inner[-1:].tolist() if ends else [])
                 count += 1
         token, times = max(found.items(), key=itemgetter(1), default=(None, 0))
         return token if times > _ENDING_SHARE * count else None
@@ -196,27 +196,27 @@ class Renderer:
         return template, tools
 
     def _apply(
-        self, row: Row, messages: Messages, *, marked: bool = False, asking: bool = False
+        self, row: Row, messages: Messages, *, marked: bool = False, prompting: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render messages; return the text and the marked spans. `asking` adds the generation prompt."""
+        """Render messages; return the text and, if `marked`, its {% generation %} spans. `prompting` adds the generation prompt."""
         more = row.values.get(*self._named("chat_template_kwargs")) or {}
         keys = {**self.tokenizer.special_tokens, **_without_null(more)}
         template, tools = self._template(row)
         render = partial(render_jinja_template, chat_template=template, **keys)
         require_bounded(template, lambda each, tools: render([each], tools=tools), messages)
         try:
-            wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": asking}
+            wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": prompting}
             texts, answers = render([messages], tools=tools, **wanted)
         except TEMPLATE_ERRORS as error:
             raise DataError(f"{row.where}: the chat template refuses it: {summary(error)}") from error
         return texts[0], [tuple(span) for span in answers[0]] if marked else []
 
     def _added(self, row: Row, text: str, messages: Messages, begin: int, end: int) -> tuple[int, int]:
-        """Return the span of `text`, the rendering of all messages, that `messages[begin:end]` add."""
-        asked, _ = self._apply(row, messages[:begin], asking=True)
-        told = text if end == len(messages) else self._apply(row, messages[:end])[0]
-        if text.startswith(told) and told.startswith(asked):
-            return len(asked), len(told)
+        """Return the span of characters that `messages[begin:end]` add to `text`, the rendering of all messages."""
+        before, _ = self._apply(row, messages[:begin], prompting=True)
+        through = text if end == len(messages) else self._apply(row, messages[:end])[0]
+        if text.startswith(through) and through.startswith(before):
+            return len(before), len(through)
         raise DataError(
             f"{row.where}: the chat template writes the messages before an answer otherwise when the answer follows, so where the "
             "answer begins and ends cannot be told; put {% generation %} and {% endgeneration %} around the assistant's turns in "
@@ -269,31 +269,31 @@ def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[Encode
     elif all(row.answers == ((0, len(row.text)),) for row in batch):
         encoded = zip(tokenizer.encode(texts), repeat(None))
     else:
-        encoded = tokenizer.encode_places(texts)
-    beginning = np.asarray(tokenizer.beginning, np.int64)
-    for row, (ids, places) in zip(batch, encoded, strict=True):
+        encoded = tokenizer.encode_with_offsets(texts)
+    prefix_ids = np.asarray(tokenizer.prefix_ids, np.int64)
+    for row, (ids, offsets) in zip(batch, encoded, strict=True):
         text_bytes = len(row.text.encode("utf-8", errors="replace"))
-        targets, inside = _targets(row, ids, places, tokenizer)
+        targets, inside = _targets(row, ids, offsets, tokenizer)
         if row.plain:
-            ids = np.concatenate([beginning.astype(ids.dtype), ids, np.asarray([tokenizer.end_of_text], ids.dtype)])
-            # The end-of-text token is a target, and the beginning tokens are not.
-            targets = np.concatenate([np.zeros(len(beginning), np.bool_), targets, [True]])
+            ids = np.concatenate([prefix_ids.astype(ids.dtype), ids, np.asarray([tokenizer.end_of_text], ids.dtype)])
+            # The end-of-text token is a target, and the prefix tokens are not.
+            targets = np.concatenate([np.zeros(len(prefix_ids), np.bool_), targets, [True]])
         yield EncodedRow(row.row.key, text_bytes, ids, targets, inside, row.label)
 
 
 def _targets(
-    row: RenderedRow, ids: TokenArray, places: TokenArray | None, tokenizer: Tokenizer
+    row: RenderedRow, ids: TokenArray, offsets: TokenArray | None, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.bool_], bool]:
     """Return the target mask, and True if an answer begins or ends within a token. The offsets of the tokens decide. Failing that,
     the text is cut at the answers' ends, if its pieces encoded one by one give the tokens of the whole text."""
     if row.answers in ((), ((0, len(row.text)),)):
         return np.full(len(ids), bool(row.answers)), False
-    targets, inside = np.zeros(len(ids), np.bool_), places is None
-    if places is not None:
+    targets, inside = np.zeros(len(ids), np.bool_), offsets is None
+    if offsets is not None:
         # Some tokenizers exclude white space from a token's offsets, so a token begins where the previous one ends. A token with an
         # empty span is a further piece of the previous character.
-        ends = np.maximum.accumulate(places[:, 1])
-        starts = np.minimum(places[:, 0], np.concatenate([[0], ends[:-1]]))
+        ends = np.maximum.accumulate(offsets[:, 1])
+        starts = np.minimum(offsets[:, 0], np.concatenate([[0], ends[:-1]]))
         empty = starts == ends
         for begin, end in row.answers:
             targets |= (starts >= begin) & (ends <= end) & (~empty | (starts > begin))
@@ -306,7 +306,7 @@ def _targets(
         answered = [any(begin <= cut < end for begin, end in row.answers) for cut in cuts[:-1]]
         sizes = np.asarray([len(piece) for piece in pieces], np.int64)
         return np.repeat(np.asarray(answered, np.bool_), sizes), False
-    if places is None:
+    if offsets is None:
         raise DataError(
             f"{row.row.where}: a token has a part of an answer and of what is beside it, and the tokenizer does not say where its "
             "tokens lie; use a fast tokenizer (with tokenizer.json), or set data.loss_on: all"

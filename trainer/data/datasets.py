@@ -3,7 +3,7 @@
     find_text -> rows -> text and token ids (conversations.py) -> held out or not -> packed sequences
 
 Token ids are kept in a cache on disk, and mapped into memory (`token_cache.py`). Every rank gets the same datasets:
-nothing here knows a rank. The order of the sequences is set by `sampler.SampleOrder`.
+this module does not depend on the rank. The order of the sequences is set by `sampler.SampleOrder`.
 
 Folders of pictures whose sub-folders are labels (`data.format: pictures`) are those of datasets' `imagefolder`. The library decides
 which files are pictures and decodes them; files are listed here, so that nothing is copied into a cache.
@@ -32,7 +32,7 @@ from zeromesh.trainer.config.sections.training import EVAL, DataSection, paths_o
 from zeromesh.trainer.data.conversations import Renderer, encode_rows
 from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset, byte_pair_entropy
-from zeromesh.trainer.data.text_sources import TextSource, files_below, find_text, picture_endings, read_text
+from zeromesh.trainer.data.text_sources import TextSource, files_below, find_text, picture_suffixes, read_text
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache, TokenWriter
 from zeromesh.trainer.data.tokenizer import (
     BYTES,
@@ -48,7 +48,7 @@ _VERSION = 5
 """Version of the tokenization code; cached tokens of other versions are ignored."""
 
 _LARGE = 16 << 20
-"""Bytes of input files above which several processes tokenize conversations."""
+"""The bytes of input files above which several processes tokenize conversations."""
 _MOST_PROCESSES = 32
 _SEARCHED_ROWS = 64
 """The number of rows that are searched for the token that ends an answer."""
@@ -106,7 +106,7 @@ class _DatasetLoader:
     cache: TokenCache
     tell: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
-    endings: set[int] = field(default_factory=set)
+    answer_ends: set[int] = field(default_factory=set)
     classes: list[str] = field(default_factory=list)
     """Class names in the order of their numbers, taken from the first labelled text that is loaded."""
 
@@ -148,7 +148,7 @@ class _DatasetLoader:
             tokenizer=self.tokenizer,
             byte_pair_entropy=entropy,
             notes=tuple(self.notes),
-            endings=tuple(self.endings),
+            answer_ends=tuple(self.answer_ends),
             classes=tuple(self.classes),
         )
 
@@ -160,7 +160,7 @@ class _DatasetLoader:
         if form in ("text", section.format) or columns.issuperset(needed) or classifies:
             return section
         self.notes.append(f"{where} {source.name!r} has rows of format {form}")
-        # Rows share a sequence only where the model has been tried on documents that do not see each other.
+        # Rows share a sequence only if the model was found to keep the documents of one sequence apart.
         packing = section.packing and section.separates
         return section.model_copy(update={"format": form, "mixture": None, "packing": packing})
 
@@ -184,10 +184,10 @@ class _DatasetLoader:
             numbers = all(re.fullmatch(r"\d{1,9}", each) for each in names)
             self.classes.extend(sorted(names, key=int if numbers else str))
         if section.rows.answers:
-            with suppress(DataError):  # Where all tokens are learnt, the template may not tell which are answers.
+            with suppress(DataError):  # With loss_on: all, the template need not mark answers.
                 renderer = Renderer(self.tokenizer, section, self.template)
-                ending = renderer.ending(islice(renderer.rows(source, []), _SEARCHED_ROWS))
-                self.endings.update([ending] if ending is not None else [])
+                ending = renderer.answer_end_token(islice(renderer.rows(source, []), _SEARCHED_ROWS))
+                self.answer_ends.update([ending] if ending is not None else [])
         self.notes.extend(source.notes)
         train, evaluation = self._pack(section, text, 0, kept, where), None
         if apart:
@@ -227,7 +227,7 @@ class _DatasetLoader:
                     ids, targets = ids[: section.sequence_length], targets[: section.sequence_length]
                     learnt = int(targets[1:].sum())
                     cut = len(row.ids) > section.sequence_length
-                    counts.update({"cut": cut, "inside": row.inside, "targets": learnt, "without a target": not learnt})
+                    counts.update({"cut": cut, "inside": row.split, "targets": learnt, "without a target": not learnt})
                     ids = ids if learnt else ids[:0]
                 if not (row.text_bytes if form.joined else ids.size):
                     continue
@@ -266,7 +266,7 @@ class _DatasetLoader:
         if dropped:
             note += f"; the last {dropped} tokens are no whole sequence and are dropped"
         self.notes.append(Detail(note))
-        masked = not all(each.joined for each in self.section.formats)  # As rows of the same mixture are.
+        masked = not all(each.joined for each in self.section.formats)  # Rows of the mixture have a mask too.
         keys = {"separate": self.section.separates, "masked": masked, "separator": self.tokenizer.end_of_text}
         return TokenDataset.join(text, first, amount, length, **keys)
 
@@ -300,7 +300,7 @@ class _DatasetLoader:
         )
         if labelled:
             note += f"; {len(self.classes)} classes: {some(self.classes, 8)}"
-        elif not first:  # The counts below cover all rows, so one note has them.
+        elif not first:  # Counts are of kept and held-out rows together, and are noted once.
             note += f"; targets of the loss are {counts['targets']:,} tokens of all rows"
             note += "".join(f"; {line.format(counts[kind])}" for kind, line in _ROW_NOTES.items() if counts[kind])
         loud = labelled or (not first and any(counts[kind] for kind in _ROW_NOTES))
@@ -313,7 +313,7 @@ _ROW_NOTES = {
     "without a target": "{:,} have no target and are left out",
     "inside": "in {:,} an answer begins or ends inside of a token, which is no target then",
 }
-"""Messages about rows that were cut or lost, by the name of their count."""
+"""Messages about rows that were cut or left out, by the key of their number in `remarks["counts"]`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,7 +371,7 @@ def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
     """Return the path, label and name of each picture, sorted by name, after checking the file headers."""
     import PIL.Image
 
-    kinds, broken, found = picture_endings(), list[str](), list[tuple[Path, str, str]]()
+    kinds, broken, found = picture_suffixes(), list[str](), list[tuple[Path, str, str]]()
     for root in map(Path, paths_of(source)):
         folder = root.expanduser()
         if not folder.is_dir():

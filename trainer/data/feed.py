@@ -25,7 +25,7 @@ _SEARCHED_BATCHES = 100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """The datasets of a run, and what loading their files told about them."""
+    """The datasets of a run, their tokenizer or image processor, and facts about the text that was loaded."""
 
     train: Any
     eval: Any = None
@@ -33,14 +33,14 @@ class RunData:
     tokenizer: Tokenizer | None = None
     byte_pair_entropy: float | None = None
     """The conditional entropy of the training text in nats per token, for the byte tokenizer only."""
-    endings: tuple[int, ...] = ()
+    answer_ends: tuple[int, ...] = ()
     classes: tuple[str, ...] = ()
     processor: Any = None
     notes: tuple[str, ...] = ()
     limited: bool = False
     """True if `data.eval_samples` limits an evaluation set."""
 
-    def evaluated(self) -> dict[str, MapDataset]:
+    def evaluation_sets(self) -> dict[str, MapDataset]:
         """Return each evaluation set by its name in error messages."""
         if self.eval is None:
             return {}
@@ -50,14 +50,14 @@ class RunData:
 
     def datasets(self) -> dict[str, MapDataset | StreamedDataset]:
         """Return all datasets by their names in error messages."""
-        return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluated()
+        return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluation_sets()
 
     def row(self) -> str:
         """Describe the datasets in one row, for the start of the run."""
         what = f"sequences of {self.train.sequence_length} tokens" if self.tokenizer else "samples"
         train = () if self.train is None else self.train
         text = "a stream" if isinstance(train, StreamedDataset) else f"{len(train):,} {what}"
-        count = sum(map(len, self.evaluated().values()))
+        count = sum(map(len, self.evaluation_sets().values()))
         return f"{text}; {count:,} for evaluation" + (" (data.eval_samples)" if self.limited else "") if count else text
 
     @property
@@ -102,8 +102,8 @@ class Feed:
         if plan.epoch_size is not None:
             steps = min(_SEARCHED_BATCHES, -(-plan.epoch_size // plan.global_size))
         with torch.random.fork_rng(devices=[]):  # so that random masking later is unchanged
-            for step, turn in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
-                batch = self._make_batch(plan.microbatch(step, 0, turn))
+            for step, index in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
+                batch = self._make_batch(plan.microbatch(step, 0, index))
                 labels = batch.get("labels")
                 if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
                     return batch
@@ -115,7 +115,7 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feeds:
-    """The feeds of a run, of which `plan` cuts the training data."""
+    """The feeds of a run; `plan` divides the training data into global batches and microbatches."""
 
     config: TrainerConfig
     data: RunData
@@ -134,16 +134,16 @@ class Feeds:
         plan = BatchPlan(global_size=len(dataset), micro_size=micro, data_ranks=self.plan.data_ranks)
         return self._feed(dataset, plan, shuffle=False)
 
-    def named(self) -> dict[str, Feed]:
+    def by_name(self) -> dict[str, Feed]:
         """Return the feeds of all datasets by their names in error messages."""
         train = self.train()
         return ({} if train is None else {"train_dataset": train}) | {
-            name: self.evaluation(dataset) for name, dataset in self.data.evaluated().items()
+            name: self.evaluation(dataset) for name, dataset in self.data.evaluation_sets().items()
         }
 
     def example(self) -> dict[str, Any] | None:
         """Return the first batch of the run with the fields that the model accepts; None without data."""
-        batch = next((feed.first_batch() for feed in self.named().values()), None)
+        batch = next((feed.first_batch() for feed in self.by_name().values()), None)
         return batch and self.rules.accepted(batch)
 
     def _feed(self, dataset: MapDataset | StreamedDataset, plan: BatchPlan, *, shuffle: bool) -> Feed:

@@ -45,7 +45,7 @@ from zeromesh.trainer.data.streaming import StreamedDataset
 
 _MOST_WORKERS = 4
 """The most workers of a rank that `auto` starts, enough for most tokenizers and images."""
-_MOST_AHEAD = 128
+_MOST_PREFETCHED = 128
 """The most microbatches that are prefetched; each tensor of them holds a file descriptor until it is used."""
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 2.0
@@ -129,41 +129,41 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._processes: list[BaseProcess] = []
         self._report = -1
         """The file descriptor to which a worker writes its stack."""
-        self._place: tuple[int, int] = (0, 0)
-        """The step and turn of the next prefetched microbatch."""
+        self._next_position: tuple[int, int] = (0, 0)
+        """The step of the next prefetched microbatch, and its index within the step."""
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the workers, `at_once` or when they have ended what they do."""
+        """End the workers: kill them `at_once`, or let torch end them and kill those that still run 2 seconds later."""
         if self._report < 0:
             return
         if at_once:
-            _kill(self._processes)
+            _kill_processes(self._processes)
         self._iterator = None  # torch ends the workers.
         until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
         for each in self._processes:
             each.join(max(0.0, until - time.monotonic()))
-        _kill(self._processes)
+        _kill_processes(self._processes)
         os.close(self._report)
         self._report = -1
 
     def step(self, step: int) -> list[Batch]:
         """Return the batches of all microbatches of data step `step` (from 0), on the CPU."""
-        return [self.batch(step, turn) for turn in range(self.feed.plan.accumulation)]
+        return [self.batch(step, index) for index in range(self.feed.plan.accumulation)]
 
-    def batch(self, step: int, turn: int) -> Batch:
-        """Return the batch of microbatch `turn` of a step. Raises `DataError` for a sample that cannot be read, a batch that cannot
-        be trained on, and a worker that is gone or hangs."""
+    def batch(self, step: int, index: int) -> Batch:
+        """Return the batch of microbatch `index` of a step. Raises `DataError` for a sample that cannot be read, a batch that
+        cannot be trained on, and a worker that died or hangs."""
         if not self._workers.count:
-            made = self._maker.make((step, turn))
+            made = self._maker.make((step, index))
         else:
-            if self._iterator is None or self._place != (step, turn):
+            if self._iterator is None or self._next_position != (step, index):
                 self.close()
-                self._start(step, turn)
+                self._start(step, index)
             made = self._next()
-            self._place = divmod(step * self.feed.plan.accumulation + turn + 1, self.feed.plan.accumulation)
+            self._next_position = divmod(step * self.feed.plan.accumulation + index + 1, self.feed.plan.accumulation)
             if made.failure is not None:
                 kind, text = made.failure
                 self.close()
@@ -171,7 +171,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._state = made.state or self._state
         if self._workers.pinned or not self._workers.count:
             return made.batch
-        # A tensor from a worker holds a file descriptor for its lifetime.
+        # A tensor from a worker holds a file descriptor for its lifetime, and a clone does not.
         return {name: value.clone() if isinstance(value, Tensor) else value for name, value in made.batch.items()}
 
     def state(self, step: int) -> Mapping[str, Any]:
@@ -180,26 +180,26 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             self._state = self._stream.state(self.feed.plan.samples_of(step).start)
         return self._state or {}
 
-    def _start(self, step: int, turn: int) -> None:
-        """Start workers that make the microbatches from a place on."""
-        turns, count = self.feed.plan.accumulation, self._workers.count
+    def _start(self, step: int, index: int) -> None:
+        """Start workers that make all microbatches from microbatch `index` of `step` on, in order."""
+        per_step, count = self.feed.plan.accumulation, self._workers.count
         self._maker = _BatchMaker(self.feed, self._maker.data_rank, self._state)
         self._report = os.memfd_create("zeromesh-data-workers")
-        ahead = max(2 * count, min(turns + 1, _MOST_AHEAD))
+        ahead = max(2 * count, min(per_step + 1, _MOST_PREFETCHED))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings(), without_states():
             warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
             loader: DataLoader[_Result] = DataLoader(
                 self._maker,
-                sampler=map(divmod, range(step * turns + turn, self._last * turns), repeat(turns)),
+                sampler=map(divmod, range(step * per_step + index, self._last * per_step), repeat(per_step)),
                 batch_size=None,
                 collate_fn=lambda made: made,
                 num_workers=count,
                 prefetch_factor=-(-ahead // count),
                 pin_memory=self._workers.pinned,
                 timeout=_POLL_SECONDS,
-                worker_init_fn=partial(_begin, os.getpid(), self._report),
+                worker_init_fn=partial(_begin_worker, os.getpid(), self._report),
                 multiprocessing_context="fork",
                 generator=torch.Generator(),  # without it, torch draws from the user's generator
             )
@@ -209,7 +209,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             signal.signal(signal.SIGCHLD, on_child)
         self._processes = [each for each in multiprocessing.active_children() if each not in before]
         # Workers ignore SIGTERM, and an exiting interpreter waits for its children.
-        Finalize(self, _kill, args=(self._processes,), exitpriority=1)
+        Finalize(self, _kill_processes, args=(self._processes,), exitpriority=1)
 
     def _next(self) -> _Result:
         """Return the next result. Raises `DataError` if a worker died or hangs; one that re-reads a stream gets the timeout anew
@@ -219,7 +219,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             self._waiting()
             try:
                 return next(cast("Iterator[_Result]", self._iterator))
-            except (RuntimeError, ConnectionError) as error:  # A worker that ends may have been handing over a tensor.
+            except (RuntimeError, ConnectionError) as error:  # A worker may end while it sends a tensor.
                 if self._stream is not None and self._stream.reading[1] != read:
                     began, read = time.monotonic(), self._stream.reading[1]
                 late = time.monotonic() - began > self._workers.timeout_seconds
@@ -251,7 +251,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         return DataError(f"data workers gave nothing for {limit} (data.timeout_seconds): {summary(error)}")
 
     def _stack(self, process: BaseProcess) -> str:
-        """Return the stack of a busy worker, newest call first; empty if it is idle or does not answer. A signal asks for it, since
+        """Return the stack trace of a busy worker, newest call first; empty if idle or silent. A signal asks for it, since
         a timer of `faulthandler` in the parent would make the child wait forever for a thread that a fork does not copy."""
         os.ftruncate(self._report, os.lseek(self._report, 0, os.SEEK_SET))
         os.kill(process.pid or 0, _STACK_SIGNAL)
@@ -265,8 +265,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
 
 class _BatchMaker(Dataset[_Result]):
-    """Dataset of torch's `DataLoader` whose items are made by step and turn; a worker returns errors as text, since not every error
-    pickles."""
+    """Dataset of torch's `DataLoader` whose items are microbatches, by step and index in it. A worker returns errors as text, since
+    not every error can be pickled."""
 
     def __init__(self, feed: Feed, data_rank: int, state: Mapping[str, Any] | None) -> None:
         self.feed = feed
@@ -274,10 +274,10 @@ class _BatchMaker(Dataset[_Result]):
         self._state = state
         self._begun = False
 
-    def __getitem__(self, place: tuple[int, int]) -> _Result:
+    def __getitem__(self, position: tuple[int, int]) -> _Result:
         try:
-            made = self.make(place)
-            _require_sendable(made.batch, self.feed.plan.microbatch(place[0], self.data_rank, place[1]))
+            made = self.make(position)
+            _require_sendable(made.batch, self.feed.plan.microbatch(position[0], self.data_rank, position[1]))
             return made
         except ZeromeshError as error:
             return _Result({}, failure=(type(error), str(error)))
@@ -286,9 +286,9 @@ class _BatchMaker(Dataset[_Result]):
             shown = "".join(traceback.format_exception(error)).rstrip()
             return _Result({}, failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
 
-    def make(self, place: tuple[int, int]) -> _Result:
-        """Make the batch first and the stream state after, as the batch is read with its own random numbers."""
-        (step, turn), plan = place, self.feed.plan
+    def make(self, position: tuple[int, int]) -> _Result:
+        """Return the batch of a microbatch by step and index and, for the last one of a step, the state of the stream after it."""
+        (step, index), plan = position, self.feed.plan
         stream = self.feed.dataset if isinstance(self.feed.dataset, StreamedDataset) else None
         if stream is not None and not self._begun:
             with data_randomness(self.feed.order.seed, 0):
@@ -296,10 +296,10 @@ class _BatchMaker(Dataset[_Result]):
                     stream.restore(self._state, "the checkpoint")
                 else:
                     stream.begin_again()
-        self._begun = False  # After an error the stream is read again.
-        batch = self.feed.fetch(plan.microbatch(step, self.data_rank, turn))
+        self._begun = False  # If this raises, the next call restores the stream first.
+        batch = self.feed.fetch(plan.microbatch(step, self.data_rank, index))
         state = None
-        if stream is not None and turn + 1 == plan.accumulation:
+        if stream is not None and index + 1 == plan.accumulation:
             state = stream.state(plan.samples_of(step + 1).start)
         self._begun = True
         return _Result(batch, state)
@@ -323,14 +323,14 @@ def _require_sendable(batch: Batch, microbatch: Microbatch) -> None:
             ) from error
 
 
-def _kill(processes: Sequence[BaseProcess]) -> None:
+def _kill_processes(processes: Sequence[BaseProcess]) -> None:
     for each in processes:
         if each.exitcode is None:
             each.kill()
             each.join()
 
 
-def _begin(parent: int, report: int, worker: int) -> None:
+def _begin_worker(parent: int, report: int, worker: int) -> None:
     """Start a worker, which dies with its parent and ignores the stop signals of the run."""
     faulthandler.register(_STACK_SIGNAL, report, all_threads=False)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -347,8 +347,8 @@ def _begin(parent: int, report: int, worker: int) -> None:
             number = int(name)
             if not stat.S_ISREG(os.fstat(number).st_mode) or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE:
                 continue
-            inheritable, place = os.get_inheritable(number), os.lseek(number, 0, os.SEEK_CUR)
+            inheritable, position = os.get_inheritable(number), os.lseek(number, 0, os.SEEK_CUR)
             own = os.open(f"/proc/self/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-            os.lseek(own, place, os.SEEK_SET)
+            os.lseek(own, position, os.SEEK_SET)
             os.dup2(own, number, inheritable)
             os.close(own)

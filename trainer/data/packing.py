@@ -24,16 +24,16 @@ _TOKENS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenDataset:
-    """A map-style dataset of sequences of `sequence_length` tokens: of documents that are joined and cut, or of documents of marked
-    tokens, each whole in one sequence, behind which padding without targets fills it."""
+    """A map-style dataset of sequences of `sequence_length` tokens. Documents are either joined and cut to that length, or, with
+    marked tokens, stay whole within a sequence, whose end is filled with padding that is no target."""
 
     text: StoredText
     sequence_length: int
     begins: Sequence[int] | NDArray[np.int64]
-    """Offset in the text of each piece that stays together, ordered by sequence; a range costs no memory."""
+    """The first token of each piece (a document, or a sequence of joined text), ordered by sequence; a range costs no memory."""
     ends: Sequence[int] | NDArray[np.int64]
     cuts: Sequence[int] | NDArray[np.int64]
-    """Cumulative counts of pieces: sequence i holds pieces cuts[i] to cuts[i + 1]."""
+    """Cumulative counts of pieces: sequence i holds the pieces from cuts[i] to cuts[i + 1] - 1."""
     marked: bool
     """True if tokens are marked by `TokenWriter`."""
     separate: bool

@@ -1,7 +1,7 @@
 """The samples of each step and their order, as plain arithmetic without processes or tensors.
 
 A global sample index counts samples from the start of training. A step takes `global_size` of them, cut into
-blocks of `micro_size`; blocks are dealt to data ranks in turn. The blocks of a step, and so what is computed,
+blocks of `micro_size`; blocks are assigned to data ranks round-robin. The blocks of a step, and so what is computed,
 do not depend on the number of ranks:
 
     global 10, micro 2, data-parallel 3     block      0    1    2    3    4    -
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from zeromesh.errors import ConfigError, counted
 
 _MASK_64 = (1 << 64) - 1
-# Of 6 samples all 720 orders are equally likely from 12 rounds on; long orders look random from 4.
+# From 12 rounds on, all 720 orders of 6 samples are equally likely; longer orders need only 4 to look random.
 _ROUNDS = 12
 
 
@@ -43,8 +43,8 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """The division of a global batch into microbatches of data-parallel ranks; sizes are in samples. `epoch_size` is the samples of
-    an epoch, if known. By `last`, a global batch continues into the next epoch (carry), ends with the epoch (partial), or is
+    """The division of a global batch into microbatches of data-parallel ranks. Sizes are in samples; `epoch_size` is an epoch's,
+    or None if unknown. By `last`, a global batch continues into the next epoch (carry), ends with the epoch (partial), or is
     dropped if smaller (drop). Raises `ConfigError` for a microbatch that is larger than the global batch, and for epochs without
     any global batch."""
 
@@ -136,13 +136,13 @@ class BatchPlan:
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
         """Return the `accumulation` microbatches of one rank in step `step` (from 0)."""
-        return tuple(self.microbatch(step, data_rank, turn) for turn in range(self.accumulation))
+        return tuple(self.microbatch(step, data_rank, index) for index in range(self.accumulation))
 
-    def microbatch(self, step: int, data_rank: int, turn: int) -> Microbatch:
-        """Return microbatch `turn` of a rank's step, in constant time. A turn past the end repeats the first block with weight
-        0."""
+    def microbatch(self, step: int, data_rank: int, index: int) -> Microbatch:
+        """Return microbatch `index` (from 0) of a rank in a step, in constant time. One past the end of the global batch repeats
+        its first block with weight 0."""
         samples = self.samples_of(step)
-        start = (turn * self.data_ranks + data_rank) * self.micro_size
+        start = (index * self.data_ranks + data_rank) * self.micro_size
         weight = 1 if start < len(samples) else 0
         block = samples[start * weight :][: self.micro_size]
         return Microbatch(first_sample=block.start, samples=tuple(block), weight=weight)
@@ -170,12 +170,12 @@ class SampleOrder:
         if self.parts:
             lengths = [length for length, _ in self.parts]
             weights = tuple(weight for _, weight in self.parts)
-            cycle, place = divmod(sample, sum(weights))
-            parts, turns = _mixture_table(weights)
-            part = int(parts[place])
-            # Each part has its own seed; else parts of equal length would share an order.
+            cycle, position = divmod(sample, sum(weights))
+            parts, numbers = _mixture_table(weights)
+            part = int(parts[position])
+            # Each part has its own seed: parts of equal length would otherwise be in the same order.
             order = SampleOrder(length=lengths[part], seed=self.seed + (part << 64), shuffle=self.shuffle)
-            return sum(lengths[:part]) + order.dataset_index(cycle * weights[part] + int(turns[place]))
+            return sum(lengths[:part]) + order.dataset_index(cycle * weights[part] + int(numbers[position]))
         epoch, position = divmod(sample, self.length)
         if self.shuffle and self.length > 1:
             position = _permute(position, self.length, _round_keys(self.seed, epoch))
@@ -199,12 +199,12 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _mixture_table(weights: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the part of each of sum(weights) places, and its index within the part. Turn k of a part comes at the time (k + 1/2) /
-    weight; ties go to the earlier part."""
+    """Return, for each of sum(weights) consecutive samples, its part (the index of its weight) and its number within the part.
+    Samples are sorted by (k + 1/2) / weight, for sample k of a part; of equal ones, the earlier part comes first."""
     parts = np.repeat(np.arange(len(weights)), weights)
-    turns = np.concatenate([np.arange(weight) for weight in weights])
-    order = np.argsort((turns + 0.5) / np.asarray(weights)[parts], kind="stable")
-    return parts[order], turns[order]
+    numbers = np.concatenate([np.arange(weight) for weight in weights])
+    order = np.argsort((numbers + 0.5) / np.asarray(weights)[parts], kind="stable")
+    return parts[order], numbers[order]
 
 
 @functools.lru_cache(maxsize=64)
@@ -217,14 +217,14 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 def _permute(index: int, length: int, keys: tuple[int, ...]) -> int:
     """Return the image of `index` under a permutation of [0, length) chosen by `keys`. An index is a pair of digits in [0, rows) x
     [0, columns). Each round adds a hash of one digit to the other, modulo its base, which can be undone, so rounds are a
-    permutation of all pairs. A pair past `length` is sent on until it lands inside (cycle walking)."""
+    permutation of all pairs. The rounds are repeated while the resulting index is `length` or more (cycle walking)."""
     rows = math.isqrt(length - 1) + 1
     columns = -(-length // rows)
     while True:
         row, column = divmod(index, columns)
-        for turn in range(0, len(keys), 2):
-            row = (row + _mix(column ^ keys[turn])) % rows
-            column = (column + _mix(row ^ keys[turn + 1])) % columns
+        for number in range(0, len(keys), 2):
+            row = (row + _mix(column ^ keys[number])) % rows
+            column = (column + _mix(row ^ keys[number + 1])) % columns
         index = row * columns + column
         if index < length:
             return index

@@ -4,9 +4,9 @@ Every rank reads the same stream and takes its own samples from it, so the numbe
 blocks, each with its own order, if shuffled, and its own random seed.
 
 [Note: the very next sample] A stream's own state (`datasets.IterableDataset.state_dict`) need not lead to the very next sample:
-the samples in a shuffle buffer are not saved. So a checkpoint also has the state of a place some thousand samples
-earlier, and digests of all samples up to both. A resumed run starts at the earlier place and reads up to the later one; if
-the digests agree, the buffer was refilled correctly. Else the stream is read again from its beginning.
+the samples in a shuffle buffer are not saved. So a checkpoint also has the stream's state some thousand samples
+earlier, and digests of all samples up to both positions. A resumed run starts from the earlier state and reads on to the later
+position; if the digests agree, the buffer was refilled correctly. Else the stream is read again from its beginning.
 """
 
 import json
@@ -25,7 +25,7 @@ from zeromesh.rng import number_of, own_randomness, seed_all
 
 _LOG = logging.getLogger(__name__)
 _ADDRESS = re.compile(rb"<[^<>]+ at 0x[0-9a-fA-F]+>")
-_LINES = (
+_REASONS = (
     "",
     "the stream is read again from its beginning",
     "the stream goes on from its own state, which is tried on the samples before",
@@ -33,16 +33,16 @@ _LINES = (
     "beginning; data.resume: state would go on from the state, with other samples",
     "the stream goes on from its own state (data.resume: state); samples may be missing, or come twice",
 )
-_AGAIN, _TRIED, _INEXACT, _TAKEN = range(1, len(_LINES))
+_REREAD, _STATE_TRIED, _STATE_INEXACT, _STATE_TRUSTED = range(1, len(_REASONS))
 
 
 class StreamedDataset:
     """A stream whose samples are indexed from the start of training, across epochs.
 
-    `source` is iterated once per epoch; its `set_epoch(n)` is called before each epoch if it has one. `block` samples lie between
-    two saved states, and so many of the latest ones stay indexable. `seed` is that of random numbers while samples are read. By
-    `resume`, `restore` finds the very next sample, re-reading as needed (exact), or trusts the source's own state (state), which
-    otherwise must reproduce `proof` samples first.
+    `source` is iterated once per epoch; its `set_epoch(n)` is called before each epoch if it has one. Its state is saved every
+    `block` samples, and the latest `block` samples stay indexable. `seed` seeds random numbers while samples are read. `restore`
+    goes on with exactly the next sample (`resume` "exact"; the source's state is used if it reproduces `proof` earlier samples,
+    else the stream is re-read), or trusts the source's state ("state").
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class StreamedDataset:
         self._source = source
         self.block = block
         self.reading = memoryview(mmap.mmap(-1, 24)).cast("q")
-        """Progress of re-reading, shared with forked processes: an index of `_LINES`, samples read, and samples to read."""
+        """Progress of re-reading, shared with forked processes: an index of `_REASONS`, samples read, and samples to read."""
         self.waiting: Callable[[], None] = lambda: None
-        """A function that is called while the stream is re-read, to show progress."""
+        """A function that is called after each block that is re-read, to show progress."""
         self._shown = 0
         self._seed, self._resume, self._proof = seed, resume, proof
         self._iterator: Iterator[Any] | None = None
@@ -61,13 +61,13 @@ class StreamedDataset:
         self._next = 0
         self._epoch_start = 0
         """The index of the first sample of the current epoch."""
-        self._chain = 0
+        self._crc = 0
         """The CRC-32 digest of all samples before the next one."""
         self._digested = True
-        """False once a sample had a part without a digest."""
+        """False once a sample had a value without a digest, such as an object whose repr is an address."""
         self._recent: dict[int, Any] = {}
-        self._places: dict[int, dict[str, Any]] = {}
-        """Saved states by the index of the next sample: those of the latest blocks, and some further back."""
+        self._saved_states: dict[int, dict[str, Any]] = {}
+        """States of the source by the index of the next sample: those of the latest blocks, and some that are older."""
         self._beginning = self._source_state()
 
     def __getitem__(self, index: int) -> Any:
@@ -81,34 +81,34 @@ class StreamedDataset:
     def state(self, position: int) -> dict[str, Any]:
         """Return JSON values from which sample `position` can be resumed."""
         start = position // self.block * self.block
-        if start < self._next and start not in self._places:
+        if start < self._next and start not in self._saved_states:
             self._restart()
         while self._next < start:
             self._read(start)
         if self._next == start:
-            self._save_place()
-        proved = [place for at, place in self._places.items() if self._digested and at <= start - self._proof]
-        return {**self._places[start], "earlier": proved[-1] if proved else None}
+            self._save_state()
+        proved = [place for at, place in self._saved_states.items() if self._digested and at <= start - self._proof]
+        return {**self._saved_states[start], "earlier": proved[-1] if proved else None}
 
     def restore(self, state: Mapping[str, Any], where: str) -> None:
-        """Resume from `state`. Raises `CheckpointError` for a value that `state` did not return, and `DataError` if the samples
-        before that place have changed."""
+        """Resume from `state`. Raises `CheckpointError` for a value that `state` did not return, and `DataError` if earlier
+        samples of the stream have changed."""
         earlier = state.get("earlier")
         for place in (state, state if earlier is None else earlier):
-            numbers = [place.get(name) for name in _NUMBERS] if isinstance(place, Mapping) else [None]
+            numbers = [place.get(name) for name in _COUNTERS] if isinstance(place, Mapping) else [None]
             if not all(type(each) is int and each >= 0 for each in numbers):
                 raise CheckpointError(f"{where}: the state of the training stream is not one that this version writes")
-        first, line = (state, _TAKEN) if self._resume == "state" else (earlier, _TRIED)
+        first, line = (state, _STATE_TRUSTED) if self._resume == "state" else (earlier, _STATE_TRIED)
         if first is not None and first.get("stream") is not None:
             try:
                 self._restart(first)
-                if self._replays_to(state, line):
+                if self._read_up_to(state, line):
                     return
             except Exception as error:  # noqa: BLE001 - the user's code, and the stream can be read without its state
                 _LOG.debug("a state of the training stream: %s", summary(error))
-            self._iterator, line = None, _INEXACT
+            self._iterator, line = None, _STATE_INEXACT
         self.begin_again()
-        if not self._replays_to(state, line if line == _INEXACT else _AGAIN):
+        if not self._read_up_to(state, line if line == _STATE_INEXACT else _REREAD):
             raise DataError(
                 f"train_dataset: the samples before sample {state['position']} of the stream are not what they were when the "
                 "checkpoint was written; a run that goes on needs the same data in the same order"
@@ -120,8 +120,8 @@ class StreamedDataset:
         if self._iterator is not self._source:
             self._restart()
 
-    def _replays_to(self, state: Mapping[str, Any], line: int) -> bool:
-        """Read up to the place of `state`; return True if the digest of the samples matches."""
+    def _read_up_to(self, state: Mapping[str, Any], line: int) -> bool:
+        """Read up to the position in `state`; return True if the digest of all samples before it matches."""
         start, position = self._next, state["position"]
         self.reading[0], self.reading[1], self.reading[2] = line, 0, max(0, position - start)
         self.waiting()
@@ -129,22 +129,22 @@ class StreamedDataset:
             self._read(position)
             self.reading[1] = self._next - start
             self.waiting()
-        return bool(self._chain == state["chain"])
+        return bool(self._crc == state["chain"])
 
     def show(self, note: Callable[[str], None], status: Callable[[str], None]) -> None:
         """Pass the reason for re-reading the stream to `note` once, and the progress to `status`."""
         line, done, total = self.reading
         if line != self._shown:
             self._shown = line
-            note(f"data: {_LINES[line]} ({counted(total, 'sample', ',')} to read, without collating)")
+            note(f"data: {_REASONS[line]} ({counted(total, 'sample', ',')} to read, without collating)")
         if done < total:
             status(f"reading the stream [{'=' * (20 * done // total):20}] {done:,} of {total:,} samples")
 
     def _restart(self, place: Mapping[str, Any] | None = None) -> None:
         self._recent.clear()
-        self._places.clear()
-        place = place or {**dict.fromkeys(_NUMBERS, 0), "stream": self._beginning}
-        self._next, self._chain, self._epoch, self._epoch_start = (place[name] for name in _NUMBERS)
+        self._saved_states.clear()
+        place = place or {**dict.fromkeys(_COUNTERS, 0), "stream": self._beginning}
+        self._next, self._crc, self._epoch, self._epoch_start = (place[name] for name in _COUNTERS)
         self._open(place["stream"])
 
     def _open(self, state: Any = None) -> None:
@@ -160,7 +160,7 @@ class StreamedDataset:
             # The seed is that of the block, not of a microbatch, so that all ranks read the same samples.
             seed_all(number_of(f"{self._seed}/stream/{start}"))
             if self._next == start:
-                self._save_place()
+                self._save_state()
             while self._next < min(start + self.block, until):
                 try:
                     sample = next(cast("Iterator[Any]", self._iterator))
@@ -173,20 +173,20 @@ class StreamedDataset:
                     continue
                 for name, content in _contents(sample):
                     self._digested &= content is not None
-                    self._chain = crc32(content or b"", crc32(name, self._chain))
+                    self._crc = crc32(content or b"", crc32(name, self._crc))
                 self._recent[self._next] = sample
                 self._recent.pop(self._next - 2 * self.block, None)
                 self._next += 1
 
-    def _save_place(self) -> None:
+    def _save_state(self) -> None:
         if self._iterator is None:
             self._open()
-        numbers = dict(zip(_NUMBERS, (self._next, self._chain, self._epoch, self._epoch_start), strict=True))
-        self._places[self._next] = {**numbers, "stream": self._source_state()}
+        numbers = dict(zip(_COUNTERS, (self._next, self._crc, self._epoch, self._epoch_start), strict=True))
+        self._saved_states[self._next] = {**numbers, "stream": self._source_state()}
         recent, apart = self._next - 3 * self.block, -(-self._proof // 4 // self.block) * self.block
-        for at in [each for each in self._places if each <= recent]:
+        for at in [each for each in self._saved_states if each <= recent]:
             if at % apart or at < recent - self._proof - apart:
-                del self._places[at]
+                del self._saved_states[at]
 
     def _source_state(self) -> Any:
         """Return the source's state dict; None without one or if JSON cannot hold it."""
@@ -198,8 +198,8 @@ class StreamedDataset:
             return None
 
 
-_NUMBERS = ("position", "chain", "epoch", "begun")
-"""The numbers in a saved place beside the source's state."""
+_COUNTERS = ("position", "chain", "epoch", "begun")
+"""The counters in a saved state beside the state of the source."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -208,8 +208,8 @@ def is_stream(dataset: Any) -> bool:
 
 
 def digest(sample: Any, limit: int | None = None) -> int:
-    """Return the CRC-32 of a sample or a batch, using at most the first `limit` elements of a tensor, without objects whose repr is
-    an address."""
+    """Return the CRC-32 of a sample or a batch, using at most the first `limit` elements of a tensor, without objects whose repr
+    has a memory address."""
     found = 0
     for name, content in _contents(sample, limit):
         found = found if content is None else crc32(content, crc32(name, found))
@@ -217,7 +217,7 @@ def digest(sample: Any, limit: int | None = None) -> int:
 
 
 def _contents(sample: Any, limit: int | None = None) -> Iterator[tuple[bytes, bytes | None]]:
-    """Yield the name and content of each part of a sample as bytes; None for an object whose repr is an address."""
+    """Yield the name and content of each part of a sample as bytes; None for an object whose repr has a memory address."""
     if not isinstance(sample, Mapping):
         sample = dict(enumerate(sample if isinstance(sample, list | tuple) else [sample]))
     for name, value in sample.items():

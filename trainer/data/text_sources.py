@@ -40,8 +40,8 @@ _STDLIB_SKIPPED = frozenset(
         *("encodings", "pydoc_data"),  # generated tables, alike enough to tell held-out ones from the others
     }
 )
-_OF_A_MACHINE = re.compile(r"(^|/)(config-[^/]*/|(_sysconfigdata|sitecustomize|usercustomize)[^/]*$)")
-"""Files that differ between installations of one Python version."""
+_MACHINE_FILES = re.compile(r"(^|/)(config-[^/]*/|(_sysconfigdata|sitecustomize|usercustomize)[^/]*$)")
+"""Paths of files of the standard library that differ between installations of one Python version."""
 _BOMS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is a prefix of it
@@ -51,15 +51,15 @@ _BOMS = {
 }
 
 
-_UNPACKED: dict[str, Callable[[Path, Any], Any]] = {
+_DECOMPRESSORS: dict[str, Callable[[Path, Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".zst": lambda path, _: import_module("pyarrow").input_stream(str(path), compression="zstd"),
     ".xz": lzma.open,
     ".lzma": lzma.open,
 }
-_CURE = "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8"
-_HALF_CHARACTER = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
+_ENCODING_ADVICE = "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8"
+_SURROGATE_ESCAPE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _ROWS_AT_ONCE = 1000
 _LONGEST_FIELD = (1 << 31) - 1
 """The most characters of a CSV field; the default of 131,072 is too small for some documents."""
@@ -83,18 +83,18 @@ class SourceFile:
     key: str
     encoding: str = "utf-8"
     named: bool = False
-    """True if the user named this file, not a directory above it."""
+    """True if the user named this file or a pattern, False if it was found in a directory."""
 
     @property
     def form(self) -> str:
-        name = self.path.stem if self.path.suffix.lower() in _UNPACKED else self.path.name
+        name = self.path.stem if self.path.suffix.lower() in _DECOMPRESSORS else self.path.name
         form = Path(name).suffix.lower().removeprefix(".")
         return form if form in _READERS else "text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSource:
-    """Files to read, in order; files in a directory that turn out not to be text are skipped."""
+    """Files to read, in order. Files that were found in a directory and are no text are skipped."""
 
     name: str
     files: tuple[SourceFile, ...]
@@ -102,11 +102,11 @@ class TextSource:
     """Lines about the number of files that patterns matched."""
 
     def rows(
-        self, wanted: Sequence[str], optional: Sequence[str], skipped: list[str], *, whole: bool = False
+        self, required: Sequence[str], optional: Sequence[str], skipped: list[str], *, whole: bool = False
     ) -> Iterator[Row]:
-        """Yield every row, file by file, with the `wanted` columns and available `optional` ones; names of files without rows are
-        added to `skipped`. With `whole`, a text file is a row with the first wanted column. Raises `DataError` for a file that
-        cannot be read by its suffix or lacks a wanted column, and if no file has rows."""
+        """Yield every row, file by file, with the `required` columns and available `optional` ones; names of files without rows are
+        added to `skipped`. With `whole`, a text file is one row with the first required column. Raises `DataError` for a file
+        that cannot be read by its suffix or lacks a required column, and if no file has rows."""
         read = found = False
         for file in self.files:
             is_text = whole
@@ -122,11 +122,11 @@ class TextSource:
             read = True
             if file.form == "text":
                 text = read_text(file.path, file.encoding)
-                yield Row(key=file.key, where=repr(str(file.path)), values={wanted[0]: text})
+                yield Row(key=file.key, where=repr(str(file.path)), values={required[0]: text})
                 continue
             for number, values in enumerate(_records(file)):
                 where = f"{str(file.path)!r} row {number}"
-                if missing := [name for name in wanted if name not in values]:
+                if missing := [name for name in required if name not in values]:
                     form, only = format_of(values), ", ".join(map(repr, values))
                     cure = f"set data.{'text_field' if whole else 'columns'}"
                     if form != "text":
@@ -134,7 +134,7 @@ class TextSource:
                         cure = part if found else f"set data.format: {form}"
                     raise DataError(f"{where} has no field {missing[0]!r}, only {only}; {cure}")
                 found = True
-                there = {name: values[name] for name in (*wanted, *optional) if name in values}
+                there = {name: values[name] for name in (*required, *optional) if name in values}
                 yield Row(key=f"{file.key}:{number}", where=where, values=there)
         if not read:
             kind = "text file" if whole else "file with rows"
@@ -177,7 +177,7 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
     for given in (Path(each).expanduser() for each in paths):
         found = [(given, given.name)]
         if not given.exists() and glob.has_magic(str(given)):
-            every = "**" in given.parts  # Without this, a folder would match beside its files.
+            every = "**" in given.parts  # `**` matches folders as well as their files.
             fitting = sorted(glob.glob(str(given), recursive=True))
             found = [(Path(each), each) for each in fitting if not every or Path(each).is_file()]
             notes.append(f"{where} {str(given)!r}: {counted(len(found), 'file', ',')}")
@@ -205,7 +205,7 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
     return TextSource(name=name, files=tuple(files), notes=tuple(notes))
 
 
-def picture_endings() -> tuple[str, ...]:
+def picture_suffixes() -> tuple[str, ...]:
     """Return the suffixes of files that datasets takes for pictures, such as `.png`, in lower case."""
     from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
 
@@ -216,30 +216,30 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     """Find the Python source of the standard library, without tests, generated tables and files that differ between machines of one
     Python version. Raises `DataError` where Python was installed without its source."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _OF_A_MACHINE.search(key))
+    keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _MACHINE_FILES.search(key))
     files = tuple(SourceFile(path=root / key, key=key) for key in keys)
     if not files:
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
     return TextSource(name=STDLIB, files=files)
 
 
-def read_text(path: Path, encoding: str = "utf-8", *, cure: str = _CURE) -> str:
+def read_text(path: Path, encoding: str = "utf-8", *, cure: str = _ENCODING_ADVICE) -> str:
     """Read the text of a file. Raises `DataError` with the advice `cure` if the file cannot be read or decoded."""
     with _text(path, encoding, cure) as text:
         return text.read()
 
 
 @contextmanager
-def _text(path: Path, encoding: str, cure: str = _CURE) -> Iterator[io.TextIOWrapper]:
+def _text(path: Path, encoding: str, cure: str = _ENCODING_ADVICE) -> Iterator[io.TextIOWrapper]:
     try:
-        with _CountingReader(_UNPACKED.get(path.suffix.lower(), Path.open)(path, "rb")) as file:
+        with _CountingReader(_DECOMPRESSORS.get(path.suffix.lower(), Path.open)(path, "rb")) as file:
             encoding = _encoding_of(file.peek(_PROBE_BYTES), encoding)
             yield io.TextIOWrapper(file, encoding, newline="\n")
     except UnicodeError as error:
         what = str(error)  # For example, UTF-16 without a byte order mark.
         if isinstance(error, UnicodeDecodeError):
             # The undecodable object ends at the current read position.
-            place = file.place - len(error.object) + error.start
+            place = file.position - len(error.object) + error.start
             wrong = error.object[error.start : error.end][:4].hex(" ")
             what = f"byte {place:,} of its text is {wrong} ({error.reason})"
         raise DataError(f"{str(path)!r} is not {encoding}: {what}; {cure}") from error
@@ -249,18 +249,18 @@ def _text(path: Path, encoding: str, cure: str = _CURE) -> Iterator[io.TextIOWra
 
 
 class _CountingReader(io.BufferedReader):
-    """A reader that counts the bytes read, which not all decompressors can tell."""
+    """A reader that counts the bytes read in `position`, since not all decompressors have a `tell`."""
 
-    place = 0
+    position = 0
 
     def read(self, size: int | None = -1, /) -> bytes:
         found = super().read(size)
-        self.place += len(found)
+        self.position += len(found)
         return found
 
     def read1(self, size: int = -1, /) -> bytes:
         found = super().read1(size)
-        self.place += len(found)
+        self.position += len(found)
         return found
 
 
@@ -294,7 +294,7 @@ def _hub_files(spec: str, where: str) -> list[SourceFile]:
 
 
 def _records(file: SourceFile) -> Iterator[dict[str, Any]]:
-    if file.path.stat().st_size == 0:  # the library gives up on a file without a first row
+    if file.path.stat().st_size == 0:  # datasets raises for a file without a first row
         return
     try:
         yield from _READERS[file.form](file)
@@ -317,7 +317,7 @@ def _arrow_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
 
 
 def _csv_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
-    """Yield each row by the header's names; values stay text, and NA is not missing."""
+    """Yield each row by the header's names. Values stay text, and the text NA is no missing value."""
     csv.field_size_limit(_LONGEST_FIELD)
     with _text(file.path, file.encoding) as lines:
         names = next(lines)
@@ -344,7 +344,7 @@ def _json_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
                 found = json.loads(text)
             except json.JSONDecodeError as error:
                 raise DataError(f"{str(file.path)!r} cannot be read as json: line {number}: {error}") from error
-            if _HALF_CHARACTER.search(text):
+            if _SURROGATE_ESCAPE.search(text):
                 found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
             for row in found if isinstance(found, list) else [found]:
                 if not isinstance(row, dict):

@@ -4,8 +4,8 @@
                   entry.json    counts, xxh3 of each block of 64 KiB, and a checksum of the entry itself
 
 The key is a digest of the files (paths, sizes, times of change), the tokenizer and the held-out fraction; a change of any of
-these gives a new entry. Nothing in an entry is unpickled. Blocks are verified when they are first read, and those of a small text
-at once.
+these gives a new entry. Nothing in an entry is unpickled. Blocks are verified when they are first read, and those of the
+first 256 MiB when the entry is opened.
 
 Tokens of conversations are marked: an int32 is the id, shifted left by two bits, with a bit for the first token of a document and
 one for a target of the loss.
@@ -35,7 +35,7 @@ _CHECKED_AT_ONCE = 256 << 20
 """Bytes that are verified when an entry is opened; later blocks are verified when they are read."""
 _ENTRY, _TOKENS = "entry.json", "tokens.bin"
 BEGINS, TARGET = 2, 1
-"""Flag bits of a marked token, beside its id."""
+"""Flag bits of a marked token, whose id is shifted left by `ID_SHIFT`: it begins a document, or is a target of the loss."""
 ID_SHIFT = 2
 _ABANDONED_SECONDS = 86400.0
 """Age in seconds at which temporary folders of killed processes are removed."""
@@ -83,7 +83,7 @@ _Remarks = Callable[[TokenArray, int], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredText:
-    """The token ids of a text: kept documents, then held-out ones."""
+    """The token ids of a text, those of kept documents first, then of held-out ones; `largest` is the largest id."""
 
     tokens: TokenArray
     kept: TextAmount
@@ -120,9 +120,9 @@ class TokenCache:
     def get(
         self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks, *, marked: bool = False
     ) -> StoredText:
-        """Return the entry of a key; a missing one is made by `write`, which writes kept and held-out documents, `marked` or not.
-        `remarks` is called with all tokens and the number of kept ones. Without a key the entry is private to the process. Raises
-        `StorageError` if the entry cannot be written."""
+        """Return the entry of a key. A missing entry is created: `write` gets a writer of kept and one of held-out documents, whose
+        tokens are `marked` or not, and `remarks` gets all tokens and the number of kept ones, and returns JSON values to store. An
+        entry without a key is private to the process. Raises `StorageError` if the entry cannot be written."""
         path = None if self._root is None or key is None else self._root / key
         try:
             if path is not None and path.exists():

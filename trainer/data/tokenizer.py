@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from zeromesh.errors import DataError, library_errors, summary
 
 BYTES = "bytes"
-_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-"""Files of which one marks a directory as that of a tokenizer."""
+_FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+"""File names; a directory that holds any of these files is taken for a tokenizer's directory."""
 _NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
 
 TokenArray = NDArray[Any]
@@ -32,22 +32,21 @@ TokenArray = NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteTokenizer:
-    """A tokenizer whose tokens are the bytes of UTF-8 text; byte 255 ends a text. UTF-8 never contains the bytes 192, 193 and 245
-    to 255 (RFC 3629), so the end-of-text token needs no id of its own: the vocabulary is 256, a power of two, and a token needs one
-    byte of memory."""
+    """A tokenizer whose tokens are the bytes of UTF-8 text. Byte 255, which UTF-8 never contains (RFC 3629), is the end-of-text
+    token: the vocabulary stays 256, and a token takes one byte of memory."""
 
     vocab_size: int = 256
     end_of_text: int = 255
     padding: int = 255
-    beginning: tuple[int, ...] = ()
+    prefix_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Return the UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
         return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
 
-    def encode_places(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
-        """Return the bytes of each text without offsets, as bytes never merge across a cut."""
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
+        """Return the UTF-8 bytes of each text, and None for offsets: pieces of a text, encoded one by one, give the same bytes."""
         return [(ids, None) for ids in self.encode(texts)]
 
     def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
@@ -61,7 +60,7 @@ class ByteTokenizer:
         """Return the text of bytes without the end-of-text byte; invalid UTF-8 becomes U+FFFD."""
         return bytes(each for each in ids if each < self.end_of_text).decode("utf-8", errors="replace")
 
-    decode_all = decode
+    decode_raw = decode
 
     def template(self, given: str | None, tools: Any) -> str | None:
         return given
@@ -109,41 +108,41 @@ class PretrainedTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Return the ids of each text without special tokens, int64."""
-        return [ids for ids, _ in self.encode_places(texts, places=False)]
+        return [ids for ids, _ in self._encode(texts, offsets=False)]
 
-    def encode_places(self, texts: Sequence[str], *, places: bool = True) -> list[tuple[TokenArray, TokenArray | None]]:
-        """Return the ids of each text and the character offsets `[begin, end)` of the tokens, int64 `[tokens, 2]`; None without
-        `places`, and if the tokenizer gives no offsets."""
+    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
+        """Return the ids of each text and the character offsets `[begin, end)` of its tokens, int64 `[tokens, 2]`, or None."""
+        return self._encode(texts, offsets=getattr(self.tokenizer, "is_fast", False))
+
+    def _encode(self, texts: Sequence[str], *, offsets: bool) -> list[tuple[TokenArray, TokenArray | None]]:
         if not texts:
             return []
-        places = places and getattr(self.tokenizer, "is_fast", False)
-        settings = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": places}
+        settings = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": offsets}
         found = self.tokenizer(list(texts), verbose=False, **settings)
         ids = [np.asarray(each, np.int64) for each in found["input_ids"]]
-        if not places:
+        if not offsets:
             return [(each, None) for each in ids]
-        offsets = [np.asarray(each, np.int64).reshape(-1, 2) for each in found["offset_mapping"]]
-        return list(zip(ids, offsets, strict=True))
+        spans = [np.asarray(each, np.int64).reshape(-1, 2) for each in found["offset_mapping"]]
+        return list(zip(ids, spans, strict=True))
 
     def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
         """Return the ids of a text with the tokenizer's special tokens, cut to `limit` tokens, if given."""
         return list(self.tokenizer(text, truncation=limit is not None, max_length=limit)["input_ids"])
 
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
-        """Return the ids of a conversation rendered by the chat template, generation prompt included. `tools` are JSON schemas of
-        the functions that the assistant may call. Raises `DataError` without a template, and for messages that the template
-        refuses."""
+        """Return the ids of a conversation rendered by the chat template, with the generation prompt. `tools` are JSON schemas of
+        functions that the assistant may call. Raises `DataError` without a template, and for messages that it refuses."""
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
-        self.try_template()
+        self.require_bounded_template()
         try:
             keys = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
             return list(self.tokenizer.apply_chat_template(list(messages), **keys))
         except TEMPLATE_ERRORS as error:
             raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
 
-    def try_template(self) -> None:
-        """Raise `DataError` for a chat template that does not end, or makes too much text."""
+    def require_bounded_template(self) -> None:
+        """Render sample conversations in a child process; raises `DataError` if that takes too long or gives too much text."""
         if getattr(self.tokenizer, "chat_template", None):
             apply = partial(self.tokenizer.apply_chat_template, tokenize=False)
             require_bounded(str(self.tokenizer.chat_template), lambda messages, tools: apply(messages, tools=tools))
@@ -152,12 +151,12 @@ class PretrainedTokenizer:
         """Return the text of ids, without special tokens."""
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def decode_all(self, ids: Sequence[int]) -> str:
+    def decode_raw(self, ids: Sequence[int]) -> str:
         """Return the text of ids, with special tokens."""
         return str(self.tokenizer.decode(list(ids)))
 
     def template(self, given: str | None, tools: Any) -> str | None:
-        """Return the Jinja chat template that is `given` as text or by name, or else the tokenizer's; None without one."""
+        """Return the Jinja chat template: `given` (text, or a name in the tokenizer), or else the tokenizer's; or None."""
         if given is None and not getattr(self.tokenizer, "chat_template", None):
             return None
         try:
@@ -171,14 +170,14 @@ class PretrainedTokenizer:
         return dict(self.tokenizer.special_tokens_map)
 
     @property
-    def beginning(self) -> list[int]:
+    def prefix_ids(self) -> list[int]:
         """The ids that the tokenizer adds before a text, such as that of `bos_token`."""
         plain, whole = (list(self.tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (False, True))
-        places = range(len(whole) - len(plain) + 1) if plain else ()
-        begin = next((place for place in places if whole[place : place + len(plain)] == plain), None)
+        offsets = range(len(whole) - len(plain) + 1) if plain else ()
+        begin = next((place for place in offsets if whole[place : place + len(plain)] == plain), None)
         if begin is not None:
             return whole[:begin]
-        added = list(self.tokenizer("")["input_ids"])  # The vocabulary has no letters.
+        added = list(self.tokenizer("")["input_ids"])  # The vocabulary does not have the letter "a".
         return added[:-1] if added and added[-1] == self.end_of_text else added
 
     def with_template(self, given: str) -> "PretrainedTokenizer":
@@ -206,8 +205,8 @@ class PretrainedTokenizer:
 
 
 Tokenizer = ByteTokenizer | PretrainedTokenizer
-_BOUNDED: set[str] = set()
-"""Chat templates that were rendered within the limits of time and memory."""
+_BOUNDED_TEMPLATES: set[str] = set()
+"""Chat templates that this process has rendered within the limits of time and memory, and does not try again."""
 _TEMPLATE_SECONDS = 10.0
 _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
 
@@ -215,25 +214,25 @@ _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """The errors that rendering a chat template raises."""
 _TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
-_CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
+_TOOL_CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
 _QUESTION, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 _SAMPLE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
     [_QUESTION],
     [{"role": "system", "content": "Be brief."}, _QUESTION, _ANSWER],
     [_QUESTION, _ANSWER] * 20,
-    [_QUESTION, {**_ANSWER, "tool_calls": [_CALL]}, {"role": "tool", "name": "now", "content": "12"}, _ANSWER],
+    [_QUESTION, {**_ANSWER, "tool_calls": [_TOOL_CALL]}, {"role": "tool", "name": "now", "content": "12"}, _ANSWER],
 )
 
 
 def require_bounded(
-    template: str, render: Callable[[list[dict[str, Any]], Any], object], *own: list[dict[str, Any]]
+    template: str, render: Callable[[list[dict[str, Any]], Any], object], *conversations: list[dict[str, Any]]
 ) -> None:
-    """Call `render` with sample conversations, and `own`, and with tools or None, in a child process with limited time and memory.
-    Raises `DataError` for a new chat template that does not end in time, or makes too much text."""
-    if template in _BOUNDED:
+    """Call `render`, with and without tools, for `conversations` and samples in a child process with limited time and memory.
+    Raises `DataError` if that takes too long or gives too much text; a `template` that has passed once is not rendered again."""
+    if template in _BOUNDED_TEMPLATES:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about forking with threads, which the child does not use
+        warnings.simplefilter("ignore")  # Python warns of a fork beside threads; the child uses none of them.
         child = os.fork()
     if not child:
         code = 0
@@ -242,23 +241,25 @@ def require_bounded(
             signal.setitimer(signal.ITIMER_REAL, _TEMPLATE_SECONDS)
             most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _TEMPLATE_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            for messages, tools in product((*own, *_SAMPLE_CONVERSATIONS), (None, [_TOOL])):
-                with suppress(*TEMPLATE_ERRORS):  # The use of the template reports these.
+            for messages, tools in product((*conversations, *_SAMPLE_CONVERSATIONS), (None, [_TOOL])):
+                with suppress(
+                    *TEMPLATE_ERRORS
+                ):  # The parent meets these errors itself when it renders, and reports them.
                     code |= not code and len(str(render(messages, tools))) > _TEMPLATE_CHARACTERS
         except MemoryError:
             code = 1
-        finally:  # Other errors are reported when the template is used.
+        finally:  # The parent reports other errors when it renders.
             os._exit(code)
     status = os.waitpid(child, 0)[1]
     if status:
         late = f"comes to no end within {_TEMPLATE_SECONDS:g} seconds"
         what = "makes too much text" if os.WIFEXITED(status) else late
         raise DataError(f"the chat template {what}; give another one (chat_template.jinja beside the tokenizer)")
-    _BOUNDED.add(template)
+    _BOUNDED_TEMPLATES.add(template)
 
 
 def has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).is_file() for name in _FILES)
+    return any((directory / name).is_file() for name in _FILE_NAMES)
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
@@ -274,8 +275,8 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         )
     if not has_tokenizer(path):
         raise DataError(
-            f"data.tokenizer {str(spec)!r} holds no tokenizer ({', '.join(_FILES)}); give a directory that save_pretrained of a "
-            "tokenizer wrote, or bytes for a model whose tokens are the bytes of a text"
+            f"data.tokenizer {str(spec)!r} holds no tokenizer ({', '.join(_FILE_NAMES)}); give a directory that save_"
+            "pretrained of a tokenizer wrote, or bytes for a model whose tokens are the bytes of a text"
         )
     from transformers import AutoTokenizer
 
@@ -288,18 +289,18 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
 
 _UNFINISHED = "�"
 """The replacement character, which decoders give for an incomplete character."""
-_KEPT_TOKENS = 12
-"""The number of tokens that are decoded again as context; a multiple of 1 to 4, the bytes of a character."""
+_CONTEXT_TOKENS = 12
+"""The number of last tokens that are decoded again before new ones, divisible by 1 to 4, the bytes of a UTF-8 character."""
 
 
 class TextStream:
-    """Incremental decoder of new tokens to new text, in whole characters, by a function that returns the text of tokens."""
+    """An incremental decoder: `add` takes new token ids, and returns whole new characters. `decode` maps ids to text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
         self._returned = 0
-        """The number of characters of the text of `_tokens` that were returned."""
+        """The number of characters of the text of `_tokens` that `add` has returned already."""
 
     def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """Return the text that these tokens add; `last` also returns an incomplete character."""
@@ -308,9 +309,9 @@ class TextStream:
         end = len(text if last else text.rstrip(_UNFINISHED))
         new = text[self._returned : end]
         self._returned = max(self._returned, end)
-        if len(self._tokens) > 2 * _KEPT_TOKENS and end == len(text):
-            # Some tokens stay as context, as many decoders drop the first token's space; the context begins at a character.
-            kept = self._decode(self._tokens[-_KEPT_TOKENS:])
+        if len(self._tokens) > 2 * _CONTEXT_TOKENS and end == len(text):
+            # Many decoders drop the first token's space, so some tokens stay as context, if these begin at a whole character.
+            kept = self._decode(self._tokens[-_CONTEXT_TOKENS:])
             if kept and text.endswith(kept):
-                self._tokens, self._returned = self._tokens[-_KEPT_TOKENS:], len(kept)
+                self._tokens, self._returned = self._tokens[-_CONTEXT_TOKENS:], len(kept)
         return new

@@ -46,7 +46,7 @@ def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) 
         eval_dataset=trainer.inputs.eval_dataset,
     )
     card = TrainingSummary.from_trainer(described, **values)
-    if mesh.world_size > 1:  # Numbers derived from the ranks, which transformers' arguments may lack.
+    if mesh.world_size > 1:  # transformers' arguments may lack numbers that follow from the number of ranks.
         micro = config.batch.eval_micro_size or config.batch.micro_size
         card.hyperparameters |= {
             "num_devices": mesh.world_size,
@@ -112,5 +112,5 @@ def push(
 
 
 def _described(error: Exception, token: str | None) -> str:
-    """Describe an error of a library or the network without secrets."""
+    """Describe an error, with the token and other secrets replaced."""
     return describe_error(error, Redaction([*filter(None, [token]), *secret_values()]))

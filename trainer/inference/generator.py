@@ -265,7 +265,7 @@ class Generator(ModelOnMesh):
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         self.check_fields(fields)
         if isinstance(self.tokenizer, PretrainedTokenizer):
-            self.tokenizer.try_template()
+            self.tokenizer.require_bounded_template()
 
     def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
         """Check that `serve` can continue these tokens with these fields of `GenerationConfig`; any thread may call it.

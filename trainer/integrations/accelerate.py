@@ -31,7 +31,7 @@ from zeromesh.offload.accelerator import found as accelerator_kind
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.models.adapters import is_adapted
-from zeromesh.trainer.models.save_pretrained import peft_saves
+from zeromesh.trainer.models.save_pretrained import peft_reading
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
@@ -407,7 +407,7 @@ def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callabl
             if not accelerator.is_main_process:
                 return
         floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
-        with peft_saves(model, state_dict or {}):
+        with peft_reading(model, state_dict or {}):
             store(model, save_directory, *arguments, state_dict=state_dict, **named)
         if accelerator.is_main_process and floating and not is_adapted(model) and model.config.dtype not in floating:
             # transformers saves in the model's dtype.

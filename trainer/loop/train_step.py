@@ -29,7 +29,7 @@ from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.device_batch import DeviceBatch
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss, whole_count
-from zeromesh.trainer.models.prepare import in_evaluation_mode, with_documents
+from zeromesh.trainer.models.prepare import add_document_boundaries, in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
 
@@ -313,7 +313,7 @@ class Stepper:
     def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> list[DeviceBatch]:
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
-            told, before = with_documents(self._model, batch), coming[-1] if coming else None
+            told, before = add_document_boundaries(self._model, batch), coming[-1] if coming else None
             coming.append(DeviceBatch(told, self._mesh.device, self._dtype, targets, self._copies, before))
         return coming
 

@@ -222,7 +222,7 @@ class TrainingLoop:
         if not self._over:
             self._checkpoints.rehearse(self._state)
         # The last evaluation costs as much as so many steps: forward is a third of a step's work.
-        samples = sum(map(len, run.data.evaluated().values())) if section.eval_at_end else 0
+        samples = sum(map(len, run.data.evaluation_sets().values())) if section.eval_at_end else 0
         after = samples / run.config.batch.global_size / 3
         run.console.start(total_steps=section.max_steps, first_step=progress.step, after=after)
         if section.eval_at_start and progress.step == 0 and run.data.eval is not None:

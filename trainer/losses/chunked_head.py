@@ -1,8 +1,8 @@
 """A language model's head that computes the loss chunk by chunk instead of returning logits.
 
 The model's own code stays as it is. During a microbatch, the head module's `forward` computes the loss and
-returns a few known numbers where logits were expected. They pass through the rest of the model, which shows how it
-transforms its logits. Because the loss is computed inside the head module's own call, hooks on it (which may
+returns the loss and a few known probe values in place of logits. What the rest of the model makes of the probes shows how
+it transforms its logits. Because the loss is computed inside the head module's own call, hooks on it (which may
 gather its weight) work as usual. Otherwise, as in `generate`, the head is unchanged.
 """
 
@@ -38,7 +38,7 @@ _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
 
 
 @dataclass(kw_only=True, slots=True)
-class _HeadWork:
+class _HeadCall:
     targets: torch.Tensor
     """Target ids, `[tokens]`."""
     seed: float
@@ -47,9 +47,9 @@ class _HeadWork:
 
 
 class ChunkedHead:
-    """Replacement of the `forward` of a model's output embedding, an `nn.Linear`, during a run, and by the route `loss_function` of
-    that function. `chunk_tokens` are the tokens whose logits exist at once; None minimises memory. The first run checks the
-    `change` of each logit before the model's loss. `kernel` takes the arguments of `chunked_cross_entropy`."""
+    """Replaces the `forward` of a model's output embedding, an `nn.Linear`, during `run`, and by the route "loss_function" the
+    model's `loss_function`. `chunk_tokens` is the number of tokens whose logits exist at once; None minimises memory. The first run
+    checks `change`, the transformation of logits before the loss. `kernel` takes the arguments of `chunked_cross_entropy`."""
 
     def __init__(
         self,
@@ -75,11 +75,11 @@ class ChunkedHead:
     ) -> torch.Tensor:
         """Return the sum of the losses over `targets`, where -100 marks no target; the model's inputs include `labels`. Raises
         `PhaseError` if the model uses its head in an unsupported way, or transforms its logits otherwise than `change`."""
-        current = _HeadWork(targets=targets.reshape(-1), seed=seed, count=count)
+        current = _HeadCall(targets=targets.reshape(-1), seed=seed, count=count)
         with ExitStack() as undone:
             undone.callback(override(output_layer(self._model), "forward", partial(self._forward, current)))
             if self._route == "logits":
-                return self._arrived(current, model(**_without_labels(model, inputs)).logits)
+                return self._check_logits(current, model(**_without_labels(model, inputs)).logits)
             undone.callback(override(self._model, "_loss_function", partial(self._loss, current)))
             # Terms that the model adds to its mean loss (auxiliary losses of experts) are scaled as the mean is.
             loss: torch.Tensor = model(**inputs).loss * count
@@ -87,7 +87,7 @@ class ChunkedHead:
             raise PhaseError("the model computed a loss without calling its output embedding")
         return loss
 
-    def _forward(self, current: _HeadWork, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(self, current: _HeadCall, hidden: torch.Tensor) -> torch.Tensor:
         if current.result is not None:
             raise PhaseError("the model called its output embedding twice in one forward")
         rows = hidden.reshape(-1, hidden.shape[-1])
@@ -112,23 +112,23 @@ class ChunkedHead:
         if self._route == "loss_function":
             total = total / max(1, current.count)
         if self._probes is None or (self._probes.dtype, self._probes.device) != (total.dtype, total.device):
-            self._probes = total.new_tensor(_PROBES)  # Made once, as a copy to a device blocks the host.
+            self._probes = total.new_tensor(_PROBES)  # The tensor is kept, as a copy to a device blocks the host.
         returned = torch.cat((total.reshape(1), self._probes)).reshape(1, 1, -1)
         # The result depends on the returned tensor, so that gradient hooks of the head run; it is a copy, as the model
         # may write in place.
         current.result = returned[0, 0, 0].clone()
         return returned
 
-    def _loss(self, current: _HeadWork, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._arrived(current, args[0] if args else kwargs["logits"])
+    def _loss(self, current: _HeadCall, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._check_logits(current, args[0] if args else kwargs["logits"])
 
-    def _arrived(self, current: _HeadWork, logits: torch.Tensor) -> torch.Tensor:
+    def _check_logits(self, current: _HeadCall, logits: torch.Tensor) -> torch.Tensor:
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
         if self.found is None and not logits.is_meta:  # Meta tensors have no values.
             if logits.numel() != len(_PROBES) + 1:
                 raise PhaseError(f"{logits.numel()} logits arrive at the loss where the head gave {len(_PROBES) + 1}")
-            # A scale and a cap show in the probes, which follow the loss.
+            # The first element is the loss; the probes after it show the scale and the cap.
             made = logits.detach().flatten()[1:].double().cpu()
             scale, most = float(made[0]) / _TINY, float(made[1])
             change = LogitChange(scale=scale, cap=0.0 if math.isclose(most, scale * _HUGE, rel_tol=1e-2) else most)
@@ -164,10 +164,10 @@ def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-_ROWS = 256
+_TRIED_ROWS = 256
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """The largest relative difference of two correct results, by compute dtype."""
-_WHERE = "model.loss"
+_KEY = "model.loss"
 
 
 class LigerLoss:
@@ -178,11 +178,11 @@ class LigerLoss:
     def __init__(self) -> None:
         """Load liger's kernel. Raises `ConfigError` if the package is not installed, or without an accelerator."""
         if found() is None:
-            raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_WHERE)
+            raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_KEY)
         try:
             from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
         except ImportError as error:
-            raise ConfigError("liger needs the package liger-kernel: pip install liger-kernel", where=_WHERE) from error
+            raise ConfigError("liger needs the package liger-kernel: pip install liger-kernel", where=_KEY) from error
         self._fused: Callable[..., torch.Tensor] = liger_fused_linear_cross_entropy
         self._tried = False
 
@@ -202,7 +202,7 @@ class LigerLoss:
             raise ConfigError(
                 f"liger has no kernel for this head (tensor parallel, computed in {hidden.dtype}, or logits that are scaled "
                 "after a bias); take auto",
-                where=_WHERE,
+                where=_KEY,
             )
 
         def compute(
@@ -215,10 +215,10 @@ class LigerLoss:
 
         if not self._tried:
             fixed, results = None if bias is None else bias.detach(), []
-            for kernel in (partial(chunked_cross_entropy, seed=1.0, chunk_tokens=_ROWS, change=change), compute):
-                rows = hidden[:_ROWS].detach().clone().requires_grad_()
+            for kernel in (partial(chunked_cross_entropy, seed=1.0, chunk_tokens=_TRIED_ROWS, change=change), compute):
+                rows = hidden[:_TRIED_ROWS].detach().clone().requires_grad_()
                 with torch.enable_grad():
-                    loss = kernel(rows, weight.detach(), fixed, targets[:_ROWS])
+                    loss = kernel(rows, weight.detach(), fixed, targets[:_TRIED_ROWS])
                 (gradient,) = torch.autograd.grad(loss, rows)
                 results.append((loss.detach().float(), gradient.float()))
             for name, ours, theirs in zip(("loss", "gradient of hidden states"), *results, strict=True):
@@ -227,7 +227,7 @@ class LigerLoss:
                     raise ConfigError(
                         f"a trial found liger's {name} apart by {apart:.2g} of it from what is right (allowed in {hidden.dtype} is "
                         f"{allowed:g}); take auto",
-                        where=_WHERE,
+                        where=_KEY,
                     )
             self._tried = True
         return compute(hidden, weight, bias, targets)

@@ -48,10 +48,10 @@ class Loss:
 
     kind: Literal["labels", "answers", "transcripts", "examples", "user"]
     count: Callable[[Mapping[str, Any]], int | None]
-    """Count the targets of a batch from its labels; None if only forward tells. Raises `DataError` without labels."""
+    """Count the targets of a batch from its labels; None if only forward counts them. Raises `DataError` without labels."""
     compute: Callable[[Any, Mapping[str, Any], int, float | None], _Computed]
-    """Compute the loss of a batch from the model, the batch, its targets (0 if only forward tells) and the seed of backward; a None
-    seed asks for the outputs."""
+    """Compute the loss of a batch from the model, the batch, its number of targets (0 if only forward counts them) and the gradient
+    of the sum from which backward starts; None computes the outputs too."""
     notes: tuple[str, ...] = ()
     causal: bool = False
     """True if the model predicts the next token, so that the first label is no target."""
@@ -127,7 +127,7 @@ def make_loss(
         return replace(_label_loss(inside, causal=False), classes=classes)
     if "_loss_function" in vars(inside):
         return _language_loss(inside, mode)
-    # Question answering may also classify pictures, or use beam search and a loss of several parts.
+    # Models with these positions may also classify pictures, or add losses of a beam search.
     if kind == "ForQuestionAnswering" and "start_positions" in arguments and "is_impossible" not in arguments:
         return _answer_loss()
     if kind == "ForCTC":
@@ -206,7 +206,7 @@ def _label_loss(
         )
         labels = _tensor_of(batch, "labels", cure)
         found = count_targets(labels, causal=causal, ignored=ignored)
-        if head is not None:  # Devices do not check labels.
+        if head is not None:  # Kernels of devices do not check the range of labels.
             require_targets_in(labels[..., 1:] if causal else labels, head.vocabulary)
         return found
 
@@ -225,7 +225,7 @@ def _label_loss(
             total = cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing)
             return total, outputs, found, {}
         if not found:
-            # A mean over nothing is NaN, even times 0, so the labels become valid and the result is multiplied by 0.
+            # A mean over no target is NaN, even times 0. With valid labels it is finite, and is multiplied by 0.
             inputs["labels"] = torch.zeros_like(labels)
         outputs = model(**inputs)
         return outputs.loss * found, outputs, found, _scalars_of(outputs)

@@ -29,15 +29,15 @@ _TRIAL = "trial"
 _TOKENS = 24
 _DOCUMENTS = ((0, 0, 11), (0, 11, 13), (1, 0, 9), (1, 9, 5), (1, 14, 10))
 """Row, start and length in tokens of each document in a batch of two rows of `_TOKENS`."""
-_ALIKE = 1e-8  # relative; of documents alone and packed
+_DOCUMENT_TOLERANCE = 1e-8  # relative, between a document's outputs alone and packed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The results of the trial."""
+    """The results of the trial of a language model's loss on a small copy."""
 
     causal: bool | None
-    """True if the loss is a mean over shifted labels, False if over labels; None if over neither, as far as is known."""
+    """True if the loss is a mean over shifted labels, False if over unshifted ones; None if neither was found."""
     route: Route | None = None
     """The route by which the chunked head replaces the loss; None with the `reason` why it cannot."""
     reason: str = ""
@@ -117,14 +117,14 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
                 except PhaseError:
                     if chunked.found in (None, change):
                         raise
-                    change = chunked.found  # The first run has measured it.
+                    change = chunked.found  # The first run has measured the change.
     except small_copy.ERRORS as error:
         return str(error) if isinstance(error, PhaseError) else summary(error)
     finally:
         small.eval()
     rounding = 1e-4 * max(float(gradient.norm()) for gradient in own.values())
     for name, gradient in own.items():
-        if not small_copy.apart(found[name], gradient, rounding) <= _TOLERANCE:
+        if not small_copy.deviation(found[name], gradient, rounding) <= _TOLERANCE:
             return f"the {'loss' if name == '' else 'gradient of ' + name} differs"
     return change
 
@@ -158,7 +158,7 @@ def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:
 
 
 def _is_mean_over(small: Any, causal: bool) -> bool:
-    """Return True if mean x count is additive: the value of two sequences is the sum of the two values."""
+    """Return True if mean loss x targets of a batch of two sequences is the sum of the values of each sequence alone."""
     parts = [_inputs(small, sequences) for sequences in (slice(None), slice(0, 1), slice(1, 2))]
     try:
         with small_copy.InFloat64(), torch.no_grad():
@@ -187,7 +187,7 @@ def _difference(model: Any | None) -> str:
     found: list[small_copy.Outputs] = []
 
     def run(small: Any) -> torch.Tensor:
-        small_copy.vary(small)
+        small_copy.perturb(small)
         with torch.no_grad():
             found[:] = [_outputs(small), *(_outputs(small, number) for number in range(len(_DOCUMENTS)))]
         return found[0][-1][1][0]
@@ -196,14 +196,14 @@ def _difference(model: Any | None) -> str:
     if isinstance(small, str):
         return f"cannot be tried with packed documents, as no small copy of it runs with them ({small})"
     together, *alone = found
-    pairs = [(outputs, partial(_mixes, *where)) for outputs, where in zip(alone, _DOCUMENTS, strict=True)]
+    pairs = [(outputs, partial(_document_differs, *where)) for outputs, where in zip(alone, _DOCUMENTS, strict=True)]
     if all(small_copy.first_difference(together[-1:], outputs[-1:], mixes) is None for outputs, mixes in pairs):
         return ""
     names = (small_copy.first_difference(together, outputs, mixes) for outputs, mixes in pairs)
     name = next(filter(None, names), "")
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
-        name = name.rpartition(".")[0]  # A leaf that acts on single tokens only ends the mixing module.
+        name = name.rpartition(".")[0]  # Other leaves act on each token alone, so the parent mixes tokens.
     by = small_copy.shown_module(small, name)
     return f"gives a document other values beside another one than alone (by {by}, in a trial on a small copy)"
 
@@ -217,16 +217,16 @@ def _outputs(small: Any, document: int | None = None) -> small_copy.Outputs:
         row, begin, length = _DOCUMENTS[document]
         ids, positions = (each[row : row + 1, begin : begin + length] for each in (ids, positions))
     given = {"use_cache": False} if "use_cache" in inspect.signature(type(small).forward).parameters else {}
-    found, outputs = small_copy.recorded(small, lambda: small(input_ids=ids, position_ids=positions, **given))
+    found, outputs = small_copy.record_outputs(small, lambda: small(input_ids=ids, position_ids=positions, **given))
     logits = getattr(found, "logits", None)
     return [*outputs, ("", [found[0] if logits is None else logits])]
 
 
-def _mixes(row: int, begin: int, length: int, together: torch.Tensor, alone: torch.Tensor) -> bool:
+def _document_differs(row: int, begin: int, length: int, together: torch.Tensor, alone: torch.Tensor) -> bool:
     """Return True if a tensor of all documents differs at one document from that document's tensor alone; False for unexpected
     shapes, such as the tokens of one expert."""
     changed = [dim for dim, sizes in enumerate(zip(together.shape, alone.shape, strict=False)) if sizes[0] != sizes[1]]
     if [(together.shape[dim], alone.shape[dim]) for dim in changed] != [(2, 1), (_TOKENS, length)]:
         return False
     part = together.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
-    return not small_copy.apart(part.double(), alone.double(), 1.0) <= _ALIKE
+    return not small_copy.deviation(part.double(), alone.double(), 1.0) <= _DOCUMENT_TOLERANCE

@@ -30,20 +30,20 @@ from zeromesh.weight_init.weight_sources import (
 )
 
 
-def wraps_another(model: nn.Module) -> bool:
+def is_peft_model(model: nn.Module) -> bool:
     """Return True if `model` is a `PeftModel`."""
     return callable(getattr(type(model), "get_base_model", None)) and bool(getattr(model, "peft_config", None))
 
 
 def is_adapted(model: nn.Module) -> bool:
     """Return True if `model` is a `PeftModel`, or a Hugging Face model that adapters were added to (`model.add_adapter`)."""
-    return wraps_another(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
+    return is_peft_model(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 def pretrained_of(model: nn.Module) -> Any | None:
     """Return the Hugging Face model that `model` is or wraps with adapters; None for any other module."""
     inside: Any = model
-    if wraps_another(model):
+    if is_peft_model(model):
         inside = inside.get_base_model()
     return inside if is_pretrained_model(inside) else None
 
@@ -88,8 +88,8 @@ _TASKS: Mapping[Head, str] = {
     "base": "FEATURE_EXTRACTION",
 }
 """PEFT's task types, by head; PEFT also trains the heads of classification and question answering."""
-_LANGUAGE: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq_lm", "image_text_to_text", "speech_seq2seq", "base")
-"""Heads that are part of the pretrained model."""
+_BASE_HEADS: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq_lm", "image_text_to_text", "speech_seq2seq", "base")
+"""Tasks whose head is pretrained, so that it is not trained whole beside the adapters."""
 
 
 def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> BuiltModel:
@@ -106,7 +106,7 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
             f"adapters are for models of transformers, and this is a {type(base).__name__}", where="model.lora"
         )
     names = {id(tensor): name for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
-    left_out = _no_targets(base) if section.targets == "all-linear" else []
+    left_out = _excluded_modules(base) if section.targets == "all-linear" else []
     heads = [
         name
         for name, each in base.named_children()
@@ -119,7 +119,7 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
         target_modules=list(section.targets) if isinstance(section.targets, tuple) else section.targets,
         task_type=_TASKS.get(head),
         exclude_modules=left_out or None,
-        modules_to_save=None if head in _LANGUAGE else heads,
+        modules_to_save=None if head in _BASE_HEADS else heads,
     )
     try:
         with seeded_cpu(seed, "adapters"), warnings.catch_warnings(action="ignore", category=FutureWarning):
@@ -133,7 +133,7 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
     for name, layer in model.named_modules():
         if isinstance(layer, peft.tuners.lora.LoraLayer):
             plain: Any = layer.get_base_layer()
-            if not _multiplies(plain):
+            if not _maps_last_dim(plain):
                 raise ConfigError(
                     f"{name.removeprefix('base_model.model.')} cannot have adapters, as a {type(plain).__name__} does more than "
                     "to multiply by its weight; name other layers",
@@ -150,19 +150,19 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
     return BuiltModel(model=model, source=AdaptedSource(built.source, model, names), notes=notes)
 
 
-def _no_targets(base: nn.Module) -> list[str]:
-    """Return the modules that PEFT might match for "all-linear", as it goes by names and classes, but that must not be targets:
-    linear layers with another computation, and numbered blocks that share a name with linear layers."""
+def _excluded_modules(base: nn.Module) -> list[str]:
+    """Return the names of modules that PEFT would match by name or class for "all-linear" and that cannot have adapters: linear
+    layers with another computation, and modules with children that share the last part of a linear layer's name."""
     linear = {name for name, each in base.named_modules() if isinstance(each, nn.Linear)}
     leaves = {name.rpartition(".")[2] for name in linear}
     return [
         name
         for name, each in base.named_modules()
-        if name.rpartition(".")[2] in leaves and (not _multiplies(each) if name in linear else [*each.children()])
+        if name.rpartition(".")[2] in leaves and (not _maps_last_dim(each) if name in linear else [*each.children()])
     ]
 
 
-def _multiplies(layer: nn.Module) -> bool:
+def _maps_last_dim(layer: nn.Module) -> bool:
     """Return False for a linear layer that does not map [..., in] to [..., out], such as a router or a grouped layer."""
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
         return True

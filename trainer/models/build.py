@@ -65,7 +65,7 @@ def pin_sources(
         if model.trust_remote_code:
             directory = directory_of(config.model.source or "", commit)
             turn = 0 if mesh.rank == 0 else 1 if mesh.environment.local_rank == 0 else 2
-            # transformers copies a model's code to its module cache, one rank first, lest others read half a file.
+            # transformers copies a model's code to its module cache; other ranks wait, as they might read half a file.
             for number in range(3):
                 if number == turn and (directory / "config.json").is_file():
                     made = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=True)
@@ -78,7 +78,7 @@ def pin_sources(
         wanted = model.revision if named == model.source else None
         commit = _fetch(named, wanted, TOKENIZER_FILES, mesh, where="data.tokenizer")
         found = directory_of(named, commit, TOKENIZER_FILES, where="data.tokenizer")
-        # A missing tokenizer is an error about text, which is raised after those about the model.
+        # A missing tokenizer is reported when text is loaded, after errors of the model.
         named = str(found) if data.tokenizer is not None or has_tokenizer(found) else None
     data = data.model_copy(update={"tokenizer": named})
     return config.model_copy(update={"model": model, "data": data})
@@ -141,7 +141,7 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
 
 
 def while_posting(mesh: Mesh, call: Callable[[], T]) -> T:
-    """Return the result of `call` while this rank posts signs of life to the waiting ranks."""
+    """Return the result of `call`, run in a thread while this rank posts heartbeats, so that waiting ranks do not time out."""
     with ThreadPoolExecutor(max_workers=1) as pool:
         future = pool.submit(call)
         while not wait([future], timeout=1.0).done:
@@ -153,19 +153,19 @@ _COUNTS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     "vocab_size",
 )
-_ALSO_KNOWN = {
+_EXTRA_KEYS = {
     "attn_implementation", "auto_map", "decoder_start_token_id", "experts_implementation", "model_type", "num_labels",
     "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",
 }  # fmt: skip
-"""Keys without a field that every configuration accepts, and older names of fields."""
+"""Keys that every configuration accepts though its class has no such field, and older names of fields."""
 _MODULE_COUNTS = re.compile(r"^n(um)?_\w*(layer|block|expert|stage)s?|_(layers|blocks|experts|stages)$|^depth$")
 _MOST_MODULES = 10_000
 """The most layers, experts or stages of a model; more take minutes to build, and no model has them."""
 _MOST_ELEMENTS = 2**62
-_MOST_MEMORIES = 1000
-"""The largest model in 16 bits as a multiple of this machine's memory, as ranks and disks may share it."""
+_MOST_MEMORY_RATIO = 1000
+"""The largest model in 16 bits, as a multiple of this machine's memory; many ranks and disks may share a model."""
 _MOST_SECONDS = 30
-"""Seconds of CPU time after which describing a model's modules is given up."""
+"""Seconds of CPU time after which building a model's modules on meta is given up."""
 _SHOWN_NUMBERS = 3
 _MOST_LABELS = 1_000_000
 """The most labels of a model, as its configuration holds a name for each."""
@@ -187,7 +187,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
         return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
 
     def build() -> Any:
-        with _bounded(made):
+        with _limited_size(made):
             return automatic.from_config(made, dtype=torch.float32, trust_remote_code=section.trust_remote_code)
 
     with _library_errors("model.config", f"{made.model_type} cannot be built: "):
@@ -197,7 +197,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     model: Any = built.model
     streamed = SafetensorsSource(files, model, built.source)
     generation = directory / "generation_config.json"
-    # The generation settings are no weight, but belong to the directory and are written with the model again.
+    # The generation settings are written again when the model is saved.
     if generation.is_file() and model.can_generate():
         with _library_errors("model.source", f"{generation}: "):
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)
@@ -205,7 +205,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
 
 
 @contextmanager
-def _bounded(made: Any) -> Iterator[None]:
+def _limited_size(made: Any) -> Iterator[None]:
     """Count the parameters of modules that are built inside the block. Raises `ConfigError`, with the configuration's largest
     numbers, once they exceed any memory or take too long."""
     began, memory, total = time.process_time(), machine_bytes(), 0
@@ -218,7 +218,7 @@ def _bounded(made: Any) -> Iterator[None]:
     def count(parameter: torch.nn.Parameter | None) -> None:
         nonlocal total
         total += 0 if parameter is None else parameter.numel()
-        if 2 * total > _MOST_MEMORIES * memory > 0:
+        if 2 * total > _MOST_MEMORY_RATIO * memory > 0:
             raise refused(f"{total:,} parameters and more, and this machine has {human_bytes(memory)} of memory")
         if time.process_time() - began > _MOST_SECONDS:
             raise refused(f"parts that take more than {_MOST_SECONDS} s to describe")
@@ -227,7 +227,7 @@ def _bounded(made: Any) -> Iterator[None]:
         with on_registration(count):
             yield
     except RuntimeError as error:
-        if "overflow" in str(error):  # The byte count of a single weight overflows.
+        if "overflow" in str(error):  # torch raises for a weight of more than 2**63 bytes.
             raise refused("a weight of more than 2**63 bytes") from error
         raise
 
@@ -318,7 +318,7 @@ def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
     _check_fields(cls, settings)
     if tokenizer is not None and "vocab_size" in _fields(cls) and settings.get("vocab_size") is None:
         settings["vocab_size"] = tokenizer.vocab_size
-        # Ids of the class's vocabulary mean nothing in the tokenizer's, which has its own end-of-text token.
+        # The default special ids of the class are of another vocabulary than the tokenizer's.
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             usual = getattr(cls, name, None)
             if name not in settings and isinstance(usual, int) and usual >= tokenizer.vocab_size:
@@ -358,10 +358,10 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
 
 def _fields(cls: type) -> dict[str, Any]:
     declared = {each.name: each.type for each in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-    return dict.fromkeys([*getattr(cls, "attribute_map", {}), *_ALSO_KNOWN]) | declared
+    return dict.fromkeys([*getattr(cls, "attribute_map", {}), *_EXTRA_KEYS]) | declared
 
 
-_READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\s*["'](\w+)["']""")
+_CONFIG_READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\s*["'](\w+)["']""")
 
 
 def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = ()) -> None:
@@ -370,7 +370,7 @@ def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = 
     declared, problems = _fields(cls), []
     # The modeling code may read attributes that the class does not declare.
     code = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(cls)).parent.glob("*.py")]
-    reads = {one or other for text in code for one, other in _READS.findall(text)}
+    reads = {one or other for text in code for one, other in _CONFIG_READS.findall(text)}
     known = declared.keys() | {name for name in reads if not callable(getattr(cls, name, None))}
     for name, value in settings.items():
         if name not in known and name not in stored:

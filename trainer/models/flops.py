@@ -27,8 +27,8 @@ from zeromesh.trainer.models.user_model import positive, text_part
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _TRIES = 3
-_LONG_ENOUGH = 1e-3
-"""Seconds of a product beside which launch and synchronisation are negligible."""
+_LEAST_SECONDS = 1e-3
+"""Seconds of a timed matrix product on an accelerator; launch and synchronisation are negligible in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class ModelFlops:
         config = text_part(config)
         count = positive(config, *_EXPERTS)
         chosen = positive(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
-        # The fraction of a layer's experts that process a token.
+        # The fraction of a layer's experts that process one token.
         reached = chosen / count if count and chosen else 1.0
         dense = 0.0
         head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -93,11 +93,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         return known[0], f"by the data sheet of {known[1]}"
     # Many CPUs multiply 16-bit numbers slower than fp32, so the peak is that of the faster dtype.
     dtypes = [dtype] if dtype.itemsize > 2 or is_accelerator(device) else [dtype, torch.float32]
-    return max(_measured(device, each, torch.get_num_threads()) for each in dtypes), "measured by a product of matrices"
+    return max(_timed(device, each, torch.get_num_threads()) for each in dtypes), "measured by a product of matrices"
 
 
 @cache
-def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
+def _timed(device: torch.device, dtype: torch.dtype, threads: int) -> float:
 
     def seconds(size: int) -> float:
         left = torch.ones(size, size, dtype=dtype, device=device)
@@ -108,6 +108,6 @@ def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
         size = 512 * max(1, math.isqrt(threads // 2))
         return 2.0 * size**3 / seconds(size)
     size = 1024
-    while (took := seconds(size)) < _LONG_ENOUGH and size < 16384:
+    while (took := seconds(size)) < _LEAST_SECONDS and size < 16384:
         size *= 2
     return 2.0 * size**3 / took

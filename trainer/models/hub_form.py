@@ -74,7 +74,7 @@ class HubNames:
             )
             for (_, converted), names in members.items()
         ]
-        """The tensors by the conversion that reverts them."""
+        """The groups of tensors, one for each conversion that has to be reverted."""
         self.outputs = {name: each for group in self.groups for name, each in group.outputs.items()}
         """The converted tensors by name, on the meta device."""
 
@@ -136,8 +136,8 @@ class HubForm:
                 "model; save them with trainer.save"
             )
         inside = pretrained_of(model)
-        # Looking conversions up is slow, so it is done lazily, and the module list is kept as stages of a pipeline lose
-        # modules.
+        # The list of modules is kept, since pipeline stages lose modules before `names` looks conversions up, which is
+        # slow and thus lazy.
         submodels = [] if inside is None else [row for row in inside.named_modules() if is_pretrained_model(row[1])]
         self._library_model = inside and SimpleNamespace(
             config=inside.config,
@@ -149,7 +149,7 @@ class HubForm:
         self._layers: dict[str, nn.Module] = {}
         """Layers with adapters, and modules that adapters train as a copy."""
         self.layer_of: dict[str, str] = {}
-        """The layer with adapters that holds a tensor, by name; tensors of a layer wait until all have come."""
+        """The layer with adapters that holds a tensor, by the tensor's name; a layer is merged once all its tensors are there."""
         tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
         tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
         self._name_of = {
@@ -230,7 +230,7 @@ class HubForm:
 
 
 def _base_of(layer: Any) -> nn.Module:
-    """Return the layer that adapters are merged into, or the trained copy of a module."""
+    """Return the layer into which PEFT merges adapters, or its trained copy of a module (`modules_to_save`)."""
     if hasattr(layer, "base_layer"):
         base: nn.Module = layer.get_base_layer()
         return base

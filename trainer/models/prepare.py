@@ -1,6 +1,6 @@
 """The changes that a run makes to a model's modules before training, and their reversal.
 
-These are the training mode, the attention implementation, the dtype of linear layers' products, and recomputed and compiled blocks.
+These are the training mode, the attention implementation, the dtype of linear layers' products, recomputed and compiled blocks.
 
 Activation checkpointing keeps the inputs of blocks only, and runs blocks again in backward. It is always the non-reentrant form of
 torch, around `forward` and not around the call of the module: hooks on a block then run once, outside of the recomputation, which
@@ -39,7 +39,7 @@ Mode = Literal["none", "block", "selective"]
 
 # `selective` keeps the results of matrix products and fused attention, which are expensive. It does not keep batched
 # products, which unfused attention uses for scores of shape [sequence, sequence] per head.
-_KEPT_NAMES = (
+_KEPT_OPERATORS = (
     "aten::mm",
     "aten::addmm",
     "aten::_grouped_mm",
@@ -67,9 +67,9 @@ def enable_activation_checkpointing(
 ) -> int:
     """Checkpoint the activations of `model`'s blocks; returns the number of checkpointed blocks.
 
-    A Hugging Face model's layers know how to checkpoint themselves; in other models it is done to `blocks`. By `mode`, all stays as
-    the model was given (none), whose layers may recompute themselves, a block keeps its inputs and is recomputed whole (block), or
-    it also keeps the results of matrix products and of fused attention (selective). A `store` offloads the inputs of blocks until
+    A Hugging Face model's layers know how to checkpoint themselves; in other models it is done to `blocks`. By `mode`, nothing
+    changes, and layers may recompute as the model was given (none), a block keeps its inputs and is recomputed whole (block), or it
+    also keeps the results of matrix products and of fused attention (selective). A `store` offloads the inputs of blocks until
     backward, and then `torch.compile` compiles nothing of a block. Gradients are those without checkpointing, dropout included.
     Raises `ConfigError` if the model has no blocks that can be checkpointed, and for a store without checkpointing.
     """
@@ -98,10 +98,10 @@ def enable_activation_checkpointing(
         )
     run = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
-        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _policy))
-    away = {id(block) for block in recomputed[: store.away_of(len(recomputed))]} if store is not None else set()
+        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _selective_policy))
+    offloads = {id(block) for block in recomputed[: store.away_of(len(recomputed))]} if store is not None else set()
     for block in layers if by_itself else recomputed:
-        recompute = partial(_recomputed, run, store, id(block) in away)
+        recompute = partial(_run_recomputed, run, store, id(block) in offloads)
         if by_itself:
             block._gradient_checkpointing_func = recompute  # type: ignore[assignment]
             block.gradient_checkpointing = True  # type: ignore[assignment]
@@ -117,27 +117,27 @@ def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def _recomputed(
+def _run_recomputed(
     run: Callable[..., Any],
     store: ActivationStore | None,
-    away: bool,
+    offloads: bool,
     function: Callable[..., Any],
     /,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block's `function` by `run`, which keeps its inputs: with `away`, off the device."""
+    """Run a block's `function` by `run`, a form of torch's `checkpoint`; `offloads` moves the saved inputs off the device."""
     if store is None:
-        return run(_replaying(function), *map(_copied, args), **kwargs)
+        return run(_replay_rng(function), *map(_copy_input, args), **kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     # `checkpoint` saves its arguments under the hooks that are active around the call; inside, it has its own hooks.
-    with store.keeping(away=away):
-        return run(_replaying(function), *[_aligned(arg) if store.moves(arg) else arg for arg in args], **kwargs)
+    with store.keeping(away=offloads):
+        return run(_replay_rng(function), *[_aligned(arg) if store.moves(arg) else arg for arg in args], **kwargs)
 
 
-def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` to replay NumPy's and Python's random state in backward; `checkpoint` restores only PyTorch's."""
+def _replay_rng(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `function` to restore NumPy's and Python's random state when it is recomputed; `checkpoint` restores PyTorch's alone."""
     if torch.compiler.is_compiling():
         return function
     state, calls = GeneratorStates.now(host_only=True), itertools.count()
@@ -152,7 +152,7 @@ def _replaying(function: Callable[..., Any]) -> Callable[..., Any]:
     return replaying
 
 
-class _LastingCopy(torch.autograd.Function):
+class _SeparateCopy(torch.autograd.Function):
     """A copy of a block's input in separate memory. The input lives until backward, while the block's other tensors are freed at
     once: on the C library's heap, each input would leave a hole too small for the next block's results."""
 
@@ -165,9 +165,9 @@ class _LastingCopy(torch.autograd.Function):
         return gradients[0]
 
 
-def _copied(value: Any) -> Any:
+def _copy_input(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.requires_grad and value.device.type == "cpu" and not value.is_leaf:
-        return _LastingCopy.apply(value)  # type: ignore[no-untyped-call]
+        return _SeparateCopy.apply(value)  # type: ignore[no-untyped-call]
     return value
 
 
@@ -178,8 +178,8 @@ def _aligned(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.clone(memory_format=torch.contiguous_format)
 
 
-def _policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    if operation.name().rpartition(".")[0] in _KEPT_NAMES or operation.name() in _KEPT_NAMES:
+def _selective_policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    if operation.name().rpartition(".")[0] in _KEPT_OPERATORS or operation.name() in _KEPT_OPERATORS:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -196,22 +196,22 @@ def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
     block.forward = checkpointed
 
 
-_CHANGED = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "save_pretrained")
+_ATTRIBUTES = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "save_pretrained")
 """Module attributes that compilation, checkpointing, training mode and saving change."""
 
 
 def keep_attributes(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores the attributes of `model`'s modules that a run may change, parameters and buffers aside."""
+    """Copy the attributes of modules that a run may change (no parameters or buffers), and return a function that restores them."""
     modules = [vars(module) for module in model.modules()]
-    kept = [{name: attributes[name] for name in _CHANGED if name in attributes} for attributes in modules]
+    kept = [{name: attributes[name] for name in _ATTRIBUTES if name in attributes} for attributes in modules]
 
-    def put_back() -> None:
+    def restore() -> None:
         for attributes, before in zip(modules, kept, strict=True):
-            for name in _CHANGED:
+            for name in _ATTRIBUTES:
                 attributes.pop(name, None)
             attributes.update(before)
 
-    return put_back
+    return restore
 
 
 @contextmanager
@@ -333,7 +333,7 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
             f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16; leave it out",
             where=where,
         )
-    # The number of tokens, over which weight gradients are summed, varies: torchao pads it to what a product takes.
+    # torchao pads the number of tokens, over which weight gradients are summed, to a multiple that a product takes.
     for layer in layers:
         (twin,) = convert_to_float8_training(nn.ModuleList([layer]), config=Float8LinearConfig(pad_inner_dim=True))
         twin._parameters = layer._parameters  # Parameters that the engine replaces are shared with the twin.
@@ -381,12 +381,12 @@ def prepare_model(
             block.forward = compile_(block.forward)
     if store is None:
         return 0, tuple(notes)
-    away = store.away_of(count)
-    notes.append(f"offload: inputs of {away} of {count} recomputed blocks rest on {choice.tier}")
-    return away, tuple(notes)
+    offloaded = store.away_of(count)
+    notes.append(f"offload: inputs of {offloaded} of {count} recomputed blocks rest on {choice.tier}")
+    return offloaded, tuple(notes)
 
 
-def with_documents(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+def add_document_boundaries(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Add the document boundaries of packed sequences to a batch, if `model` uses flash attention, which takes them at no cost.
     transformers derives them for a batch of one sequence only, and synchronises the device in every layer; here they come from
     position ids on the CPU.

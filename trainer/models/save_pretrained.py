@@ -16,7 +16,7 @@ from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.event_ring import Activity
-from zeromesh.trainer.models.adapters import adapter_names, is_adapted, pretrained_of, wraps_another
+from zeromesh.trainer.models.adapters import adapter_names, is_adapted, is_peft_model, pretrained_of
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.full_state import FullState, persistent_buffers
 
@@ -67,7 +67,7 @@ def save_model(
         except Exception as error:  # noqa: BLE001 - of somebody else's `save_pretrained` too; all ranks have to know
             reason = getattr(error, "strerror", None) or error
             failure = str(error) if isinstance(error, StorageError) else f"{str(path)!r} cannot be written ({reason})"
-    for _ in tensors:  # All ranks gather each tensor, rank 0 after a failure too.
+    for _ in tensors:  # Ranks gather tensors together, so rank 0 goes on after a failure too.
         continue
     failed = int(mesh.world.all_reduce_max(torch.tensor([int(bool(failure))]), "end of saving")[0])
     return failure or (f"{path} could not be written by rank 0, whose error says why" if failed else "")
@@ -87,17 +87,17 @@ def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> d
 
 
 def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> None:
-    # Trained embeddings are among the adapter's tensors; PEFT would look at the Hub for changed ones.
-    own = {"save_embedding_layers": False} if wraps_another(model) else {}
+    # `adapter` has the trained embeddings; PEFT would look them up on the Hub to see if they have changed.
+    own = {"save_embedding_layers": False} if is_peft_model(model) else {}
     ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
-    with peft_saves(model, tensors := adapter | ties):
+    with peft_reading(model, tensors := adapter | ties):
         model.save_pretrained(directory, state_dict=tensors, **own)
 
 
 @contextmanager
-def peft_saves(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block PEFT saves `tensors` as the state of the modules that it trains whole, and runs encoders of learnt prompts
-    on them."""
+def peft_reading(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Make PEFT read `tensors` instead of the model's own parameters inside the block: in the `state_dict` of modules that it
+    trains whole (`modules_to_save`), and in encoders of learnt prompts."""
     copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}
     for prefix, each in copies.items():
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -110,7 +110,7 @@ def peft_saves(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None
         yield
     finally:
         for each in copies.values():
-            vars(each).pop("state_dict", None)  # These blocks may be nested.
+            vars(each).pop("state_dict", None)  # An outer block of a nested pair finds it removed.
         for name, each in encoders.items():
             prompts[name] = each
 

@@ -39,7 +39,7 @@ _SMALL = {
     "n_group": 2, "topk_group": 1, "num_kv_shared_layers": 0,
 }  # fmt: skip
 _WIDTHS = {name: _SMALL[name] for name in ("vocab_size", "num_experts", "num_local_experts", "num_experts_per_tok")}
-# Reductions that are tried in turn, as sizes depend on each other by architecture, and hybrids need several layers.
+# Sizes and layers to try one after the other: architectures tie sizes to each other, and hybrids need several layers.
 _REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
     ({**_SMALL, "head_dim": 8}, 2),
     (_SMALL, 2),
@@ -55,7 +55,7 @@ _SPECIAL_IDS = (
 
 
 class InFloat64(TorchFunctionMode):
-    """A mode in which casts to fp32, which models and losses name explicitly, become casts to float64."""
+    """A mode that turns explicit casts to fp32 in models and losses into casts to float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -70,7 +70,7 @@ class InFloat64(TorchFunctionMode):
         return func(*widened, **named)
 
 
-def vary(model: nn.Module) -> None:
+def perturb(model: nn.Module) -> None:
     """Perturb each parameter of a model slightly, so that zeros (a gate, say) hide nothing, and equal biases and scales differ."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def whole_passes_in_float64() -> Iterator[None]:
         yield
 
 
-def recorded(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
+def record_outputs(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
     """Return the result of `run`, and the outputs of all modules that it calls."""
     outputs: Outputs = []
 
@@ -114,23 +114,23 @@ def gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor
     return {name: torch.zeros_like(one) if gradient is None else gradient for (name, one), gradient in pairs}
 
 
-def apart(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
+def deviation(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     """Return the norm of the difference of two tensors over the norm of `wanted` and `scale`; infinite for another shape and for
-    values that are not finite. Some gradients are zero up to rounding, such as those of an attention's key biases: `scale` is what
-    they are compared with."""
+    values that are not finite. `scale` is added to the denominator, since some gradients are zero up to rounding (those of an
+    attention's key biases)."""
     if found.shape != wanted.shape:
         return float("inf")
     distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
     if distance != distance:
         return float("inf")
     size = float(wanted.norm())
-    if size == float("inf"):  # Masked logits are the lowest number there is.
+    if size == float("inf"):  # Masked logits are the lowest finite number, and their norm overflows.
         size = float(wanted[wanted.abs() < torch.finfo(wanted.dtype).max ** 0.25].norm())
     return distance / max(size + scale, 1e-300) if distance else 0.0
 
 
 def first_difference(found: Outputs, wanted: Outputs, differ: Callable[[Tensor, Tensor], bool]) -> str | None:
-    """Return the first module whose outputs differ, call by call, from those in `wanted`; None without one."""
+    """Return the name of the first module with an output, by call, for which `differ` is True; None if there is none."""
     left: dict[str, list[list[Tensor]]] = {}
     for name, outputs in wanted:
         left.setdefault(name, []).append(outputs)
@@ -173,11 +173,11 @@ def first_copy(
     seed: int = 0,
 ) -> Any | list[str]:
     """Return the first copy of at most `most` parameters that builds and passes `check`, else the list of reasons. `reductions` are
-    sizes and numbers of layers, as `smaller` takes them, tried in turn."""
+    sizes and numbers of layers, as `shrink_config` takes them, tried in turn."""
     reasons = []
     for sizes, layers in reductions:
         try:
-            small = smaller(config, sizes, layers)
+            small = shrink_config(config, sizes, layers)
             with torch.device("meta"):
                 count = sum(each.numel() for each in build(copy.deepcopy(small)).parameters())
             if count > most:
@@ -193,13 +193,13 @@ def first_copy(
     return reasons
 
 
-def smaller(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
+def shrink_config(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
     """Return a copy of a configuration with sizes reduced to `sizes`, nested ones too, and at most `layers` layers (up to 8 to keep
     each layer type)."""
     small = copy.deepcopy(config)
     for name, inside in list(vars(small).items()):
         if isinstance(inside, PreTrainedConfig):
-            setattr(small, name, smaller(inside, sizes, layers))
+            setattr(small, name, shrink_config(inside, sizes, layers))
     before = getattr(small, "num_hidden_layers", None)
     if isinstance(before, int):
         lists = {name: each for name, each in vars(small).items() if isinstance(each, list) and len(each) == before > 0}

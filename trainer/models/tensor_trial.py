@@ -1,4 +1,4 @@
-"""The trial, on a small copy, that a model divided by shapes or by a user's rules computes the same results.
+"""The trial, on a small copy, whether a model that is divided over tensor ranks computes the same results.
 
 The ranks of the divided copy are threads of this process. The outputs of modules with whole features and all gradients must be
 equal up to rounding; the copy is in float64.
@@ -26,7 +26,7 @@ from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.user_model import integer, positive, text_part
 from zeromesh.zero.hooks import tensors_in
 
-_RANKS, _LENGTH, _FIRST_ID = 2, 8, 3
+_RANKS, _TOKENS, _FIRST_ID = 2, 8, 3
 _TOLERANCE = 1e-9
 """The relative tolerance: sums of float64 numbers in different orders differ by less than 1e-13."""
 _Value = TypeVar("_Value")
@@ -35,8 +35,8 @@ _Value = TypeVar("_Value")
 def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, sequence: bool) -> None:
     """Run a small copy of a model whole and divided over two ranks; outputs and gradients must agree.
 
-    `rules` are the user's. A model with a plan of its own, of which no small copy runs, is not tried. With `sequence`, blocks
-    exchange shards of the sequence. Raises `ConfigError` with the module that differs, or if division by shape could not be tried.
+    `rules` are the user's styles by name pattern. With them or a `tp_plan`, a model without a small copy passes. With `sequence`,
+    blocks exchange shards of the sequence. Raises `ConfigError` with the module that differs, or if no division could be tried.
     """
 
     def refused(reason: str, where: str = "parallel.tensor") -> ConfigError:
@@ -49,7 +49,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
     by_shape = goes_by_shape(model)
     if not by_shape and not rules and not getattr(model, "tp_plan", None):
         return
-    plan = _by_pattern(recognised(model)) if by_shape else {}
+    plan = _numberless(recognised(model)) if by_shape else {}
     given: dict[str, Any] = {}
 
     def run(each: Any) -> list[Tensor]:
@@ -64,8 +64,8 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
         except small_copy.ERRORS:
             if not (given.pop("pixel_values", None) is not None and "input_ids" in given):
                 raise
-            outputs = run(each)  # A model of text and pictures, with text alone.
-        if missing := next(iter(plan.keys() - _by_pattern(dict(each.named_modules()))), ""):
+            outputs = run(each)  # A model of text and pictures may run with text alone.
+        if missing := next(iter(plan.keys() - _numberless(dict(each.named_modules()))), ""):
             raise LayoutError(f"it has no {missing}")
         return torch.cat([out.flatten() for out in outputs])
 
@@ -74,8 +74,8 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
         if rules or not plan:
             return
         raise refused(f"no small copy of it could be tried ({small})")
-    small_copy.vary(small)
-    if found := _unlike(model, small, plan) if by_shape else "":
+    small_copy.perturb(small)
+    if found := _copy_difference(model, small, plan) if by_shape else "":
         raise refused(found)
     for shares in dict.fromkeys((sequence, False)):
         try:
@@ -91,20 +91,20 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
         raise refused(f"the copy could not be divided ({found})")
 
 
-def _by_pattern(named: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Give values by names with `*` for the numbers of blocks, of which a copy has fewer."""
+def _numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Replace block numbers in the names by `*`, as a copy has fewer blocks; of equal names the last value stays."""
     return {re.sub(r"\.\d+(?=\.)", ".*", name): value for name, value in named.items()}
 
 
-def _unlike(model: nn.Module, small: nn.Module, plan: Mapping[str, str]) -> str:
-    """Say how a copy that has run differs from the model, so that it proves nothing for it; an empty text if it does not."""
+def _copy_difference(model: nn.Module, small: nn.Module, plan: Mapping[str, str]) -> str:
+    """Describe a difference of modules or division that makes the trial of `small` invalid for `model`; empty if there is none."""
     kinds, copied = (
-        {(*_by_pattern({name: ""}), type(each).__name__) for name, each in one.named_modules()}
+        {(*_numberless({name: ""}), type(each).__name__) for name, each in one.named_modules()}
         for one in (model, small)
     )
     for name, kind in sorted(copied - kinds):
         return f"its forward puts a {kind} in the place of {name}"
-    others = _by_pattern(recognised(small))
+    others = _numberless(recognised(small))
     unlike = next((name for name in (*plan, *others) if plan.get(name) != others.get(name)), "")
     return f"its sizes do not tell how {unlike} is to be divided" if unlike else ""
 
@@ -119,7 +119,7 @@ def _inputs(small: Any) -> Iterator[tuple[str, Any]]:
         getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config,
     )
     most = positive(text, "vocab_size") or 2 * _FIRST_ID
-    ids = torch.randint(_FIRST_ID, most, (2, _LENGTH), generator=generator)
+    ids = torch.randint(_FIRST_ID, most, (2, _TOKENS), generator=generator)
     ids[:, -1] = integer(text, "eos_token_id") or ids[0, -1]
     if main == "input_ids" or (config.model_type.startswith(("clip", "siglip", "metaclip")) and "input_ids" in names):
         yield "input_ids", ids
@@ -145,21 +145,21 @@ def _inputs(small: Any) -> Iterator[tuple[str, Any]]:
 
 
 class _ThreadExchange(Exchange):
-    """Collectives between threads, each of which leaves its tensor in `left` and reads those of all."""
+    """Collectives between threads: each stores its tensor in the shared list `tensors`, and reads all after a barrier."""
 
-    def __init__(self, barrier: threading.Barrier, left: list[Tensor], index: int) -> None:
-        self.size, self.index, self._barrier, self._left = len(left), index, barrier, left
+    def __init__(self, barrier: threading.Barrier, tensors: list[Tensor], index: int) -> None:
+        self.size, self.index, self._barrier, self._tensors = len(tensors), index, barrier, tensors
 
     def _start(self, kind: ExchangeKind, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        self._left[self.index] = tensor.detach()
+        self._tensors[self.index] = tensor.detach()
         self._barrier.wait()
-        result = self._combine(kind, list(self._left), dim, lengths)
+        result = self._combine(kind, list(self._tensors), dim, lengths)
         self._barrier.wait()
         return Pending(lambda: result)
 
 
 @dataclass(kw_only=True)
-class _Passed:
+class _PassResult:
     outputs: small_copy.Outputs = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     parts: Mapping[str, ParameterPart] = field(default_factory=dict)
@@ -180,7 +180,7 @@ def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapp
 
 
 def part_of(whole: Tensor, region: Region) -> Tensor:
-    """Return the local tensor of a region."""
+    """Return a copy of the elements of `whole` in a region, or `whole` itself for the whole region."""
     for dim, intervals in enumerate(() if region.is_whole else region.dims):
         whole = torch.cat([whole.narrow(dim, one.start, one.length) for one in intervals], dim)
     return whole
@@ -189,15 +189,15 @@ def part_of(whole: Tensor, region: Region) -> Tensor:
 def _difference_when_divided(
     whole: nn.Module, plan: TensorPlan, run: Callable[[Any], list[Tensor]], *, sequence: bool, inside: bool
 ) -> str:
-    """Return name and class of the first module that computes something else in copies of `whole` divided by `plan`, or an empty
-    text. Without `inside`, of the outputs that `run` returns only the model's own must be equal."""
+    """Return name and class of the first module whose outputs or gradients differ in copies of `whole` divided by `plan`, or an
+    empty text. Without `inside`, outputs of inner modules are not compared."""
     barrier, left = threading.Barrier(plan.size), [torch.empty(0)] * plan.size
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.
     reference, *copies = (copy.deepcopy(whole) for _ in range(1 + plan.size))
 
-    def passed(model: nn.Module, parts: Mapping[str, ParameterPart]) -> _Passed:
-        results, outputs = small_copy.recorded(model, lambda: run(model))
+    def passed(model: nn.Module, parts: Mapping[str, ParameterPart]) -> _PassResult:
+        results, outputs = small_copy.record_outputs(model, lambda: run(model))
         # Each output element gets its own weight, so that errors cannot cancel.
         losses = [
             (each * torch.linspace(0.5, 1.5, each.numel()).view(each.shape)).sum()
@@ -205,28 +205,28 @@ def _difference_when_divided(
             if each.requires_grad
         ]
         outputs = [(name, each) for name, each in outputs if inside or not name]
-        return _Passed(outputs=outputs, gradients=small_copy.gradients_of(model, losses), parts=parts)
+        return _PassResult(outputs=outputs, gradients=small_copy.gradients_of(model, losses), parts=parts)
 
-    def rank(index: int) -> _Passed:
+    def rank(index: int) -> _PassResult:
         model = copies[index]
         try:
             parallel = Parallelized(model, _ThreadExchange(barrier, left, index), plan, sequence=sequence)
             load_parts(model, parallel.parts, values)
             return passed(model, parallel.parts)
         except threading.BrokenBarrierError:
-            return _Passed()  # Another rank reports the cause.
+            return _PassResult()  # Another rank reports the cause.
         except Exception as error:
             barrier.abort()
             if isinstance(error, LayoutError):
                 raise
-            return _Passed(failed=_where(error, model))
+            return _PassResult(failed=_module_error(error, model))
 
     expected = passed(reference, {})
     with ThreadPoolExecutor(plan.size) as pool:
         ranks = list(pool.map(rank, range(plan.size)))
     if failed := next((each.failed for each in ranks if each.failed), ""):
         return failed
-    found = [small_copy.first_difference(each.outputs, expected.outputs, _of_one_shape_differ) for each in ranks]
+    found = [small_copy.first_difference(each.outputs, expected.outputs, _same_shape_differ) for each in ranks]
     # One rank's part may be right, and what is wrong on another one reaches it only in a later module.
     name = next((name for name, _ in expected.outputs if name in found), None)
     if name is not None:
@@ -243,14 +243,14 @@ def _difference_when_divided(
 
 
 def _differ(found: Tensor, wanted: Tensor) -> bool:
-    return not small_copy.apart(found, wanted, 1.0) <= _TOLERANCE
+    return not small_copy.deviation(found, wanted, 1.0) <= _TOLERANCE
 
 
-def _of_one_shape_differ(found: Tensor, wanted: Tensor) -> bool:
+def _same_shape_differ(found: Tensor, wanted: Tensor) -> bool:
     return found.shape == wanted.shape and found.is_floating_point() and _differ(found, wanted)
 
 
-def _where(error: Exception, model: nn.Module) -> str:
+def _module_error(error: Exception, model: nn.Module) -> str:
     """Describe an error with the innermost module of the model in which it was raised."""
     names = {id(module): name for name, module in model.named_modules()}
     name, frame = "", error.__traceback__

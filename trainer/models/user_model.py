@@ -17,7 +17,7 @@ from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A function that compiles functions."""
+"""A function that returns a compiled version of a function, as `torch.compile` does."""
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
@@ -53,7 +53,7 @@ def source_of(model: Any) -> str | None:
 
 
 def _is_compiled(model: Any) -> bool:
-    # The class is compared by name, as importing it takes a second.
+    # Importing the class takes a second, so its name is compared.
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
@@ -92,9 +92,9 @@ def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
 
 _LABELS = frozenset({"labels", "label", "label_ids"})
 """Field names of labels in samples, which collators rename to `labels`."""
-_OF_COLLATORS = frozenset({"special_tokens_mask"})
-"""Fields that transformers' collators read, and models do not."""
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_COLLATOR_FIELDS = frozenset({"special_tokens_mask"})
+"""Fields of samples that transformers' collators read, and no model's forward takes."""
+_KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,12 +106,12 @@ class ForwardInputs:
     fields: frozenset[str] | None
     """Fields that forward accepts; None accepts any."""
     named: frozenset[str]
-    """Fields that forward names, and all names of labels."""
+    """Names of the parameters of forward, and all names that labels may have."""
     required: tuple[str, ...]
     vocab_size: int | None
     """Rows of the input embedding, an upper bound of token ids; None if unknown."""
     positions: int | None
-    """Tokens of the longest sequence; None if unlimited or unknown."""
+    """The most tokens of a sequence (`max_position_embeddings`); None if unlimited or unknown."""
 
     @classmethod
     def of(cls, model: nn.Module, *, users_loss: bool) -> ForwardInputs:
@@ -119,13 +119,13 @@ class ForwardInputs:
         pretrained = pretrained_of(model)
         model = model if pretrained is None else pretrained  # Adapters pass their inputs to the base model.
         parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
-        named = frozenset(each.name for each in parameters if each.kind in _NAMED)
+        named = frozenset(each.name for each in parameters if each.kind in _KEYWORD_KINDS)
         fields: frozenset[str] | None = named
         anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
         # A Hugging Face forward passes unknown keywords on, with or without effect; transformers' Trainer drops them.
         if users_loss or (anything and not (pretrained is not None and fields)):
             fields = None
-        required = [each.name for each in parameters if each.kind in _NAMED and each.default is each.empty]
+        required = [each.name for each in parameters if each.kind in _KEYWORD_KINDS and each.default is each.empty]
         main = getattr(model, "main_input_name", None)
         if pretrained is not None and fields and main in fields and main not in required:
             required.insert(0, main)  # all arguments of a Hugging Face forward have defaults
@@ -143,10 +143,10 @@ class ForwardInputs:
             positions=positive(text_part(config), "max_position_embeddings") or None,
         )
 
-    def reduced(self, sample: Mapping[str, Any], *, unused: bool | None, library: bool) -> dict[str, Any]:
+    def prune(self, sample: Mapping[str, Any], *, unused: bool | None, library: bool) -> dict[str, Any]:
         """Return a sample without the fields that the data collator must not see: with `unused`, all that forward does not take.
         None drops text beside the model's inputs, which cannot become a tensor, and for a `library` collator, which makes a tensor
-        of each field, all fields that forward does not take."""
+        of each field, all others that forward does not take."""
         if unused:
             return {name: value for name, value in sample.items() if name in self.named}
         known = self.fields is not None
@@ -155,7 +155,7 @@ class ForwardInputs:
 
         def passes(name: str, value: Any) -> bool:
             first = value[0] if isinstance(value, list | tuple) and value else value
-            taken = name in self.named or name in _OF_COLLATORS
+            taken = name in self.named or name in _COLLATOR_FIELDS
             return taken or not (isinstance(first, str | None) or (library and known))
 
         return {name: value for name, value in sample.items() if passes(name, value)}

@@ -16,13 +16,13 @@ from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.machines.cards import named_in
+from zeromesh.trainer.machines.cards import find_name
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.layouts import FIELDS, TIERS, with_layout
 from zeromesh.trainer.planning.machine import Machine, find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
-from zeromesh.trainer.planning.subject import Subject, tokens_of
+from zeromesh.trainer.planning.subject import Subject, token_batches
 from zeromesh.trainer.setup.model import build_whole_model
 
 _CARDS = 8
@@ -30,13 +30,9 @@ _CARDS = 8
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:
     """Return the machine with a name, a size or a file; by default the one measured here, or one with this host's accelerators.
-    `devices` is the number of cards per host where it is unknown.
-
-    Raises:
-        ConfigError: for a machine that is not known.
-    """
+    `devices` is the number of cards per host where it is unknown. Raises `ConfigError` for a machine that is not known."""
     if name is None and accelerator.found() is not None:
-        name = named_in(accelerator.device_name(accelerator.begin()[0]))
+        name = find_name(accelerator.device_name(accelerator.begin()[0]))
     return find_machine(name, devices=devices)
 
 
@@ -48,7 +44,7 @@ def ranks_here(machine: Machine | None = None) -> int:
 
 
 def fixed_fields(config: TrainerConfig, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of a layout that these keys of a configuration decide."""
+    """Return the fields of a layout, with their values, that these keys of a configuration (`section.key`) set."""
     found: dict[str, Any] = {}
     for key in keys:
         key = key.partition("=")[0].strip()
@@ -94,17 +90,16 @@ def plan_config(
 
 def given_keys(config: TrainerConfig, free: Collection[str] | None = None) -> list[str]:
     """Return the keys that a plan of a trainer keeps: all but `free`, by default the `auto` ones, or all where there are none."""
-    free = _free(config) if free is None else free
+    free = _auto_keys(config) if free is None else free
     return [key for key in FIELDS if key not in free]
 
 
-def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment) -> tuple[TrainerConfig, Estimate]:
-    """Replace `auto` by the values of the fastest plan that fits, and return its estimate too.
-
-    Raises:
-        ConfigError: where no layout fits, and for a model or a machine that cannot be planned.
-    """
-    ranks, host, chosen = environment.world_size, environment.local_world_size, _free(config)
+def set_auto(
+    config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment
+) -> tuple[TrainerConfig, Estimate]:
+    """Replace `auto` by the values of the fastest plan that fits, and return its estimate too. Raises `ConfigError` where no layout
+    fits, and for a model or a machine that cannot be planned."""
+    ranks, host, chosen = environment.world_size, environment.local_world_size, _auto_keys(config)
     more = {
         key for key in FIELDS if key.partition(".")[2] not in getattr(config, key.partition(".")[0]).model_fields_set
     }
@@ -115,7 +110,7 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
     if plan.best is None:
         least = plan.least
         raise ConfigError(
-            f"no layout fits on {counted(ranks, 'rank')}; the least is {least.estimate.layout}: {least.lacks}; "
+            f"no layout fits on {counted(ranks, 'rank')}; the least is {least.estimate.layout}: {least.why_not}; "
             "leave keys that are given to the plan too, or take more ranks",
             where=", ".join(config.parallel.auto),
         )
@@ -124,7 +119,7 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
     return with_layout(config, best.layout, free).coming_from((*config.notes, note), config.folders), best
 
 
-def _free(config: TrainerConfig) -> frozenset[str]:
+def _auto_keys(config: TrainerConfig) -> frozenset[str]:
     automatic = config.parallel.auto
     axes = {f"parallel.{name}" for name in type(config.parallel).model_fields.keys() - config.parallel.model_fields_set}
     return frozenset(automatic or FIELDS) | (axes & FIELDS.keys() if "parallel" in automatic else set())
@@ -144,13 +139,13 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
         model, mode=config.model.loss_mode, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing
     )
     if inputs.train_dataset is None:
-        return Subject(model, loss, config, tokens_of(config), device=device)
+        return Subject(model, loss, config, token_batches(config), device=device)
     dataset: Any = inputs.train_dataset
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
     rules = BatchRules(
         collate=inputs.collate,
         fields=forward.fields,
-        reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
+        drop_fields=partial(forward.prune, unused=config.data.remove_unused, library=is_library(inputs.collate)),
     )
     if is_stream(dataset):
         raise ConfigError(

@@ -79,12 +79,12 @@ class Estimate:
 
 
 _OVERHEAD_LAUNCHES = 400
-"""The overhead of the engine and the loop around forward or backward of a microbatch (random states, hooks, checks), in launches.
+"""The overhead of the engine and the loop per forward or backward of a microbatch (random states, hooks, checks), in launches.
 Measured with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does this ahead."""
 _ESTIMATED_RANKS = 4
-"""The number of pipeline ranks whose memory is estimated: the first ones and the last one."""
+"""The number of first pipeline ranks whose memory is estimated, beside the last one."""
 _PEAK_ROUNDS = 4
-"""The rounds of microbatches after which memory has reached its peak."""
+"""The rounds of microbatches after which the memory of activations has reached its peak."""
 
 
 _schedule_of = lru_cache(4096)(make_schedule)
@@ -98,9 +98,9 @@ class Chunk:
     forward_peak: int
     backward_peak: int
     deferred: int
-    """Bytes kept until a deferred computation of gradients of weights."""
+    """Bytes that are kept until the gradients of weights are computed, where a schedule defers that."""
     received: int
-    """Bytes received from the previous stage."""
+    """Bytes of the hidden states received from the previous stage; 0 in the first chunk."""
     forward: float
     backward: float
     weights: float
@@ -156,7 +156,7 @@ class Estimator:
         return self._memory[key]
 
     def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> Sequence[Chunk]:
-        """Return the chunks of all stages in order, cached by the fields that matter."""
+        """Return the chunks of all stages in order, cached by the fields of `layout` that affect them."""
         key = (id(trace), len(cut), layout.pipeline, min(self.host, layout.ranks))
         if key not in self._stages:
             stages = [self.subject.segments(trace, stage, cut) for stage in range(len(cut))]
@@ -170,22 +170,22 @@ class Estimator:
         times = [self._segment_seconds(segment, layout) for segment in segments]
         forward, backward, weights, exchanges = map(sum, zip(*times, strict=True))
         later = segments[0] is not trace.segments[0]
-        around = self.around(layout)
-        # Each stage computes the masks and positions of its blocks.
+        overhead = self.overhead_seconds(layout)
+        # Every later stage computes masks and positions again, which the first segment does.
         prepares = self._segment_seconds(trace.segments[0], layout)[0] if later else 0.0
         for segment in segments:
             forward_peak = max(forward_peak, base + segment.forward_peak)
             backward_peak = max(backward_peak, base + segment.backward_peak)
             base += segment.kept
-            deferred += sum(product.around for product in segment.forward.products)
+            deferred += sum(product.activation_bytes for product in segment.forward.products)
         return Chunk(
             kept=base,
             forward_peak=forward_peak,
             backward_peak=backward_peak,
             deferred=deferred,
             received=trace.segments[1].output if later else 0,
-            forward=around + prepares + forward,
-            backward=around + backward,
+            forward=overhead + prepares + forward,
+            backward=overhead + backward,
             weights=weights,
             exchanges=exchanges,
         )
@@ -196,7 +196,7 @@ class Estimator:
         forward, backward = segment.forward, segment.backward
         key = (id(forward), id(backward), ranks)
         if key not in self._seconds:
-            weights = Work(products=[each for each in forward.products if each.around])
+            weights = Work(products=[each for each in forward.products if each.activation_bytes])
             computes = [self.machine.work_seconds(work, ranks_on_host=ranks) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
@@ -209,12 +209,12 @@ class Estimator:
             self._seconds[key] = (*both, computes[2], sum(exchanges))
         return self._seconds[key]
 
-    def around(self, layout: Layout) -> float:
-        """Return the seconds of the engine and the loop around forward or backward of a microbatch."""
+    def overhead_seconds(self, layout: Layout) -> float:
+        """Return the seconds that the engine and the loop add to forward or to backward of a microbatch; 0 on an accelerator."""
         if not self.machine.is_cpu:
             return 0.0
         launches = _OVERHEAD_LAUNCHES * self.machine.device.launch_seconds
-        return launches * self.machine.crowding(min(self.host, layout.ranks))
+        return launches * self.machine.ranks_per_core(min(self.host, layout.ranks))
 
 
 class _LayoutCosts:
@@ -224,7 +224,7 @@ class _LayoutCosts:
         self._ranks_on_host = min(known.host, layout.ranks)
         """The number of ranks that compute on a host."""
         self._hosts = max(1, math.ceil(layout.tensor * layout.shard / known.host))
-        """The number of hosts of the ranks that share states."""
+        """The number of hosts over which the ranks of a shard and tensor group extend."""
         trace = subject.trace(layout.tensor, layout.micro, layout.sequence, layout.recompute)
         cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
@@ -258,7 +258,7 @@ class _LayoutCosts:
             host[LIBRARY] = self._machine.library.host
         return Estimate(layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble)
 
-    def _own(self, rank: int) -> Sequence[Chunk]:
+    def _chunks_of(self, rank: int) -> Sequence[Chunk]:
         return self._chunks[rank :: self._layout.pipeline]
 
     def _schedule(self, microbatches: int) -> PipelineSchedule:
@@ -283,7 +283,7 @@ class _LayoutCosts:
         return {name: nbytes for name, nbytes in device.items() if nbytes}
 
     def _activations(self, rank: int) -> int:
-        layout, own = self._layout, self._own(rank)
+        layout, own = self._layout, self._chunks_of(rank)
         # After a few rounds of microbatches a schedule is periodic.
         schedule = self._schedule(min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks))
         shape = (schedule.name, schedule.ranks, schedule.microbatches)
@@ -307,8 +307,8 @@ class _LayoutCosts:
 
     def _phases(self, *, exact: bool) -> tuple[dict[StepPhase, float], float]:
         layout, count = self._layout, self._layout.accumulation
-        busy = [sum(each.forward + each.backward for each in self._own(rank)) for rank in range(layout.pipeline)]
-        own = self._own(busy.index(max(busy)))
+        busy = [sum(each.forward + each.backward for each in self._chunks_of(rank)) for rank in range(layout.pipeline)]
+        own = self._chunks_of(busy.index(max(busy)))
         forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
         exchanges = count * sum(each.exchanges for each in own)
         length = busiest = forward + backward
@@ -333,7 +333,7 @@ class _LayoutCosts:
     def _pipeline_seconds(self, busy: Sequence[float], *, exact: bool) -> float:
         """Return the seconds of all forwards and backwards of a step by its schedule; a microbatch takes rank i `busy[i]` seconds.
         Without `exact` a lower bound: a rank's compute time, and the time before its first and after its last action."""
-        layout, chunks, around = self._layout, self._chunks, self._known.around(self._layout)
+        layout, chunks, overhead = self._layout, self._chunks, self._known.overhead_seconds(self._layout)
         across = layout.data * layout.tensor >= self._known.host and layout.ranks > self._known.host
         transfer = self._known.collective_seconds(
             Collective.POINT_TO_POINT.value,
@@ -351,7 +351,7 @@ class _LayoutCosts:
                 Kind.FORWARD: each.forward,
                 Kind.BACKWARD: each.backward,
                 Kind.BACKWARD_INPUT: each.backward - each.weights,
-                Kind.BACKWARD_WEIGHT: each.weights + around,
+                Kind.BACKWARD_WEIGHT: each.weights + overhead,
             }
             for each in chunks
         ]
@@ -416,11 +416,11 @@ class _LayoutCosts:
             trained = sum(own * dtype.itemsize for dtype, (_, own) in memory.trained.items())
             resting = memory.parameters / layout.shard
             if not offload.optimizer.leaves(self._device) and options.precision.master != options.precision.compute:
-                resting -= trained  # Parameters are made from the master weights on the device.
+                resting -= trained  # Trained parameters are cast from the master weights on the device.
             seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, trained)
             hidden, open_ = (seconds, 0.0) if layout.prefetch else (0.0, seconds)
         if self._moved_inputs:
-            kept = max(sum(each.kept for each in self._own(rank)) for rank in range(layout.pipeline))
+            kept = max(sum(each.kept for each in self._chunks_of(rank)) for rank in range(layout.pipeline))
             passed = count * self._moved_inputs * kept
             hidden += moved(offload.activations, passed, passed)
         first = hidden / max(1, len(memory.units) * count)

@@ -12,7 +12,7 @@ from zeromesh.pipeline.schedule import ScheduleName
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.prepare import Mode
 
-_HERE = TierChoice()
+_ON_DEVICE = TierChoice()
 _AXES = ("pipeline", "replicate", "shard", "tensor")
 TIERS = ("optimizer", "parameters", "activations")
 FIELDS = {
@@ -43,10 +43,10 @@ class Layout:
     recompute: Mode = "none"
     prefetch: int = 1
     """The number of units gathered ahead at stage 3."""
-    optimizer: TierChoice = _HERE
+    optimizer: TierChoice = _ON_DEVICE
     """The tier of master weights, moments and gradient shards."""
-    parameters: TierChoice = _HERE
-    activations: TierChoice = _HERE
+    parameters: TierChoice = _ON_DEVICE
+    activations: TierChoice = _ON_DEVICE
 
     @property
     def ranks(self) -> int:

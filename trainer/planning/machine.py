@@ -28,8 +28,8 @@ from zeromesh.trainer.config.yaml_reader import read_yaml
 from zeromesh.trainer.machines import cards
 from zeromesh.trainer.planning.tracing.operations import Product, Work
 
-Place = Literal["device", "host"]
-_TURN_SECONDS = 2e-3
+DeviceOrHost = Literal["device", "host"]
+_TIME_SLICE_SECONDS = 2e-3
 """Seconds that a CPU rank in a collective waits for a peer without a core: a time slice of Linux's scheduler."""
 _ADAMW_FIXED, _ADAMW_MOMENT = 12, 8
 """The bytes per element that a float32 update moves: the parameter is read and written and its gradient read; each moment is read
@@ -62,7 +62,7 @@ class DeviceRates(Section):
 
 
 class HostRates(Section):
-    """The resources that the ranks of one host share."""
+    """The resources that the ranks of one host share. Sizes are in bytes."""
 
     devices: Count
     """The number of ranks per host."""
@@ -174,10 +174,10 @@ class Machine(Section):
         moves = self.moved_seconds(work.moved, ranks_on_host=ranks_on_host)
         launches = work.operations * self.device.launch_seconds
         if self.is_cpu:
-            return self.crowding(ranks_on_host) * (products + launches) + moves
+            return self.ranks_per_core(ranks_on_host) * (products + launches) + moves
         return max(products + moves, launches)
 
-    def crowding(self, ranks_on_host: int) -> float:
+    def ranks_per_core(self, ranks_on_host: int) -> float:
         """Return the number of ranks that share a CPU core when `ranks_on_host` compute at once; 1 on accelerators."""
         return max(1.0, ranks_on_host / self.host.cores) if self.is_cpu else 1.0
 
@@ -203,16 +203,16 @@ class Machine(Section):
         if ranks == 1:
             return 0.0
         inside, between, per_byte = self._message(ranks, hosts)
-        on_host, turn = math.ceil(ranks / hosts), _TURN_SECONDS if self.crowding(ranks_on_host) > 1 else 0.0
+        on_host, wait = math.ceil(ranks / hosts), _TIME_SLICE_SECONDS if self.ranks_per_core(ranks_on_host) > 1 else 0.0
         ring = (ranks - hosts) * inside + (hosts - 1) * between
         part = (ranks - 1) / ranks * nbytes * per_byte
         if kind == Collective.POINT_TO_POINT:
-            return turn + (between if hosts > 1 else inside) + nbytes * per_byte
+            return wait + (between if hosts > 1 else inside) + nbytes * per_byte
         if kind != Collective.ALL_REDUCE:
-            return turn + ring + part
+            return wait + ring + part
         # Trees between hosts, and chains inside, as in NCCL.
         tree = (on_host - 1) * inside + math.ceil(math.log2(hosts)) * between
-        return turn + 2 * (min(ring, tree) + part)
+        return wait + 2 * (min(ring, tree) + part)
 
     def _link(self, where: Literal["inside", "between"], transport: str) -> LinkRates:
         rates: LinkRates | None = getattr(getattr(self.links, where), transport, None)
@@ -225,7 +225,7 @@ class Machine(Section):
         return rates
 
     def _message(self, ranks: int, hosts: int) -> tuple[float, float, float]:
-        """Return the seconds of an empty message within a host and between hosts, and of one byte around a ring of all ranks."""
+        """Return the seconds of an empty message within a host, of one between hosts, and of a byte around a ring of all ranks."""
         transport = self.transport(hosts)
         if hosts == 1:
             link = self._link("inside", transport)
@@ -237,7 +237,7 @@ class Machine(Section):
             bandwidth = min(bandwidth, near.bandwidth)
         return near.latency_seconds, between.latency_seconds, 1.0 / bandwidth
 
-    def copy_seconds(self, nbytes: float, *, to: Place = "host") -> float:
+    def copy_seconds(self, nbytes: float, *, to: DeviceOrHost = "host") -> float:
         """Return the seconds of a copy of `nbytes` between an accelerator and its host; on a CPU, of a copy within memory."""
         if not nbytes:
             return 0.0
@@ -262,7 +262,7 @@ class Machine(Section):
         return self.disk.latency_seconds * (bool(read) + bool(written)) + ranks_on_host * moved
 
     def update_seconds(
-        self, elements: float, *, moments: int = 2, on: Place = "device", ranks_on_host: int | None = None
+        self, elements: float, *, moments: int = 2, on: DeviceOrHost = "device", ranks_on_host: int | None = None
     ) -> float:
         """Return the seconds in which one rank updates `elements` float32 elements with so many moments (2 for AdamW) on their
         tier.
@@ -274,7 +274,7 @@ class Machine(Section):
         nbytes = _ADAMW_FIXED + _ADAMW_MOMENT * moments
         ranks = self.host.devices if ranks_on_host is None else ranks_on_host
         if per_element is not None:
-            return elements * per_element * self.crowding(ranks) * nbytes / (_ADAMW_FIXED + 2 * _ADAMW_MOMENT)
+            return elements * per_element * self.ranks_per_core(ranks) * nbytes / (_ADAMW_FIXED + 2 * _ADAMW_MOMENT)
         shared = self.host.memory_bandwidth / max(1, ranks)
         return elements * nbytes / (self.device.memory_bandwidth if on == "device" else shared)
 
@@ -296,22 +296,22 @@ def find_machine(given: str | None = None, *, devices: int = 1) -> Machine:
     number of cards per host where the description has none. Raises `ConfigError` for an unknown machine."""
     if given in (None, "cpu") and machine_file().exists():
         return read_machine(machine_file())
-    wanted = cards.plain_name("laptop" if given == "cpu" else given or "")
-    name = next((each for each in cards.shipped() if cards.plain_name(each) == wanted), None)
+    wanted = cards.normal_name("laptop" if given == "cpu" else given or "")
+    name = next((each for each in cards.known_machines() if cards.normal_name(each) == wanted), None)
     if name is not None:
         own = cards.SHIPPED / f"{name}.yaml"
-        return read_machine(own) if own.exists() else _of_card(name, devices)
+        return read_machine(own) if own.exists() else _machine_of_card(name, devices)
     if given is not None and (given.endswith((".yaml", ".yml", ".json")) or Path(given).expanduser().exists()):
         return read_machine(Path(given).expanduser())
     if given is not None and (size := re.fullmatch(r"(\d+(?:\.\d+)?) ?gi?b?", given.lower())):
-        return _of_size(float(size[1]), devices)
-    known = f"{', '.join(cards.shipped())}, a size such as 24GB, or the path of a machine file"
+        return _machine_of_size(float(size[1]), devices)
+    known = f"{', '.join(cards.known_machines())}, a size such as 24GB, or the path of a machine file"
     missing = f"no machine was measured here ({machine_file()}): run zeromesh plan --measure, or name"
     raise ConfigError(f"{missing if given is None else f'no machine is called {given!r}; allowed are'} {known}")
 
 
-def _of_card(name: str, devices: int) -> Machine:
-    """Return the machine of a row of the table, with `devices` cards per host; missing fields are those of `every`."""
+def _machine_of_card(name: str, devices: int) -> Machine:
+    """Return the machine of a row of the table, with `devices` cards per host; other fields are those of `every` in the table."""
     row, every = cards.card_table()["cards"][name], cards.card_table()["every"]
     products = {dtype: part * row[dtype] for dtype, part in every["parts_of_peak"].items() if dtype in row}
     copies = {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]}
@@ -337,15 +337,15 @@ def _of_card(name: str, devices: int) -> Machine:
     )
 
 
-def _of_size(gigabytes: float, devices: int) -> Machine:
+def _machine_of_size(gigabytes: float, devices: int) -> Machine:
     """Return the slowest card of the table with bfloat16 products and about that much memory, limited to that size."""
     seen = int(0.97 * gigabytes * 2**30)
-    every = (_of_card(name, devices) for name in cards.card_table()["cards"])
+    every = (_machine_of_card(name, devices) for name in cards.card_table()["cards"])
 
-    def place(card: Machine) -> tuple[float, float]:
+    def order(card: Machine) -> tuple[float, float]:
         return round(max(0.0, abs(card.device.memory_bytes / seen - 1) - 0.1), 1), card.device.memory_bandwidth
 
-    card = min((each for each in every if "bfloat16" in each.device.products), key=place)
+    card = min((each for each in every if "bfloat16" in each.device.products), key=order)
     device = card.device.model_copy(update={"memory_bytes": min(card.device.memory_bytes, seen)})
     return card.model_copy(
         update={"device": device, "name": f"a card of {gigabytes:g} GB with the rates of {card.name}"}

@@ -35,7 +35,7 @@ from zeromesh.offload.memory.ledger import cpu_name, machine_bytes, mapped_file_
 from zeromesh.optim.fused_optimizer import fused_update
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.tracing.trace import Trace, forget_gradient, trace_microbatch
+from zeromesh.trainer.planning.tracing.trace import Trace, free_gradient, trace_microbatch
 from zeromesh.trainer.tools.doctor import hardware
 from zeromesh.zero.hooks import hook_before
 
@@ -44,9 +44,9 @@ _CACHE_BYTES = 96 << 20
 """Bytes that are larger than a processor's caches."""
 _WARMUP_STEPS = 4
 """The number of steps until a process's heap has reached its final size."""
-_WIDTH, _PASSED = 1024, 16
-"""The width of a tensor, and the tensors that a norm (2), GELU (2) and an addition (3) read and write forward, and 3 each
-backward."""
+_WIDTH, _TENSORS_MOVED = 1024, 16
+"""The width of the tensors of `bandwidth`, and how many of them its norm, GELU and addition read and write: 7 in forward (2, 2 and
+3), and 9 in backward (3 each)."""
 _ROUNDS, _COUNT = 15, 4
 """The rounds of a collective, and its repetitions in each. The minimum of the rounds counts, as other load slows some down."""
 
@@ -191,7 +191,7 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
             rounds.append((time.perf_counter() - began) / _COUNT)
         times.append(max(group.gather_json(min(rounds), "seconds of an exchange")))
     (latency, seconds), messages = times, 2 * (group.size - 1)
-    # Each message of a ring carries 1/ranks of the tensor.
+    # A message of a ring collective carries 1/ranks of the tensor.
     moved = messages / group.size * sizes[-1]
     return {"latency_seconds": latency / messages, "bandwidth": moved / max(seconds - latency, seconds / 2)}
 
@@ -234,7 +234,7 @@ class _DeviceMeter:
             out = functional.gelu(functional.layer_norm(tensor, [_WIDTH], scale)) + tensor
             torch.autograd.grad(out, (tensor, scale), out.detach())
 
-        return _PASSED * tensor.nbytes / self._seconds(step)
+        return _TENSORS_MOVED * tensor.nbytes / self._seconds(step)
 
     def _random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(dtype)
@@ -276,7 +276,7 @@ class _DeviceMeter:
         trace = trace_microbatch(model, batch, loss, torch.float32, device=self.device.type)
         there = {name: tensor.to(self.device) for name, tensor in batch.items()}
         for parameter in model.parameters():
-            hook_before(parameter, forget_gradient)
+            hook_before(parameter, free_gradient)
 
         def step() -> None:
             loss(model, there, seed=1.0).backward()  # type: ignore[no-untyped-call]
@@ -309,7 +309,7 @@ class _DeviceMeter:
         """Return the bytes of this process that belong to no model, after one was trained briefly."""
         used = 0
         fresh = resident_bytes() - mapped_file_bytes()
-        self._launch_seconds()  # Tracing loads modules that training does not.
+        self._launch_seconds()  # Tracing imports modules that training does not, so it comes first.
         before = resident_bytes() - mapped_file_bytes()
         step, trace, parameters = self._transformer(**self._sizes.model)
         for _ in range(_WARMUP_STEPS):

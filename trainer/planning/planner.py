@@ -34,19 +34,19 @@ _FRACTIONS = (0.25, 0.5, 0.75, 1.0)
 _MICROS = (1, 2, 4, 8, 16, 32, 64)
 """The candidate microbatch sizes, in samples."""
 GIB = 1 << 30
-_DISK = 1 << 42
+_DISK_BYTES = 1 << 42
 
 
-def room_of(machine: Machine, ranks_on_host: int) -> MemoryBytes:
-    """Return the memory that a machine has for each of `ranks_on_host` ranks."""
-    each, disk = machine.host.memory_bytes // ranks_on_host, _DISK if machine.disk else 0
+def memory_per_rank(machine: Machine, ranks_on_host: int) -> MemoryBytes:
+    """Return the bytes on device, host and disk that a machine has for each of `ranks_on_host` ranks."""
+    each, disk = machine.host.memory_bytes // ranks_on_host, _DISK_BYTES if machine.disk else 0
     if machine.is_cpu:
         return MemoryBytes(device=0, host=each, disk=disk)
     return MemoryBytes(device=int(machine.device.memory_bytes * (1 - _FRAGMENTATION)), host=each, disk=disk)
 
 
-def lacks(estimate: Estimate, room: MemoryBytes) -> str:
-    """Describe the tiers in which a layout does not fit; empty where it fits."""
+def why_not(estimate: Estimate, room: MemoryBytes) -> str:
+    """Return the reason why a layout exceeds the memory `room` of a rank, in bytes of a tier; empty if it fits."""
     here, beside = estimate.device_bytes, estimate.host_bytes
     device, host = (here, beside) if room.device else (0, here)
     short = MemoryBytes(device=device, host=host, disk=estimate.disk).beyond(room)
@@ -63,15 +63,15 @@ def lacks(estimate: Estimate, room: MemoryBytes) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanRow:
-    """A layout of a plan. `lacks` is the reason why it does not fit."""
+    """A layout of a plan. `why_not` is the reason why it does not fit into memory; empty if it fits."""
 
     estimate: Estimate
-    lacks: str = ""
+    why_not: str = ""
 
     @property
     def fits(self) -> bool:
         """True if the layout fits in every tier."""
-        return not self.lacks
+        return not self.why_not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +85,11 @@ class Plan:
     room: MemoryBytes
     rows: Sequence[PlanRow]
     refused: Mapping[str, str] = field(default_factory=dict)
-    """The reasons why a run refuses other layouts, each with the first layout that it refuses."""
+    """The first refused layout by the reason why a run refuses such layouts."""
 
     @cached_property
     def least(self) -> PlanRow:
-        """The row with the fewest device bytes: of those that fit, or of all where none does."""
+        """The row with the fewest device bytes, of those that fit or, where none fits, of all."""
         fitting = [row for row in self.rows if row.fits]
         return min(fitting or self.rows, key=lambda row: row.estimate.device_bytes)
 
@@ -123,7 +123,7 @@ class Planner:
             raise ConfigError(
                 f"{ranks} ranks do not fill hosts of {self._host}; give a multiple of {self._host}, or another --host"
             )
-        room = room_of(self._machine, min(ranks, self._host))
+        room = memory_per_rank(self._machine, min(ranks, self._host))
         if self._machine.disk is None:
             reason = "the machine has no disk; add disk with read and written (bytes a second) to its file"
             self._refused.setdefault(reason, "states on files")
@@ -135,7 +135,7 @@ class Planner:
                 f"no layout has {counted(ranks, 'rank')}{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
             )
         rows += self._offloaded(rows, room)
-        fitting = sorted((row for row in rows if row.fits), key=_place)
+        fitting = sorted((row for row in rows if row.fits), key=_sort_key)
         first = [replace(row, estimate=self._estimator.estimate(row.estimate.layout)) for row in fitting[:_SIMULATED]]
         others = sorted((row for row in rows if not row.fits), key=lambda row: row.estimate.device_bytes)
         return Plan(
@@ -144,7 +144,7 @@ class Planner:
             machine=self._machine.name,
             ranks=ranks,
             room=room,
-            rows=[*sorted(first, key=_place), *fitting[_SIMULATED:], *others],
+            rows=[*sorted(first, key=_sort_key), *fitting[_SIMULATED:], *others],
             refused=dict(self._refused),
         )
 
@@ -154,9 +154,9 @@ class Planner:
         tensors = [
             size
             for size in self._choices("tensor", _divisors(min(ranks, host)))
-            if self._takes(f"tensor {size}", tensor=size)
+            if self._accepts_mesh(f"tensor {size}", tensor=size)
         ]
-        blocks = subject.blocks if ranks > 1 and self._takes("pipeline", pipeline=2) else 0
+        blocks = subject.blocks if ranks > 1 and self._accepts_mesh("pipeline", pipeline=2) else 0
         pipelines = self._choices("pipeline", [size for size in _divisors(ranks) if size == 1 or size <= blocks])
         sequence = len(tensors) > 1 and subject.can_trace(2, sequence=True)
         modes: tuple[Mode, ...] = (
@@ -205,8 +205,8 @@ class Planner:
         chunks = [size for size in (2, 4, 8) if size * pipeline <= blocks and accumulation >= pipeline]
         return [("1f1b", 1), ("zero_bubble", 1), *(("interleaved", size) for size in chunks)]
 
-    def _shorter(self, layout: Layout, tiers: Sequence[TierName]) -> Iterator[Sequence[dict[str, Any]]]:
-        """Yield for each kind of state that can be offloaded the changes of a layout, in order of decreasing bytes on the device.
+    def _offload_options(self, layout: Layout, tiers: Sequence[TierName]) -> Iterator[Sequence[dict[str, Any]]]:
+        """Yield, for each kind of state that can be offloaded, the possible changes of a layout, from most to fewest device bytes.
         Parameters are offloaded at stage 3 alone, which on one rank of the shard axis equals the others."""
         parts, fixed = [TierChoice(tier=tier, fraction=each) for tier in tiers for each in _FRACTIONS], self._fixed
         if "optimizer" not in fixed:
@@ -222,7 +222,7 @@ class Planner:
     def _choices(self, name: str, choices: Sequence[Any]) -> Sequence[Any]:
         return (self._fixed[name],) if name in self._fixed else choices
 
-    def _takes(self, kind: str, **axes: int) -> bool:
+    def _accepts_mesh(self, kind: str, **axes: int) -> bool:
         if reason := self._subject.mesh_refusal(**axes):
             self._refused.setdefault(reason, kind)
         return not reason
@@ -237,7 +237,7 @@ class Planner:
             if estimate is None:
                 self._refused.setdefault(refused, str(layout))
             else:
-                yield PlanRow(estimate=estimate, lacks=lacks(estimate, room))
+                yield PlanRow(estimate=estimate, why_not=why_not(estimate, room))
 
     def _offloaded(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
         """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory.
@@ -262,7 +262,7 @@ class Planner:
             lowest = id(row) in smallest
             if not (wanted or lowest):
                 continue
-            parts = list(self._shorter(layout, tiers))
+            parts = list(self._offload_options(layout, tiers))
 
             def made(chosen: Iterable[Mapping[str, Any]], layout: Layout = layout) -> PlanRow | None:
                 return next(self._rows([replace(layout, **dict(ChainMap(*map(dict, chosen))))], room), None)
@@ -271,7 +271,7 @@ class Planner:
                 changed = made([change])
                 return math.inf if changed is None else max(0.0, changed.estimate.seconds - before)
 
-            least = [made(_most(part, tier) for part in parts) for tier in tiers]
+            least = [made(_largest_offload(part, tier) for part in parts) for tier in tiers]
             found += [each for each in least if each is not None and lowest]
             if not wanted or not any(each and each.estimate.device_bytes <= room.critical for each in least):
                 continue
@@ -288,7 +288,7 @@ class Planner:
         return found
 
 
-def _most(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
+def _largest_offload(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
     on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
     return (on or part)[-1]
 
@@ -297,5 +297,5 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _place(row: PlanRow) -> tuple[float, int]:
+def _sort_key(row: PlanRow) -> tuple[float, int]:
     return float(f"{row.estimate.seconds:.3g}"), row.estimate.device_bytes

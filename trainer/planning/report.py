@@ -25,7 +25,7 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
     lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
-    # Rows with equal milliseconds and equal first two digits differ by less than a plan's accuracy.
+    # A plan is not accurate enough to tell rows apart that have equal milliseconds and equal first two digits.
     groups: dict[str, list[PlanRow]] = {}
     for row in fitting:
         groups.setdefault(f"{round(row.estimate.seconds, 3):.2g}", []).append(row)
@@ -39,7 +39,7 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     after = [""]
     if rest:
         after += [f"{counted(len(rest), 'layout', ',')} do not fit; those that need least:"]
-        after += [f"  {row.estimate.layout}: {row.lacks}" for row in rest[:_REFUSALS]]
+        after += [f"  {row.estimate.layout}: {row.why_not}" for row in rest[:_REFUSALS]]
     after += [f"  {layout}: not possible: {reason}" for reason, layout in plan.refused.items()]
     after += [*([""] if len(after) > 1 else []), *_advice(plan, more)]
     return [*wrapped(lines, width), *table, *wrapped(after, width)]
@@ -80,7 +80,7 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
         after = more.best.estimate
         gain = float("inf") if best is None else best.estimate.seconds / after.seconds
         took = "" if best is None else f", {gain:.2f} times as fast"
-        if gain > 1.03:  # The accuracy of a plan is not better.
+        if gain > 1.03:  # A smaller gain is within the error of a plan.
             yield f"{counted(more.ranks, 'rank')}: {human_seconds(after.seconds)} a step{took}: {after.layout}"
 
 
@@ -102,7 +102,7 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
             "phases": {str(phase): seconds for phase, seconds in each.phases.items()},
             "bubble": each.bubble,
             "fits": row.fits,
-            "why_not": row.lacks,
+            "why_not": row.why_not,
         }
         for row, each in ((row, row.estimate) for row in plan.rows)
     ]

@@ -53,23 +53,23 @@ class Subject:
         self.zero = exempted(engine_options(config, accumulation=1), config, model)
         meshes = [MeshShape(tensor=tensor, shard=shard) for tensor, shard in product((1, 2), (1, 2))]
         self._refused_meshes = {
-            (mesh.tensor, mesh.shard): _refused(partial(require_layout_fits, model, mesh, trains=True))[0]
+            (mesh.tensor, mesh.shard): _refusal_of(partial(require_layout_fits, model, mesh, trains=True))[0]
             for mesh in meshes
         }
-        """The reason why the model cannot be trained, by whether tensor ranks and data ranks are 1 or more, with 2 for more."""
+        """The reason why the model cannot be trained (or empty), by tensor and data ranks, where 2 stands for 2 or more."""
         self._refusals: dict[Layout, str] = {}
         self._batches = batches
         self._whole = model
-        self._not_cut, self._anatomy = _refused(lambda: examine(model, batches(1)))
+        self._cut_refusal, self._anatomy = _refusal_of(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         rules = config.parallel.plan or {}
         self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute, device=device, rules=rules)
         self.trace, self.cut = cache(self._trace), cache(self._cut)
-        """The trace of a microbatch of so many samples on a tensor rank, and the blocks of each of so many stages."""
+        """Cached functions: `trace` of a microbatch by tensor ranks and samples, and `cut` of the blocks by number of stages."""
         self.units = cache(lambda tensor: tracer.plan(self.zero, tensor).units)
         """All units of a tensor rank; raises `LayoutError` for a model that cannot be divided over tensor ranks."""
         self.stage_units = cache(self._stage_units)
-        self._alike: dict[tuple[int, ...], UnitLayouts] = {}
+        self._shared_layouts: dict[tuple[int, ...], UnitLayouts] = {}
         self._layouts = cache(_layouts_of)
 
     def close(self) -> None:
@@ -83,18 +83,18 @@ class Subject:
 
     def mesh_refusal(self, *, tensor: int = 1, pipeline: int = 1, data: int = 1) -> str:
         """Return the reason why a run refuses the model on a mesh, from the run's own checks; empty if it is accepted."""
-        refused = self._refused_meshes[min(2, tensor * pipeline), min(2, data)] or (pipeline > 1 and self._not_cut)
+        refused = self._refused_meshes[min(2, tensor * pipeline), min(2, data)] or (pipeline > 1 and self._cut_refusal)
         refused = refused or (tensor > 1 and self._unequal)
-        return refused or _refused(lambda: self.units(tensor))[0]
+        return refused or _refusal_of(lambda: self.units(tensor))[0]
 
     def refusal(self, layout: Layout) -> str:
         """Return the reason why a run refuses a layout, for its mesh or for conflicting keys of the configuration; empty if it is
         accepted."""
-        # No rule depends on the sizes of data axes.
+        # No check of the configuration depends on the sizes of data axes.
         key = replace(layout, replicate=1, shard=1, accumulation=1)
         if key not in self._refusals:
             config = with_layout(self.config, layout)
-            shares = _refused(lambda: check_sequence_shards(config, self._batches(1)))[0]
+            shares = _refusal_of(lambda: check_sequence_shards(config, self._batches(1)))[0]
             self._refusals[key] = shares or "; ".join(disagreements(config))
         return (
             self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data) or self._refusals[key]
@@ -103,11 +103,11 @@ class Subject:
     @cached_property
     def _unequal(self) -> str:
         rules = self.config.parallel.plan or {}
-        return _refused(lambda: require_equal_when_divided(self._whole, rules, sequence=False))[0]
+        return _refusal_of(lambda: require_equal_when_divided(self._whole, rules, sequence=False))[0]
 
     def can_trace(self, tensor: int, *, sequence: bool = False, recompute: Mode = "none") -> bool:
         """True if blocks support sequence parallelism or activation checkpointing, as the options of a trace say."""
-        return not _refused(lambda: self.trace(tensor, 1, sequence, recompute))[0]
+        return not _refusal_of(lambda: self.trace(tensor, 1, sequence, recompute))[0]
 
     def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode) -> Trace:
         if micro in _TRACED_SAMPLES:
@@ -120,7 +120,7 @@ class Subject:
         if stages == 1:
             counts: Sequence[int] = (len(self.trace(1, 1, False, "none").segments) - 2,)
         elif self._costs is None:
-            raise LayoutError(self._not_cut)
+            raise LayoutError(self._cut_refusal)
         elif given is not None and len(given) == stages:
             counts = given
         else:
@@ -151,9 +151,9 @@ class Subject:
                     units.append(unit)
                 elif not unit.module.startswith(blocks) and (specs or unit.module == ROOT):
                     units.append(replace(unit, specs=specs))
-        # Equal blocks share one tuple of specs, and so one list.
+        # Equal blocks share one tuple of specs, and so one cached list of layouts.
         layouts = [self._layouts(unit.specs, parts) for unit in units]
-        return self._alike.setdefault(tuple(map(id, layouts)), layouts)
+        return self._shared_layouts.setdefault(tuple(map(id, layouts)), layouts)
 
 
 def _layouts_of(specs: tuple[ParameterSpec, ...], parts: int) -> list[BucketLayout]:
@@ -161,7 +161,7 @@ def _layouts_of(specs: tuple[ParameterSpec, ...], parts: int) -> list[BucketLayo
     return [build_layout(str(number), bucket, parts) for number, bucket in enumerate(buckets)]
 
 
-def _refused(call: Callable[[], T]) -> tuple[str, T | None]:
+def _refusal_of(call: Callable[[], T]) -> tuple[str, T | None]:
     try:
         return "", call()
     except (ConfigError, DataError, LayoutError) as error:
@@ -176,12 +176,12 @@ def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
 
     def work(first: Work, second: Work) -> Work:
         if len(first.products) != len(second.products):
-            # A loop over tokens, as in the loss: twice the tokens take twice the iterations.
+            # The number of products differs if the model loops over tokens, as the chunked loss does.
             return second * (micro // 2)
         pairs = {each.name: (getattr(first, each.name), getattr(second, each.name)) for each in fields(Work)}
         return Work(**{name: pytree.tree_map(line, *pair) for name, pair in pairs.items()})
 
-    # Equal blocks share their counts.
+    # Equal blocks share one `Work` object, and so one result.
     works: dict[tuple[int, int], tuple[Work, Work]] = {}
     segments = []
     for a, b in zip(one.segments, other.segments, strict=True):
@@ -196,7 +196,7 @@ def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
 _SIZES = ("kept", "forward_peak", "backward_peak", "output")
 
 
-def tokens_of(config: TrainerConfig) -> Batches:
+def token_batches(config: TrainerConfig) -> Batches:
     """Return a factory of token microbatches for the configuration's task. Raises `ConfigError` for a task without text data."""
     head, length = config.model.head, config.data.sequence_length
     single = head in ("sequence_classification", "question_answering")

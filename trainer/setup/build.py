@@ -262,7 +262,7 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
         whole = {} if train is None or streams else {"train_dataset": train}
         data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation)
-        for name, dataset in {**whole, **data.evaluated()}.items():
+        for name, dataset in {**whole, **data.evaluation_sets()}.items():
             check_dataset(dataset, name=name)
         return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
     count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples

@@ -187,7 +187,7 @@ def _fit_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console
         if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
             inside.config.pad_token_id = data.tokenizer.padding
     if data.tokenizer is not None:
-        console.note(*end_also_at(model, data.endings, data.tokenizer.decode_all))
+        console.note(*end_also_at(model, data.answer_ends, data.tokenizer.decode_raw))
 
 
 def _loss_and_feeds(
@@ -203,7 +203,7 @@ def _loss_and_feeds(
         smoothing=config.run.label_smoothing,
     )
     of_text = data.tokenizer is not None and inputs.collate is None
-    cut_to = None
+    length_multiple = None
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
         require_separate_documents(model)
     if of_text and type(pretrained_of(model)).__name__.endswith("ForMaskedLM"):
@@ -215,7 +215,7 @@ def _loss_and_feeds(
         masking = DataCollatorForLanguageModeling(data.processing_class, mlm_probability=config.data.mask_fraction)
         inputs = replace(inputs, collate=masking)
     elif of_text and not all(each.joined for each in config.data.formats):  # Joined text has no padding.
-        cut_to = config.parallel.tensor if config.parallel.sequence else 1
+        length_multiple = config.parallel.tensor if config.parallel.sequence else 1
     feeds = Feeds(
         config=config,
         data=data,
@@ -226,8 +226,8 @@ def _loss_and_feeds(
             causal=loss.causal,
             classes=loss.classes,
             fields=forward.fields,
-            reduced=partial(forward.reduced, unused=config.data.remove_unused, library=is_library(inputs.collate)),
-            cut_to=cut_to,
+            drop_fields=partial(forward.prune, unused=config.data.remove_unused, library=is_library(inputs.collate)),
+            length_multiple=length_multiple,
         ),
     )
     return loss, feeds, [*loss.notes, *_check_first_batches(feeds, config, forward, loss, inputs)]
@@ -390,13 +390,13 @@ def _check_first_batches(
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
         samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
-    for name, feed in feeds.named().items():
+    for name, feed in feeds.by_name().items():
         if isinstance(feed.dataset, StreamedDataset) and resumes:
             continue  # A resumed stream was checked when the run began, and does not continue at its beginning.
         batch = feed.first_batch()
         sample = feed.dataset[feed.order.dataset_index(0)]
         unseen = (
-            [field for field in sample if field not in feed.rules.reduced(sample)]
+            [field for field in sample if field not in feed.rules.drop_fields(sample)]
             if isinstance(sample, Mapping)
             else ()
         )

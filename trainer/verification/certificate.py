@@ -31,7 +31,7 @@ class Difference:
     """The index of the microbatch in the global batch, from 0; -1 for the whole step."""
     ranks: tuple[int, ...] = ()
     run: str = "exact"
-    """The pass that found the difference."""
+    """The name of the run that found the difference."""
     detail: str = ""
 
     @property

@@ -15,37 +15,37 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from zeromesh.offload import accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.models.small_copy import apart
+from zeromesh.trainer.models.small_copy import deviation
 from zeromesh.trainer.verification.certificate import Difference
 from zeromesh.trainer.verification.observe import Recorder, Verification, bytes_of, differences_of
 from zeromesh.trainer.verification.reference import batches_of, loss_sum, tensors_of, whole_model
 from zeromesh.trainer.verification.shrink import exact, shrink
 from zeromesh.zero.hooks import watch_outputs
 
-Found = tuple[list[Difference], str]
+CheckResult = tuple[list[Difference], str]
 """The differences that a check has found, and a sentence about it."""
 _LEAST_ELEMENTS = 32
-"""The least elements of a compared mask; smaller ones may be equal by chance."""
+"""The least number of elements of a mask that is compared, since smaller masks may be equal by chance."""
 
 
-def _check_determinism(each: Verification) -> Found:
+def _check_determinism(each: Verification) -> CheckResult:
     """Train once more in the user's precision, and compare losses, norms and parameters bitwise."""
     first, again, differences = each.own, Recorder(), []
     each.run(each.subject.config, again)
     for kind, one, two in (("loss", first.losses, again.losses), ("norm", first.norms, again.norms)):
         for step, (before, now) in enumerate(zip(one, two, strict=True), start=1):
-            if repr(before) != repr(now):  # The text compares NaN as equal.
+            if repr(before) != repr(now):  # NaN has equal text, and is not equal to itself.
                 what = f"the {kind} of step {step} of an equal run"
-                differences.append(_found("determinism", what, abs(now - before), step=step))
+                differences.append(_issue("determinism", what, abs(now - before), step=step))
     for name, value in first.parameters.items():
         if not torch.equal(value, again.parameters[name]):
-            size = apart(again.parameters[name], value)
-            differences.append(_found("determinism", f"{name} after an equal run", size, name=name))
+            size = deviation(again.parameters[name], value)
+            differences.append(_issue("determinism", f"{name} after an equal run", size, name=name))
     return differences, "the same bits in a second run"
 
 
-def _check_resume(each: Verification) -> Found:
-    """Train two steps, one in another layout, and the others in the user's, and compare with an uninterrupted run."""
+def _check_resume(each: Verification) -> CheckResult:
+    """Train two steps in the user's layout, one in another and the rest in the user's, and compare with an uninterrupted run."""
     config = exact(each.subject.config)
     checkpoint = config.checkpoint.model_copy(update={"resume": "auto", "asynchronous": False})
     named = config.run.model_copy(update={"name": "verify-resume"})
@@ -59,8 +59,8 @@ def _check_resume(each: Verification) -> Found:
     if stage < 3:
         values["offload"]["parameters"] = {"tier": "none", "fraction": 1.0}
     last = Recorder()
-    each.run(config, Recorder(leaves_after=2, saves=True))
-    each.run(TrainerConfig.model_validate(values), Recorder(leaves_after=3, saves=True))
+    each.run(config, Recorder(stop_after=2, saves=True))
+    each.run(TrainerConfig.model_validate(values), Recorder(stop_after=3, saves=True))
     each.run(config, last)
     differences = list(differences_of(last, each.plain, config.optimizer.lr, run="resume", first=3))
     return differences, "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
@@ -84,14 +84,14 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
         before = _generators()
         made = func(*args, **(kwargs or {}))
-        with _disable_current_modes():  # Selective recomputation counts operators.
-            self._note(made, before)
+        with _disable_current_modes():  # Digests must not run under selective recomputation, which counts operators.
+            self._digest_mask(made, before)
         return made
 
-    def _note(self, made: Any, before: tuple[bytes, ...]) -> None:
+    def _digest_mask(self, made: Any, before: tuple[bytes, ...]) -> None:
         tensors = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.numel()]
         mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
-        # Attention without dropout draws nothing.
+        # An attention kernel without dropout draws no random numbers.
         if mask is not None and max(each.numel() for each in tensors) >= _LEAST_ELEMENTS and before != _generators():
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and id(frame.f_locals.get("self")) not in self._names:
@@ -104,7 +104,7 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.again[name].append(mark)
 
     def after(self, name: str, output: Any) -> None:
-        """Drop the masks of a module without parameters, which replaces another stage's."""
+        """Drop the last mask of a module whose output is NaN: it stands for a module of another pipeline stage."""
         found = tensors_of(output)
         drawn = self.forward.get(name)
         if drawn and found and bool(found[0].isnan().all()) and torch._C._current_graph_task_id() == -1:
@@ -119,7 +119,7 @@ class _MaskRecorder(Recorder):
             self._leaving.callback(watch_outputs(list(trainer.model.named_modules()), self.draws.after))
 
 
-def _check_dropout(each: Verification) -> Found:
+def _check_dropout(each: Verification) -> CheckResult:
     mesh, folder = each.mesh, Path(each.subject.config.run.output_dir)
     subject = shrink(each.config, each.inputs, mesh, folder, dropout=True)
     config = exact(subject.config)
@@ -130,12 +130,12 @@ def _check_dropout(each: Verification) -> Found:
     if not plain.forward:
         return [], "nothing to check: the model draws nothing"
     batch, size = config.batch, config.batch.micro_size * mesh.data.size
-    # A rank without a microbatch would repeat another's.
+    # A rank without a microbatch would repeat the first one, with equal masks.
     whole_rounds = batch.model_copy(update={"global_size": batch.global_size // size * size})
-    watch = _MaskRecorder(leaves_after=2)
+    watch = _MaskRecorder(stop_after=2)
     each.run(config.model_copy(update={"batch": whole_rounds}), watch, subject)
     found = [
-        _found("dropout", f"{name} draws otherwise when backward computes it again", name=name)
+        _issue("dropout", f"{name} draws otherwise when backward computes it again", name=name)
         for name, marks in watch.draws.again.items()
         if not {mark for mark, _ in watch.draws.forward[name]}.issuperset(marks)
     ]
@@ -161,9 +161,9 @@ def _wrong_masks(rows: Sequence[Any], plain: _MaskDigests) -> Iterator[Differenc
                     )
                     who = f"{name} draws" if other[0] == name else f"{other[0]} and {name} draw"
                     shares = f" (shares {other[3]} and {share})" if share >= 0 else ""
-                    yield _found("dropout", f"{who} alike in {first} and {second}{shares}", name=name)
+                    yield _issue("dropout", f"{who} alike in {first} and {second}{shares}", name=name)
                 elif drawn.setdefault(place, mark) != mark:
-                    yield _found("dropout", f"{name} draws otherwise on tensor ranks that compute it alike", name=name)
+                    yield _issue("dropout", f"{name} draws otherwise on tensor ranks that compute it alike", name=name)
 
 
 def _generators() -> tuple[bytes, ...]:
@@ -172,11 +172,11 @@ def _generators() -> tuple[bytes, ...]:
         return tuple(bytes_of(each) for each in states if each is not None)
 
 
-def _found(check: str, what: str, size: float = 0.0, *, name: str = "", step: int = 0) -> Difference:
+def _issue(check: str, what: str, size: float = 0.0, *, name: str = "", step: int = 0) -> Difference:
     return Difference(kind="check", step=step, name=name, size=size, run=check, detail=f"{check}: {what}")
 
 
-CHECKS: Mapping[str, Callable[[Verification], Found]] = {
+CHECKS: Mapping[str, Callable[[Verification], CheckResult]] = {
     "determinism": _check_determinism,
     "resume": _check_resume,
     "dropout": _check_dropout,

@@ -23,7 +23,7 @@ from zeromesh.pipeline.stages.stubs import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.models.small_copy import apart, whole_passes_in_float64
+from zeromesh.trainer.models.small_copy import deviation, whole_passes_in_float64
 from zeromesh.trainer.models.tensor_trial import part_of
 from zeromesh.trainer.verification.certificate import Difference, PassRecord
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of, train_plainly
@@ -32,7 +32,7 @@ from zeromesh.units.unit import all_buckets
 from zeromesh.zero.hooks import watch_outputs
 
 MakeTrainer = Callable[..., Any]
-"""Creates a trainer as `zeromesh.Trainer` does."""
+"""A function that creates a trainer from the arguments of `zeromesh.Trainer`."""
 _ROUNDING = 4.0
 """The allowed error of the user's layout, as a multiple of the error of a plain process in the same precision."""
 _EPSILONS = 8.0
@@ -42,17 +42,17 @@ EXACT = 1e-9
 
 
 class Recorder(Callback):
-    """Records losses, norms and parameters of a run without other hooks."""
+    """A callback that records the losses, gradient norms and last parameters of a run, and sets no hooks on modules."""
 
-    def __init__(self, *, leaves_after: int = 0, saves: bool = False) -> None:
-        """`leaves_after` is the step after which the run ends, after a checkpoint if `saves`; 0: the last step."""
-        self._last, self._saves = leaves_after, saves
+    def __init__(self, *, stop_after: int = 0, saves: bool = False) -> None:
+        """`stop_after` is the step after which the run ends, after a checkpoint if `saves`; 0: the last step."""
+        self._last, self._saves = stop_after, saves
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.parameters: dict[str, Tensor] = {}
         self.average: dict[str, Tensor] = {}
         self.began = False
-        """True once training has begun; before that, errors are refusals of the configuration."""
+        """True once training has begun; an earlier error is a refusal of the configuration, and no finding."""
         self._leaving = ExitStack()
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Recorder(Callback):
 
 
 class Observer(Recorder):
-    """Compares every step with the plain process's. `differences` are those that this rank has found."""
+    """A callback that compares every step with the plain process, by hooks on modules. `differences` are of this rank alone."""
 
     def __init__(self, plain: PlainRun, bound: float = EXACT) -> None:
         super().__init__()
@@ -94,14 +94,14 @@ class Observer(Recorder):
 
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
-        self._compare_own(trainer, self.plain.initial, "initial", 0)
-        # Modules that this rank computes wholly: none with modules of another stage.
+        self._compare_masters(trainer, self.plain.initial, "initial", 0)
+        # Modules that this rank computes with all their submodules, of which none is in another pipeline stage.
         whole = [
             (name, module)
             for name, module in trainer.model.named_modules()
             if name and not any(isinstance(each, Stub) for each in module.modules())
         ]
-        self._leaving.callback(watch_outputs(whole, self._see))
+        self._leaving.callback(watch_outputs(whole, self._keep_outputs))
         loss = trainer.run.model.loss
         compute_loss = loss.compute
 
@@ -124,13 +124,13 @@ class Observer(Recorder):
                 found = trainer.gradient(name)
             except PhaseError:
                 return  # The gradient was consumed inside backward.
-            size = float("inf") if found is None else apart(found.cpu(), gradient, whole)
+            size = float("inf") if found is None else deviation(found.cpu(), gradient, whole)
             self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
             self._note("gradient", name, size, place=self.plain.places[name])
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
-        self._compare_passes(trainer)
-        self._compare_own(trainer, self.plain.steps[step - 1].parameters, "parameter", step)
+        self._compare_microbatches(trainer)
+        self._compare_masters(trainer, self.plain.steps[step - 1].parameters, "parameter", step)
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         super().on_step_end(trainer, step, metrics)
@@ -142,7 +142,7 @@ class Observer(Recorder):
     def on_train_end(self, trainer: Any) -> None:
         super().on_train_end(trainer)
         for name, wanted in self.plain.average.items():
-            self._note("average", name, apart(self.average[name], wanted, 1e-12))
+            self._note("average", name, deviation(self.average[name], wanted, 1e-12))
 
     def _note(self, kind: str, name: str, size: float, *, place: int = 0, microbatch: int = -1) -> None:
         if not size <= self.bound:
@@ -151,12 +151,12 @@ class Observer(Recorder):
                 Difference(kind=kind, step=step, name=name, size=size, place=place, microbatch=microbatch)
             )
 
-    def _see(self, name: str, output: Any) -> None:
-        # Backward calls recomputed modules again.
+    def _keep_outputs(self, name: str, output: Any) -> None:
+        # Modules that backward recomputes are not recorded again.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._outputs.setdefault(name, []).append(tensors_of(output))
 
-    def _compare_own(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
+    def _compare_masters(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
         """Compare the master weights that this rank updates: its shards and its copies of replicated ones."""
         rate = trainer.config.optimizer.lr * step
         for bucket in all_buckets(trainer.engine.units):
@@ -165,14 +165,14 @@ class Observer(Recorder):
                 name, part = piece.spec.name, piece.in_parameter
                 own = master[piece.in_shard.start : piece.in_shard.end]
                 whole = part_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
-                size = apart(own, whole, rate * part.length**0.5)
+                size = deviation(own, whole, rate * part.length**0.5)
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
                 self._note(kind, name, size, place=self.plain.places.get(name, 0))
 
-    def _compare_passes(self, trainer: Any) -> None:
+    def _compare_microbatches(self, trainer: Any) -> None:
         """Compare the sums of losses and the outputs of modules of this rank's microbatches."""
-        turns, plain = own_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
-        # With correct outputs of all modules, the error is after the last of them: in the head, or in its loss.
+        turns, plain = rank_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
+        # A wrong loss is attributed to the last module, since it may have correct outputs of all modules.
         plain_order = self.plain.order
         head = max((name for name in plain_order if name), key=plain_order.__getitem__, default="")
         for (total, count), turn in zip(self._sums, turns, strict=False):
@@ -187,10 +187,10 @@ class Observer(Recorder):
                 turn = turns[call // expected]
                 whole = plain.outputs[turn][name][call % expected]
                 for own, all_ in zip(found, whole, strict=True) if len(found) == len(whole) else ():
-                    share = _share(trainer, name, all_, own)
+                    share = _local_part(trainer, name, all_, own)
                     if share is not None:
                         self.compared += 1
-                        size = apart(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
+                        size = deviation(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
                         self._note("output", name, size, place=plain_order.get(name, 0), microbatch=turn)
 
 
@@ -209,7 +209,7 @@ class Verification:
     plain: PlainRun = field(init=False)
     """The plain process's run in float64."""
     own: Recorder = field(init=False)
-    """The run in the user's precision."""
+    """The records of the run in the user's precision."""
     failed: Exception | None = None
     """The exception that ended a run in the user's layout."""
 
@@ -241,7 +241,7 @@ class Verification:
     def exact_pass(self) -> None:
         """Train in float64, once with every output and gradient recorded, and once as the user trains, without hooks."""
         config = exact(self.subject.config)
-        self.plain = plain = train_plainly(self.subject, config, self.inputs, own_microbatches(config, self.mesh))
+        self.plain = plain = train_plainly(self.subject, config, self.inputs, rank_microbatches(config, self.mesh))
         observer, recorder = Observer(plain), Recorder()
         self.run(config, observer)
         self.run(config, recorder)
@@ -256,8 +256,8 @@ class Verification:
             outputs=observer.compared,
         )
 
-    def own_pass(self) -> None:
-        """Train in the user's precision; the error may be a few times that of a plain process in that precision."""
+    def user_precision_pass(self) -> None:
+        """Train in the user's precision. The error against float64 may be 4 times that of a plain process in this precision."""
         config, rate = self.subject.config, self.subject.config.optimizer.lr
         wide = exact(config).model_copy(update={"optimizer": config.optimizer})
         true, plain = (train_plainly(self.subject, each, self.inputs) for each in (wide, config))
@@ -266,10 +266,10 @@ class Verification:
         compute = config.precision.compute
         least = _EPSILONS * torch.finfo(getattr(torch, compute)).eps
         bounds = dict.fromkeys(("loss", "norm", "parameter"), max(EXACT, least))
-        for kind, _, _, size in errors_of(plain, true, rate):
+        for kind, _, _, size in relative_errors_of(plain, true, rate):
             bounds[kind] = max(bounds[kind], _ROUNDING * size + least)
         parameters = {}
-        for kind, step, name, size in errors_of(recorder, true, rate):
+        for kind, step, name, size in relative_errors_of(recorder, true, rate):
             if kind == "parameter":
                 parameters[name] = size
             if not size <= bounds[kind]:
@@ -291,7 +291,7 @@ def _record(recorder: Recorder, plain: PlainRun, bound: float, **compared: Any) 
     )
 
 
-def errors_of(
+def relative_errors_of(
     found: Recorder | PlainRun, plain: PlainRun, rate: float, *, first: int = 0
 ) -> Iterator[tuple[str, int, str, float]]:
     """Yield kind, step, name and relative difference of the losses, norms and last parameters of a run that began after step
@@ -302,19 +302,20 @@ def errors_of(
             if kind == "loss" or one == one:
                 yield kind, step, "", relative(one, other)
     for name, value in plain.parameters.items():
-        yield "parameter", last, name, apart(found.parameters[name], value, rate * last * value.numel() ** 0.5)
+        size = deviation(found.parameters[name], value, rate * last * value.numel() ** 0.5)
+        yield "parameter", last, name, size
 
 
 def differences_of(
     recorder: Recorder, plain: PlainRun, rate: float, *, run: str, first: int = 0
 ) -> Iterator[Difference]:
-    """Yield the differences between the plain process and a run without hooks, as `errors_of` does."""
-    for kind, step, name, size in errors_of(recorder, plain, rate, first=first):
+    """Yield the differences between the plain process and a run without hooks, as `relative_errors_of` does."""
+    for kind, step, name, size in relative_errors_of(recorder, plain, rate, first=first):
         if not size <= EXACT:
             yield Difference(kind=kind, step=step, name=name, size=size, run=run, detail=run)
 
 
-def own_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
+def rank_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
     """Return the indices of this rank's microbatches in a global batch, without padding ones."""
     return range(mesh.data_index, -(-config.batch.global_size // config.batch.micro_size), mesh.data.size)
 
@@ -333,9 +334,9 @@ def relative(found: float, wanted: float) -> float:
     return size if size == size else float("inf")
 
 
-def _share(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
-    """Return this rank's share of a whole output: all of it, a part of the sequence, or a part of the features of a divided layer;
-    None where the share is unknown, and for a module of another stage, whose output is NaN."""
+def _local_part(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
+    """Return the part of the output `whole` that this rank's output `own` must equal: all of it, a part of the sequence, or of the
+    features of a divided layer; None if unknown, and for a module of another stage, whose output is NaN."""
     divided: Divided = trainer.run.model.divided
     if divided.pipeline is not None and bool(own.isnan().all()):
         return None

@@ -42,7 +42,7 @@ Outputs = dict[str, list[list[Tensor]]]
 
 @dataclass(kw_only=True, slots=True)
 class PlainStep:
-    """The results of one step of the plain process. Gradients are those of the mean loss, before clipping."""
+    """The results of one step of the plain process. `gradients` are of the mean loss before clipping, `norm` is their norm."""
 
     loss: float = 0.0
     norm: float = 0.0
@@ -127,7 +127,7 @@ class _Loop:
         options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
         scheduler = inputs.lr_scheduler
         if scheduler is None and not options and section.name in _SCHEDULES:
-            # transformers' scheduler checks the run's own curve.
+            # The schedule of transformers is independent of the one under test.
             scheduler = lambda each: get_scheduler(section.name, each, section.warmup_of(steps), steps)  # noqa: E731
         self.schedule: LRSchedule | TorchSchedule = (
             schedule_of(config) if scheduler is None else TorchSchedule(scheduler, config.optimizer)
@@ -141,12 +141,12 @@ class _Loop:
 
     def run(self, watched: Collection[int]) -> PlainRun:
         initial, average = _copies(self.masters), dict[str, Tensor]()
-        end_watch = watch_outputs([each for each in self.model.named_modules() if each[0]], self._see)
+        end_watch = watch_outputs([each for each in self.model.named_modules() if each[0]], self._keep_outputs)
         steps, ema = [], self.config.ema
         for number in range(self.config.run.max_steps):
             steps.append(self._step(number, watched))
             if ema.decay and number + 1 >= ema.start_step and (number + 1) % ema.every_steps == 0:
-                # The first update that counts copies the weights.
+                # The first update of the average copies the weights.
                 average = {
                     name: torch.lerp(average[name], value, 1 - ema.decay) if average else value.clone()
                     for name, value in steps[-1].parameters.items()
@@ -193,7 +193,7 @@ class _Loop:
         self._update(step, number, {name: each.mul_(late / self.scale) for name, each in sums.items()})
         return step
 
-    def _see(self, name: str, output: Any) -> None:
+    def _keep_outputs(self, name: str, output: Any) -> None:
         self.order.setdefault(name)
         if self.keeps:
             self.outputs.setdefault(name, []).append(tensors_of(output))
@@ -235,7 +235,7 @@ def batches_of(subject: SmallRun, config: TrainerConfig, step: int) -> list[dict
 
 def count_of(model: nn.Module, batch: Mapping[str, Any]) -> int | None:
     """Return the number of targets of a batch: labels, without the first of each row for next-token prediction, or samples."""
-    kind = _kind(model)
+    kind = _loss_unit(model)
     labels = batch.get("labels")
     if kind == "positions":
         starts, ends = batch["start_positions"], batch["end_positions"]
@@ -264,7 +264,7 @@ def loss_sum(
     outputs = model(**inputs)
     if smoothing and isinstance(labels, Tensor):
         logits = outputs.logits
-        if _kind(model) == "next":
+        if _loss_unit(model) == "next":
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         return cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing), count
@@ -274,7 +274,7 @@ def loss_sum(
     return getattr(mean, "loss", mean).reshape(()) * count, count
 
 
-def _kind(model: nn.Module) -> str:
+def _loss_unit(model: nn.Module) -> str:
     """Return the unit of a model's mean loss: the `next` tokens, `labels`, `positions` of answers, or `samples`."""
     inside = pretrained_of(model)
     kind = getattr(inside, "loss_type", None)

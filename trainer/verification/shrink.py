@@ -21,13 +21,13 @@ from zeromesh.trainer.data.collate import IGNORED_LABEL, Collate
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.build import pin_sources, read_configuration
-from zeromesh.trainer.models.small_copy import InFloat64, first_copy, vary
+from zeromesh.trainer.models.small_copy import InFloat64, first_copy, perturb
 from zeromesh.trainer.models.user_model import ForwardInputs, integer, text_part, unwrap
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
 STEPS = 5
-LARGEST = 2_000_000
-"""The limit of parameters above which a model is made smaller."""
+_MOST_PARAMETERS = 2_000_000
+"""The most parameters of a model that is verified as it is; a larger one is made smaller."""
 _VOCABULARY = 128
 _LENGTH = 16
 _EPSILON = 1e-6
@@ -67,7 +67,7 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
         ConfigError: for a model that can neither be trained whole nor be made smaller, and for one with unknown inputs.
     """
     model, notes = _small_model(config, inputs, mesh)
-    vary(model)
+    perturb(model)
     off = () if dropout or not without_dropout(model) else ("dropout is off; --check dropout compares what is drawn",)
     small = small_config(config, mesh, folder, dropout=dropout)
     wanted = STEPS * small.batch.global_size
@@ -145,7 +145,7 @@ def exact(config: TrainerConfig) -> TrainerConfig:
 
 
 def without_dropout(model: nn.Module) -> bool:
-    """Disable everything random in training; returns True if anything was."""
+    """Disable dropout and other random numbers of training in the model; returns True if it had any."""
     found = []
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -187,16 +187,16 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
             given = given()
     given = unwrap(given)[0]
     count = sum(parameter.numel() for parameter in given.parameters())
-    if count <= LARGEST and not isinstance(inputs.model, nn.Module):
+    if count <= _MOST_PARAMETERS and not isinstance(inputs.model, nn.Module):
         with seeded_cpu(seed, "verification"):
             return unwrap(inputs.model())[0], ()
-    if count <= LARGEST and not any(parameter.is_meta for parameter in given.parameters()):
+    if count <= _MOST_PARAMETERS and not any(parameter.is_meta for parameter in given.parameters()):
         return copy.deepcopy(given).cpu(), ()
     inside = pretrained_of(given)
     if inside is None or inside is not given:
         raise ConfigError(
             f"{type(given).__name__} has {count:,} parameters, and only a model of transformers can be made small by its "
-            f"configuration; give one of at most {LARGEST:,}, such as the same class with fewer and narrower layers",
+            f"configuration; give one of at most {_MOST_PARAMETERS:,}, such as the same class with fewer and narrower layers",
             where="verify",
         )
     return _first_working_copy(given.config, type(given), config, mesh)
@@ -224,18 +224,18 @@ def _first_working_copy(
             if loss is not None and not bool(torch.isfinite(loss)):
                 raise ValueError("its loss is not finite")
 
-    found = first_copy(made, build, reductions, require_loss, most=LARGEST, seed=config.run.seed)
+    found = first_copy(made, build, reductions, require_loss, most=_MOST_PARAMETERS, seed=config.run.seed)
     if not isinstance(found, list):
         count = sum(each.numel() for each in found.parameters())
-        return found, (f"{type(found).__name__} of {count:,} parameters: {_described(made, found.config)}",)
+        return found, (f"{type(found).__name__} of {count:,} parameters: {_reduction_note(made, found.config)}",)
     raise ConfigError(
         f"{type(made).__name__} cannot be made small: {'; '.join(dict.fromkeys(found))}. Give Trainer a small model of its "
-        f"class, of at most {LARGEST:,} parameters, and call verify()",
+        f"class, of at most {_MOST_PARAMETERS:,} parameters, and call verify()",
         where="verify",
     )
 
 
-def _described(made: Any, small: Any) -> str:
+def _reduction_note(made: Any, small: Any) -> str:
     parts = []
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
         before, after = integer(text_part(made), name), integer(text_part(small), name)
@@ -249,7 +249,7 @@ def _sizes(made: Any, ranks: int) -> dict[str, int]:
     text = text_part(made)
 
     def small(name: str, size: int) -> int:
-        """Return `size` rounded up to the remainder modulo `ranks` of the whole size."""
+        """Return `size` rounded up to a number with the remainder modulo `ranks` of the model's size `name`."""
         whole = integer(text, name) or 0
         return size + -size % ranks + (whole % ranks if ranks > 1 else 0)
 

@@ -49,12 +49,12 @@ def verify(
     if unknown:
         raise ConfigError(f"{', '.join(unknown)} cannot be checked; there are {', '.join(CHECKS)}", where="check")
     began = time.perf_counter()
-    with scratch(config, mesh) as folder:
+    with scratch_directory(config, mesh) as folder:
         subject = shrink(config, inputs, mesh, folder)
         each = Verification(make=make, mesh=mesh, config=config, inputs=inputs, subject=subject)
         try:
             each.exact_pass()
-            each.own_pass()
+            each.user_precision_pass()
             for name in checks:
                 found, each.checks[name] = CHECKS[name](each)
                 each.differences += found
@@ -63,7 +63,7 @@ def verify(
         except Exception as error:
             if error is not each.failed:
                 raise
-            # Other ranks have left, or will once they hear of it: no gather can follow.
+            # Other ranks stop after this error, so no collective can follow.
             rows = [[]] * mesh.rank + [[asdict(one) for one in each.differences]]
     differences = merged([[Difference(**{**found, "ranks": ()}) for found in row] for row in rows])
     certificate = Certificate(
@@ -86,7 +86,7 @@ def verify(
 
 
 @contextmanager
-def scratch(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
+def scratch_directory(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
     """Create a temporary directory for the small runs, the same on all ranks, which is removed at the end."""
     parent = Path(config.run.output_dir).expanduser()
     made = ""

@@ -59,10 +59,10 @@ def parts_of_weights(
     """Yield `(name, tensor)` of `weights`, cut to the part that `part_of` returns, if any; parts may differ between ranks. Raises
     `ConfigError` for a part that a tensor does not have."""
     for name, tensor in weights:
-        yield name, _cut(name, tensor, part_of(name))
+        yield name, _part_of(name, tensor, part_of(name))
 
 
-def _cut(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
+def _part_of(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     if part is None:
         return tensor
     dim, index, parts = part
@@ -77,14 +77,14 @@ class _WeightConnection:
     """One end of a connection to `peer` over a connected socket, whose system calls time out after `timeout_seconds`."""
 
     def __init__(
-        self, connection: socket.socket, peer: str, timeout_seconds: float, moved: Callable[[], object] = lambda: None
+        self, connection: socket.socket, peer: str, timeout_seconds: float, beat: Callable[[], object] = lambda: None
     ) -> None:
-        """Take the socket. `moved` is called after each sent piece of a tensor."""
+        """`beat` is called after each piece of a tensor that was sent."""
         connection.setblocking(True)
         limit = struct.pack("ll", *divmod(max(1, int(1e6 * timeout_seconds)), 1_000_000))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, limit)
-        self.connection, self.peer, self._moved = Connection(connection.detach()), peer, moved
+        self.connection, self.peer, self._moved = Connection(connection.detach()), peer, beat
 
     def __enter__(self) -> Self:
         return self
@@ -93,14 +93,14 @@ class _WeightConnection:
         self.connection.close()
 
     def send(self, header: Mapping[str, Any], content: memoryview | bytes = b"") -> None:
-        with self.named():
+        with self.naming_peer():
             self.connection.send_bytes(json.dumps(header).encode())
             for begin in range(0, len(content), _PIECE_BYTES):
                 self.connection.send_bytes(content[begin : begin + _PIECE_BYTES])
                 self._moved()
 
     def header(self) -> dict[str, Any]:
-        with self.named():
+        with self.naming_peer():
             text = self.connection.recv_bytes(_HEADER_BYTES)
         try:
             found = json.loads(text)
@@ -113,7 +113,7 @@ class _WeightConnection:
     def fill(self, buffer: memoryview) -> None:
         """Receive bytes until the buffer is full."""
         while buffer:
-            with self.named():
+            with self.naming_peer():
                 piece = self.connection.recv_bytes(min(_PIECE_BYTES, len(buffer)))
             if not piece:
                 raise TransferError(f"{self.peer} sends no weights: a piece without bytes")
@@ -121,16 +121,16 @@ class _WeightConnection:
             buffer = buffer[len(piece) :]
 
     def authenticate(self, challenge: Callable[[Connection, bytes], None], token: str | None) -> None:
-        """Authenticate with the token, by sending or answering the challenge."""
+        """Authenticate with the token; `challenge` sends or answers the challenge of `multiprocessing`."""
         try:
-            with self.named():
+            with self.naming_peer():
                 # A token from the environment may not be valid UTF-8.
                 challenge(self.connection, (token or "").encode(errors="surrogatepass"))
         except (AuthenticationError, AssertionError) as error:
             raise TransferError(f"{self.peer} has another token, or is no process of zeromesh") from error
 
     @contextmanager
-    def named(self) -> Iterator[None]:
+    def naming_peer(self) -> Iterator[None]:
         """Convert connection errors inside the block to `TransferError` with the peer's name."""
         try:
             yield
@@ -161,13 +161,13 @@ def send_weights(
 
         def connect() -> None:
             for address in addresses:
-                receiver = stack.enter_context(_connected(address, timeout_seconds, mesh.watch.board.beat))
+                receiver = stack.enter_context(_connect(address, timeout_seconds, mesh.watch.board.beat))
                 receivers.append((receiver, _handshake(receiver, token)))
 
         def send(name: str, tensor: torch.Tensor) -> None:
             for receiver, parts in receivers:
                 part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
-                given = _cut(name, tensor, part)
+                given = _part_of(name, tensor, part)
                 flat, dtype = tensor_bytes(given).numpy().data, str(given.dtype).removeprefix("torch.")
                 header = {"name": name, "dtype": dtype, "shape": list(given.shape)}
                 receiver.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat)}, flat)
@@ -178,17 +178,17 @@ def send_weights(
                 if receiver.header().get("received") != sent:
                     raise TransferError(f"{receiver.peer} has not received all of {sent} tensors")
 
-        def by_first(work: Callable[[], None]) -> None:
+        def on_first_rank(work: Callable[[], None]) -> None:
             mesh.world.all_or_raise("weights for other processes", work, TransferError, first=True)
 
-        # Other ranks wait for rank 0, and rank 0 for a receiver.
+        # The other ranks wait while rank 0 waits for a receiver, so their timeout must be longer.
         stack.enter_context(mesh.watch.patience(2 * timeout_seconds))
         try:
-            by_first(connect)
+            on_first_rank(connect)
             for name, tensor in weights:
-                by_first(partial(send, name, tensor))
+                on_first_rank(partial(send, name, tensor))
                 sent += 1
-            by_first(end)
+            on_first_rank(end)
         except TransferError as error:
             raise TransferError(f"weights were not handed over: {error}") from error
     return sent
@@ -208,7 +208,7 @@ def _handshake(receiver: _WeightConnection, token: str | None) -> dict[str, Part
         ) from error
 
 
-def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]) -> _WeightConnection:
+def _connect(address: str, timeout_seconds: float, beat: Callable[[], object]) -> _WeightConnection:
     host, port = _host_of(address)
     try:
         if port is not None:
@@ -221,7 +221,7 @@ def _connected(address: str, timeout_seconds: float, moved: Callable[[], object]
         raise TransferError(
             f"nobody receives weights at {address}: {getattr(error, 'strerror', '') or error}"
         ) from error
-    return _WeightConnection(connection, f"the receiver at {address}", timeout_seconds, moved)
+    return _WeightConnection(connection, f"the receiver at {address}", timeout_seconds, beat)
 
 
 def _host_of(address: str) -> tuple[str, int | None]:

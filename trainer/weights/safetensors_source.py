@@ -70,15 +70,15 @@ class Conversion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
-    """The sources of the values of the model's tensors."""
+    """The file tensors from which the model's tensors get their values."""
 
     direct: Mapping[str, str]
     """Names in the file of tensors that are stored unchanged."""
     converted: Mapping[str, Conversion]
     new: tuple[str, ...]
-    """Parameters of a new head, which are in no file."""
+    """Parameters of the model that are in no file, such as those of a new head."""
     unused: tuple[str, ...]
-    """File tensors of another head."""
+    """File tensors that the model does not have, such as those of another head."""
 
     def provides(self, name: str) -> bool:
         return name in self.direct or name in self.converted
@@ -94,7 +94,7 @@ def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
     converted: dict[str, Conversion] = {}
     shapes = {name: entries[source].shape for name, source in direct.items()}
     for conversion in groups:
-        for name, value in _planned(conversion, entries, model).items():
+        for name, value in _run_on_meta(conversion, entries, model).items():
             if name in state:
                 converted[name] = conversion
                 shapes[name] = tuple(value.shape)
@@ -105,7 +105,7 @@ def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
     files_have_base = bool(base) and any(entry.startswith(f"{base}.") for entry in entries)
 
     def in_head(name: str, *, apart: bool) -> bool:
-        """Return True for a tensor outside of the base model, if that is `apart`, or of a pooler, which only some heads use."""
+        """Return True for a tensor outside of the base model, if names tell it `apart`, or of a pooler, which few heads use."""
         return (apart and not name.startswith(f"{base}.")) or "pooler" in name.split(".")
 
     classes = getattr(model.config, "num_labels", None)
@@ -113,14 +113,14 @@ def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
         here, there = tuple(state[name].shape), shapes[name]
         if here[:1] == (classes,) != there[:1] and here[1:] == there[1:]:
             del direct[name], shapes[name]
-    # Parameters without a value. One of several names of a tied parameter is enough, and buffers can be recomputed.
+    # Parameters without a value: a tied one needs a value under one of its names, and buffers are recomputed.
     canonical = canonical_names(model)
     have = {canonical[name] for name in (*direct, *converted) if name in canonical}
     missing = [name for name in state if canonical.get(name) == name and name not in have]
     may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
-    new = [name for name in missing if _fits(name, may_lack) or in_head(name, apart=has_base)]
+    new = [name for name in missing if _matches(name, may_lack) or in_head(name, apart=has_base)]
     unused = [name for name in unexpected if _ignored(model, name) or in_head(name, apart=files_have_base)]
-    # Files may have any number of extra tensors, so membership is a set look-up.
+    # A set, since files may have many extra tensors.
     allowed = {*new, *unused}
     problems = [f"{name} is missing" for name in missing if name not in allowed]
     problems += [f"{name} is not part of {type(model).__name__}" for name in unexpected if name not in allowed]
@@ -161,7 +161,7 @@ def _rename(
     return direct, list(groups.values()), unexpected
 
 
-def _planned(conversion: Conversion, entries: Mapping[str, TensorSpec], model: Any) -> dict[str, torch.Tensor]:
+def _run_on_meta(conversion: Conversion, entries: Mapping[str, TensorSpec], model: Any) -> dict[str, torch.Tensor]:
     def empty(name: str) -> torch.Tensor:
         return torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")
 
@@ -177,10 +177,10 @@ def _planned(conversion: Conversion, entries: Mapping[str, TensorSpec], model: A
 
 def _ignored(model: Any, name: str) -> bool:
     """Return True for tensors that the library ignores: old buffers, and layers that it does not implement."""
-    return _fits(name, getattr(model, "_keys_to_ignore_on_load_unexpected", None)) or _fits(name, _OLD_BUFFERS)
+    return _matches(name, getattr(model, "_keys_to_ignore_on_load_unexpected", None)) or _matches(name, _OLD_BUFFERS)
 
 
-def _fits(name: str, patterns: Iterable[str] | None) -> bool:
+def _matches(name: str, patterns: Iterable[str] | None) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
@@ -240,14 +240,14 @@ class SafetensorsSource(ParameterSource):
             if matched.provides(name) and not matched.provides(first):
                 stored.setdefault(first, name)
         self._origin = {name: stored.get(first, first) for name, first in canonical.items()}
-        """The name of each parameter, under any of its names, that the files have."""
+        """The name that the files have, by each of the names of a (possibly tied) parameter."""
         self._numel = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
         lost = fallback.lost() if isinstance(fallback, SeededSource) else ()
         if unknown := tuple(name for name in lost if not matched.provides(self._origin.get(name, name))):
             raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
-        self._made: dict[str, dict[str, torch.Tensor]] = {}
-        """The tensors of the latest conversion, by its target."""
+        self._converted: dict[str, dict[str, torch.Tensor]] = {}
+        """The converted tensors by name, of the latest conversion alone, under the conversion's target."""
         remarks = {
             "not in {}, or there for other classes, so newly initialised": matched.new,
             "in {} and not used by this model": matched.unused,
@@ -258,7 +258,7 @@ class SafetensorsSource(ParameterSource):
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         """Return elements [start, end) of a parameter in the file's dtype. Raises `StorageError` for a truncated file."""
-        found = self._stored(self._checked(fqn, start, end), start, end)
+        found = self._stored(self._name_in_files(fqn, start, end), start, end)
         return self._fallback.read(fqn, start, end) if found is None else found
 
     def _stored(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor | None:
@@ -268,16 +268,16 @@ class SafetensorsSource(ParameterSource):
         conversion = self._matched.converted.get(name)
         if conversion is None:
             return None
-        if conversion.target not in self._made:
-            self._made.clear()
-            self._made[conversion.target] = conversion.run(self._files.whole, self._skeleton.root)
-        return self._made[conversion.target][name].reshape(-1)[start:end]
+        if conversion.target not in self._converted:
+            self._converted.clear()
+            self._converted[conversion.target] = conversion.run(self._files.whole, self._skeleton.root)
+        return self._converted[conversion.target][name].reshape(-1)[start:end]
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
         """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows` of a parameter, converted to its
         dtype; equal dtypes are read directly from the file. Raises as `read` does."""
         hull = rows.hull(interval)
-        name = self._matched.direct.get(self._checked(fqn, hull.start, hull.end))
+        name = self._matched.direct.get(self._name_in_files(fqn, hull.start, hull.end))
         if name is not None:
             self._files.fill(name, rows, interval, out)
         else:
@@ -302,12 +302,12 @@ class SafetensorsSource(ParameterSource):
 
     def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """Return the file and byte offset of a parameter's elements; None if they need conversion."""
-        entry = self._files.entries.get(self._matched.direct.get(self._checked(fqn, start, start), ""))
+        entry = self._files.entries.get(self._matched.direct.get(self._name_in_files(fqn, start, start), ""))
         if entry is None or entry.dtype != dtype or entry.begin % dtype.itemsize:
             return None
         return self._files.path_of(entry.path), entry.begin + start * dtype.itemsize
 
-    def _checked(self, fqn: str, start: int, end: int) -> str:
+    def _name_in_files(self, fqn: str, start: int, end: int) -> str:
         """Return a parameter's name in the files. Raises `LayoutError` for an interval out of range."""
         if fqn not in self._numel:
             raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
@@ -324,7 +324,7 @@ class SafetensorsSource(ParameterSource):
 
     def close(self) -> None:
         self._files.close()
-        self._made.clear()
+        self._converted.clear()
         self._fallback.close()
 
     def _compare_tied(self) -> None:

@@ -22,7 +22,7 @@ from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.model import LoraSection, ModelSection
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.models.adapters import _no_targets, adapter_names, add_lora, is_adapted, pretrained_of
+from zeromesh.trainer.models.adapters import _excluded_modules, adapter_names, add_lora, is_adapted, pretrained_of
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.small_copy import InFloat64
 from zeromesh.trainer.models.user_model import require_layout_fits
@@ -291,7 +291,7 @@ def test_adapters_are_on_what_multiplies_alone() -> None:
     model = llama()
     model.model.layers[0].mlp.up_proj = Router(32, 48)
     model.model.extra = nn.Sequential(nn.Linear(32, 32))
-    left_out = _no_targets(model)
+    left_out = _excluded_modules(model)
     assert left_out == ["model.layers.0", "model.layers.0.mlp.up_proj"]
     made = add_lora(wrap_passed_model(model, 3), LoraSection(rank=2, targets="all-linear"), "causal_lm", 3)
     adapted_layers = {name.partition(".lora_")[0] for name in adapter_names(made.model)}

@@ -524,9 +524,9 @@ def test_the_token_that_ends_answers_is_found(
     tmp_path: Path, own: PretrainedTokenizer, template: str, loss_on: str, content: str, ending: tuple[int, ...]
 ) -> None:
     rows = [{"messages": messages([("user", f"{n}"), ("assistant", f"{n} {content}")])} for n in range(8)]
-    assert load(tmp_path, rows, own, chat_template=template, loss_on=loss_on).endings == ending
+    assert load(tmp_path, rows, own, chat_template=template, loss_on=loss_on).answer_ends == ending
     pairs = [{"prompt": "a", "completion": "b"}]
-    assert load(tmp_path, pairs, own, format="pairs").endings == (1,)
+    assert load(tmp_path, pairs, own, format="pairs").answer_ends == (1,)
 
 
 def test_an_evaluation_set_may_have_another_format(tmp_path: Path, own: PretrainedTokenizer) -> None:

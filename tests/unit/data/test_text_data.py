@@ -243,17 +243,17 @@ def test_rows_of_json_are_lines_or_one_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "beginning"),
+    ("text", "prefix_ids"),
     [("", []), ("<unk> $A", [1]), ("<unk> $A <eos>", [1]), ("$A <eos>", []), ("<unk> <eos> $A <unk>", [1, 0])],
 )
 def test_documents_begin_as_the_tokenizer_begins_a_text(
-    tokenizer_directory: Path, text: str, beginning: list[int]
+    tokenizer_directory: Path, text: str, prefix_ids: list[int]
 ) -> None:
     own = load_tokenizer(tokenizer_directory).tokenizer  # type: ignore[union-attr]
     if text:
         special = [("<unk>", 1), ("<eos>", 0)]
         own.backend_tokenizer.post_processor = processors.TemplateProcessing(single=text, special_tokens=special)
-    assert PretrainedTokenizer(tokenizer=own).beginning == beginning
+    assert PretrainedTokenizer(tokenizer=own).prefix_ids == prefix_ids
 
 
 @pytest.mark.usefixtures("offline")

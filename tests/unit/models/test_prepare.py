@@ -25,11 +25,11 @@ from zeromesh.offload import accelerator
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.models import prepare
 from zeromesh.trainer.models.prepare import (
-    _KEPT_NAMES,
+    _KEPT_OPERATORS,
+    add_document_boundaries,
     keep_attributes,
     use_attention,
     use_float8_linear,
-    with_documents,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -142,9 +142,9 @@ def test_batches_without_packed_documents_stay_as_they_are() -> None:
     flash = SimpleNamespace(_attn_implementation="flash_attention_2")
     model = llama()
     batch = {"position_ids": POSITIONS}
-    assert with_documents(model, batch) is batch  # sdpa
+    assert add_document_boundaries(model, batch) is batch  # sdpa
     object.__setattr__(model, "config", flash)
-    told = partial(with_documents, model)
+    told = partial(add_document_boundaries, model)
     for other in (
         {"input_ids": POSITIONS},
         {"position_ids": POSITIONS[1:]},
@@ -157,7 +157,7 @@ def test_batches_without_packed_documents_stay_as_they_are() -> None:
 
 
 def test_selective_recomputation_keeps_results_of_flash_attention() -> None:
-    assert {"flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"} <= set(_KEPT_NAMES)
+    assert {"flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"} <= set(_KEPT_OPERATORS)
 
 
 IDS = torch.arange(44).reshape(2, 22) % 64

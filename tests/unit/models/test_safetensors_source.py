@@ -216,7 +216,7 @@ def test_converted_parameters_are_kept_within_a_bound(tmp_path: Path) -> None:
     for name in names + names[::-1]:
         value = dict(original.named_parameters())[name].detach().reshape(-1)
         assert torch.equal(source.read(name, 100, 5000), value[100:5000])
-        assert len(source._made) == 1
+        assert len(source._converted) == 1
 
 
 def test_a_new_head_is_initialised_and_said(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.support.architectures import SIZES, on_meta
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.trial import require_separate_documents
-from zeromesh.trainer.models.small_copy import apart
+from zeromesh.trainer.models.small_copy import deviation
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 
 KV = {"num_key_value_heads": 2, "head_dim": 8}
@@ -74,9 +74,9 @@ def test_masked_logits_hide_no_difference() -> None:
     """Some models give tokens that are none the lowest number of the dtype, whose square is infinite."""
     masked = torch.tensor([torch.finfo(torch.float64).min, 1.0, 2.0], dtype=torch.float64)
     other = masked + torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-    assert apart(masked, masked, 1.0) == 0.0
-    assert apart(other, masked, 1.0) == pytest.approx(1 / (1 + 5**0.5))
-    assert apart(-masked, masked, 1.0) == float("inf")
+    assert deviation(masked, masked, 1.0) == 0.0
+    assert deviation(other, masked, 1.0) == pytest.approx(1 / (1 + 5**0.5))
+    assert deviation(-masked, masked, 1.0) == float("inf")
 
 
 BART = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.machines import cards
-from zeromesh.trainer.machines.cards import named_in, peak_of, shipped
+from zeromesh.trainer.machines.cards import find_name, known_machines, peak_of
 from zeromesh.trainer.planning.machine import LinkSet, Machine, find_machine, read_machine, write_machine
 from zeromesh.trainer.planning.tracing.operations import Product, Work
 
@@ -197,8 +197,8 @@ def test_what_is_missing_is_an_error_that_says_what_to_add(
 
 
 def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
-    assert len(shipped()) > 30
-    for name in shipped():
+    assert len(known_machines()) > 30
+    for name in known_machines():
         machine = find_machine(name)
         assert len(machine.sources) >= 3
         dtype = "bfloat16" if "bfloat16" in machine.device.products else "float16"
@@ -251,7 +251,7 @@ def test_several_cards_of_a_host_have_more_of_it() -> None:
 def test_a_driver_names_a_card_and_the_peak_of_its_data_sheet(
     device: str, name: str | None, peak: float | None
 ) -> None:
-    assert named_in(device) == name
+    assert find_name(device) == name
     found = peak_of(device, "float16")
     assert (None if found is None else found[0]) == peak
 
@@ -267,7 +267,7 @@ def test_a_card_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         card = find_machine("x9", devices=2)
         assert (card.name, card.device.memory_bytes) == ("Example X9", 31 << 30)
         assert find_machine("31GB").name == "a card of 31 GB with the rates of Example X9"
-        assert named_in("Example X9 PCIe") == "x9"
+        assert find_name("Example X9 PCIe") == "x9"
         assert peak_of("Example X9 PCIe", "bfloat16") == (4e14, "x9")
     finally:
         cards.card_table.cache_clear()

@@ -24,7 +24,7 @@ from zeromesh.trainer.data.tokenizer import load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.planning import auto, estimate
-from zeromesh.trainer.planning.auto import fixed_fields, settle, subject_of
+from zeromesh.trainer.planning.auto import fixed_fields, set_auto, subject_of
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, Estimator
 from zeromesh.trainer.planning.layouts import FIELDS, Layout, with_layout
 from zeromesh.trainer.planning.machine import Machine, find_machine
@@ -121,7 +121,7 @@ def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:
 def test_layouts_that_do_not_fit_say_what_they_lack(subject: Subject, on_card: Subject) -> None:
     plan = Planner(subject, _small(2 << 20)).plan(2)
     assert plan.best is None
-    assert all("of 1.0 MiB, most of it" in row.lacks for row in plan.rows)
+    assert all("of 1.0 MiB, most of it" in row.why_not for row in plan.rows)
     assert "nothing fits" in _lines(plan)
     without = _lines(Planner(on_card, _card(disk=False)).plan(1))
     assert "states on files: not possible: the machine has no disk; add disk with read" in without
@@ -233,7 +233,7 @@ def test_auto_takes_keys_that_are_not_given_where_nothing_else_fits(
     layout = Layout(stage=1, micro=8, recompute="block")
     needed = Planner(on_card, _card(1 << 40))._estimator.estimate(layout).device_bytes
     monkeypatch.setattr(auto, "machine_here", lambda *_: _card(needed / 0.95 + 64))
-    settled, _ = settle(config, UserInputs(), read_environment())
+    settled, _ = set_auto(config, UserInputs(), read_environment())
     assert settled.batch.micro_size == 8
     assert settled.model.activation_checkpointing != "none"
 
@@ -247,7 +247,7 @@ def test_auto_takes_keys_that_are_not_given_where_nothing_else_fits(
 )
 def test_a_plan_is_no_slower_than_a_layout_by_hand(bar: object) -> None:
     result = tried(bar)  # type: ignore[arg-type]
-    assert not result.lacks
+    assert not result.why_not
     assert not result.beaten
 
 

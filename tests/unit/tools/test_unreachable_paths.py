@@ -215,7 +215,7 @@ def test_chat_templates_are_bounded(tmp_path: Path, template: str, what: str, mo
     monkeypatch.setattr(tokenizers, "_TEMPLATE_SECONDS", 1.5)
     made = PretrainedTokenizer(tokenizer=_tokenizer(tmp_path, chat_template=template))
     with pytest.raises(DataError, match=what):
-        made.try_template()
+        made.require_bounded_template()
     good = PretrainedTokenizer(tokenizer=_tokenizer(tmp_path, chat_template="{{ messages[0]['content'] }}"))
-    good.try_template()
+    good.require_bounded_template()
     assert good.encode_messages([{"role": "user", "content": "a"}]) == [0]

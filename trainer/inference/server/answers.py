@@ -68,7 +68,7 @@ class Answer:
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield pieces as they are generated, up to the one with `finish`. Raises `RequestError` when the generator has failed."""
         parser, tokenizer = self._parser, self._served.tokenizer
-        stream = TextStream(self._served.decode if parser is None or tokenizer is None else tokenizer.decode_all)
+        stream = TextStream(self._served.decode if parser is None or tokenizer is None else tokenizer.decode_raw)
         held, calls, over = "", 0, False
         if parser is not None:
             yield _parsed(parser.initial_events, Piece(), calls)

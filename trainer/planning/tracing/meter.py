@@ -68,37 +68,37 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._spans[-1].backward or name in self._order:
             return forward(*args, **kwargs)
         if not self._order:
-            self._listen(BEFORE, (args, kwargs))
+            self._begin_backward_of(BEFORE, (args, kwargs))
         self._order.append(name)
         self.begin(name, backward=False)
         output = forward(*args, **kwargs)
-        self._listen(name, output)
+        self._begin_backward_of(name, output)
         self.begin(AFTER, backward=False)
         return output
 
-    def _listen(self, name: str, structure: Any) -> None:
-        """Begin a segment's backward once the gradient of its output is computed."""
+    def _begin_backward_of(self, name: str, structure: Any) -> None:
+        """Begin the backward of segment `name` once the gradient of the first tensor in its output is computed."""
         floats = (each for each in pytree.tree_leaves(structure) if isinstance(each, Tensor) and each.requires_grad)
         hidden = next(floats, None)
         if hidden is None:
             return
         self._spans[-1].output = hidden.nbytes
 
-        def arrived() -> None:
+        def begin_backward() -> None:
             if self._spans[-1].name != name:
                 self.begin(name, backward=True)
 
-        on_gradient_of([hidden], arrived)
+        on_gradient_of([hidden], begin_backward)
 
     def begin(self, name: str, *, backward: bool) -> None:
-        """Begin a part of a segment, which ends at the next one."""
+        """Begin a part of a segment, to which bytes and work count until the next call."""
         if self._spans:
             self._spans[-1].end = self._live
         self._spans.append(_SegmentSpan(name=name, backward=backward, begin=self._live, peak=self._live))
 
     @property
     def work(self) -> Work:
-        """The work of the present part of a segment."""
+        """The work of the part of a segment that was begun last."""
         return self._spans[-1].work
 
     def segments(self) -> list[Segment]:
@@ -128,11 +128,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         return found
 
-    def know(self, tensor: Tensor) -> None:
-        """Register an existing tensor as state, not as activation."""
+    def register_state(self, tensor: Tensor) -> None:
+        """Exclude the storage of an existing tensor, such as a parameter, from the bytes of activations."""
         self._storages[tensor.untyped_storage()._cdata] = weakref.ref(tensor.untyped_storage())
 
-    def _hold(self, tensor: Tensor) -> None:
+    def _count_storage(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
@@ -141,18 +141,18 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live += nbytes
         self._spans[-1].peak = max(self._spans[-1].peak, self._live)
 
-        def gone(_: object) -> None:
+        def freed(_: object) -> None:
             self._live -= nbytes
             del self._storages[key]
 
-        self._storages[key] = weakref.ref(storage, gone)
+        self._storages[key] = weakref.ref(storage, freed)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out, made, cost = call_without_values(func, args, dict(kwargs or {}), on_cpu=self._on_cpu)
         for tensor in made:
-            self._hold(tensor)
+            self._count_storage(tensor)
         if cost is not None:
             self.work.operations += 1
             if isinstance(cost, Product):

@@ -31,9 +31,9 @@ class Product(NamedTuple):
     """The number of floating-point operations, two per multiply-add."""
     nbytes: int
     """Bytes read and written."""
-    around: int = 0
-    """The bytes of a product of activations and a weight, without the weight: kept until a deferred computation of the weight's
-        gradient. 0 for other products."""
+    activation_bytes: int = 0
+    """The bytes of input and output of a product with a weight, which are kept if the weight's gradient is computed later; 0 for
+        other products."""
 
 
 class TensorExchange(NamedTuple):
@@ -96,9 +96,9 @@ def call_without_values(
     if on_cpu and kernel in _FUSED:
         dtype = torch.promote_types(dtype, torch.float32)
     weight = _WEIGHTS.get(kernel)
-    around = 0 if weight is None else moved - _bytes_moved(args[weight])
+    activation_bytes = 0 if weight is None else moved - _bytes_moved(args[weight])
     name = str(dtype).removeprefix("torch.")
-    return out, made, Product(name, _FLOPS[kernel](*args, out_val=out), moved, around)
+    return out, made, Product(name, _FLOPS[kernel](*args, out_val=out), moved, activation_bytes)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -130,13 +130,13 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
     if not real:
         out = func(*args, **kwargs)
         plain = isinstance(out, Tensor) and out.is_floating_point()
-        return out if plain else pytree.tree_map_only(Tensor, partial(_found, func, args, tensors), out)
+        return out if plain else pytree.tree_map_only(Tensor, partial(_with_integers, func, args, tensors), out)
     moved = {key: _empty_like(tensor) for key, tensor in real.items()}
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: moved.get(id(tensor), tensor), (args, kwargs))
     back = {id(copy): real[key] for key, copy in moved.items()}
 
     def from_meta(tensor: Tensor) -> Tensor:
-        return back[id(tensor)] if id(tensor) in back else _found(func, args, tensors, tensor)
+        return back[id(tensor)] if id(tensor) in back else _with_integers(func, args, tensors, tensor)
 
     return pytree.tree_map_only(Tensor, from_meta, func(*args, **kwargs))
 
@@ -145,20 +145,20 @@ def _call_with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         return func(*args, **kwargs)
     except NotImplementedError:
-        # The CPU counts integers, such as the experts of tokens, as floating-point numbers alone.
+        # Some CPU kernels that count integers, such as the experts of tokens, take floating-point inputs alone.
         dtype = next(each.dtype for each in args if isinstance(each, Tensor))
         out = func(*pytree.tree_map_only(Tensor, Tensor.double, args), **kwargs)
         return pytree.tree_map_only(Tensor, lambda made: made.to(dtype), out)
 
 
-def _found(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
-    """Return a result as it is, or with values if it is a new integer tensor."""
+def _with_integers(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
+    """Return a result `made` as it is, or integers on the CPU if it is a new integer tensor on the meta device."""
     if made.is_floating_point() or made.is_complex() or not made.is_meta or any(made is each for each in given):
         return made
-    return _chosen(func, args, made)
+    return _integers_for(func, args, made)
 
 
-def _chosen(func: Any, args: Any, like: Tensor) -> Tensor:
+def _integers_for(func: Any, args: Any, like: Tensor) -> Tensor:
     """Return values for integers that depend on floating-point inputs: indices are round-robin, so that experts get equally many
     tokens, and comparisons are unequal."""
     if like.dtype == torch.bool or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():

@@ -78,7 +78,7 @@ class Tracer:
         self._undo = ExitStack()
         self._undo.callback(keep_attributes(model))
         _remove_values(model, compute, self._undo)
-        self._blocks = _shorten(model, self._undo)
+        self._blocks = _remove_equal_blocks(model, self._undo)
 
     def close(self) -> None:
         """Restore the values of the model."""
@@ -122,7 +122,7 @@ class Tracer:
         """
         with ExitStack() as undo:
             divided = self._divide(TracedExchange(tensor), False, undo)
-            # Pipeline chunks keep small blocks as separate units, which is needed here.
+            # A mesh with pipeline chunks is assumed, for which small blocks are separate units.
             cuts = ModelCuts(parts={} if divided is None else divided.parts, chunks=2)
             found = plan_model(self.model, self._compute, GroupRules(zero.optimizer).group_of, cuts)
         units = {unit.module: unit for unit in found.units}
@@ -131,7 +131,7 @@ class Tracer:
         for name, stand in self._blocks:
             if stand in units:
                 lists.setdefault(stand.rpartition(".")[0], []).append(replace(units[stand], module=name))
-        # The blocks of a list follow each other at the place of the first: prefetching follows the order of units.
+        # All blocks of a list come where its first one was, since units are prefetched in this order.
         order = [lists.pop(name.rpartition(".")[0], []) if name in stands else [unit] for name, unit in units.items()]
         return ModelPlan(units=tuple(chain(*order)))
 
@@ -154,9 +154,9 @@ class Tracer:
             undo.callback(override(block, "forward", partial(meter.run, name, block.forward)))
         for parameter in model.parameters():
             if parameter.requires_grad:
-                undo.callback(hook_before(parameter, forget_gradient).remove)
+                undo.callback(hook_before(parameter, free_gradient).remove)
         for tensor in (*model.parameters(), *model.buffers()):
-            meter.know(tensor)
+            meter.register_state(tensor)
         with meter, kernels_of(self._device):
             total = self.loss(model, dict(batch), seed=1.0)
             meter.begin(AFTER, backward=True)
@@ -174,7 +174,7 @@ def trace_microbatch(
         return tracer.trace(batch, **options)
 
 
-def forget_gradient(parameter: Tensor) -> None:
+def free_gradient(parameter: Tensor) -> None:
     """Free a gradient as soon as it is computed, as the engine does."""
     parameter.grad = None
 
@@ -200,8 +200,8 @@ def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> N
                 module._buffers[leaf] = torch.empty_like(buffer, device="meta")
 
 
-def _shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
-    """Remove all but two of equal blocks from module lists; returns every block in order, with its representative.
+def _remove_equal_blocks(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
+    """Remove all but two of equal blocks from module lists; returns (name, representative that stays) of every block, in order.
 
     Blocks have the names of the whole model, representatives those of the shortened one.
     """
@@ -213,7 +213,7 @@ def _shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
         if not isinstance(module, nn.ModuleList) or len(own) < len(children) or not own:
             found += [(f"{path}.{name}".strip("."), f"{path}.{name}".strip(".")) for name, _ in own]
             continue
-        kinds = [_kind(child) for _, child in own]
+        kinds = [_block_key(child) for _, child in own]
         kept: list[int] = []
         for index, kind in enumerate(kinds):
             if sum(kinds[each] == kind for each in kept) < 2 or index == len(kinds) - 1:
@@ -232,16 +232,16 @@ def _shorten(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
         configs = {id(each): each for every in model.modules() if (each := getattr(every, "config", None)) is not None}
         for config in configs.values():
             if getattr(config, "num_hidden_layers", None) == len(own):
-                # `attribute_map` may give the field another name.
+                # The class's `attribute_map` maps this name to the configuration's field.
                 config.num_hidden_layers = len(kept)
                 undo.callback(setattr, config, "num_hidden_layers", len(own))
     return found
 
 
-_NUMBERS = re.compile(r"idx|index|number|layer_id")
+_INDEX_ATTRIBUTES = re.compile(r"idx|index|number|layer_id")
 
 
-def _kind(block: nn.Module) -> object:
+def _block_key(block: nn.Module) -> object:
     """Return a key that is equal for equal blocks: their modules, sizes and settings."""
     found = []
     for name, module in block.named_modules():
@@ -252,7 +252,7 @@ def _kind(block: nn.Module) -> object:
         settings = [
             (key, repr(value))
             for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and not _NUMBERS.search(key)
+            if isinstance(value, bool | int | float | str) and not _INDEX_ATTRIBUTES.search(key)
         ]
         found.append((name, type(module), tuple(sizes), tuple(sorted(settings))))
     return tuple(found)

@@ -18,7 +18,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CheckpointError, ConfigError, counted
 from zeromesh.files import read_whole, write_whole
-from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, name_in
+from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, state_file_of
 from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL
@@ -84,7 +84,7 @@ def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chosen:
     kept |= {spec.name: compute for spec in away if spec.dtype.is_floating_point}
     if ema:
         kinds += ("ema",)
-        if not reader.document(name_in(reader.manifest.files)).get("averages"):
+        if not reader.document(state_file_of(reader.manifest.files)).get("averages"):
             raise ConfigError(f"{reader.directory} has no averaged weights (ema.decay); leave --ema out")
     found = {t.name: t for kind in kinds for t in reader.manifest.tensors if t.kind == kind}
     if not found:
