@@ -203,9 +203,9 @@ class PlacedModel(ModelOnMesh):
     def require_sound(self) -> None:
         """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
         if self.failure:
-            raise PhaseError(self.over())
+            raise PhaseError(self.unusable_reason())
 
-    def over(self) -> str:
+    def unusable_reason(self) -> str:
         """Return the reason why the model is unusable."""
         return f"this {self.owner} ended with {self.failure}; make a new one"
 

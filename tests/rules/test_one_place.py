@@ -18,10 +18,10 @@ TRACKED = '''class DummyTracker(Tracker):
     """Writes rows into a file."""
 
     def start(self) -> None:
-        self.sent, _ = self._noted()
+        self.sent, _ = self._read_last_row()
 
     def log(self, row: TrackedRow) -> None:
-        self._note(row.place)
+        self._record_row(row.place)
         with open(self.run.folder("dummy.jsonl"), "a") as file:
             file.write(json.dumps([row.place.step, row.values["train/loss"]]) + "\\n")
 

@@ -30,7 +30,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 _TREE = nested({row.name: row for row in TABLE})
 _PATHS = dict.fromkeys(part for row in TABLE for part in accumulate(row.name.split("."), "{}.{}".format))
-_COMMON = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
+_SHARED_SECTIONS = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
 """Sections that exist in both kinds of configuration."""
 
 # DeepSpeed's defaults.
@@ -128,11 +128,11 @@ class Translation:
 
 def is_deepspeed(data: Mapping[str, Any]) -> bool:
     """Return True if a mapping is a DeepSpeed configuration, with keys of DeepSpeed's alone and no section of zeromesh's alone."""
-    if any(key in TrainerConfig.model_fields and key not in _COMMON for key in data):
+    if any(key in TrainerConfig.model_fields and key not in _SHARED_SECTIONS for key in data):
         return False
     optimizer = data.get("optimizer")
     typed = isinstance(optimizer, Mapping) and "type" in optimizer
-    return typed or any(key in _TREE and key not in _COMMON for key in data)
+    return typed or any(key in _TREE and key not in _SHARED_SECTIONS for key in data)
 
 
 def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) -> Translation:
@@ -146,9 +146,9 @@ def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) ->
         value = read(row.name)
         if row.fate is Fate.REFUSED and value not in row.neutral:
             read.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
-        if row.as_it_is:
+        if row.is_copied:
             read.values[row.keys[0]] = value
-    for decide in (_batch, _optimizer, _schedule, _precision_and_zero, _offload, _others):
+    for decide in (_batch, _optimizer, _schedule, _precision_and_zero, _offload, _other_settings):
         read.values.update(decide(read))
     read.origins |= {key: f"DeepSpeed {row.name}" for row in present for key in row.keys if key in read.values}
     # A line for each mapped setting that was given, and one for each reason why settings have no effect.
@@ -344,7 +344,7 @@ def _offload(read: Translation) -> Pairs:
         yield "offload.directory", directories if len(directories) > 1 else directories[0]
 
 
-def _others(read: Translation) -> Pairs:
+def _other_settings(read: Translation) -> Pairs:
     names = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
     if any(read(f"activation_checkpointing.{name}") for name in names):
         yield "model.activation_checkpointing", "block"

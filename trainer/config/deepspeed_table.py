@@ -23,14 +23,14 @@ class Fate(StrEnum):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingRow:
     """A row of the table, about the setting `name`, dotted if nested. `keys` are the configuration's keys that it sets, together
-    with other settings unless `as_it_is`. `text` explains how; or why it has no effect; or why it is refused, and what to do
+    with other settings unless `is_copied`. `text` explains how; or why it has no effect; or why it is refused, and what to do
     instead. `neutral` values are accepted without effect."""
 
     name: str
     fate: Fate
     text: str
     keys: tuple[str, ...] = ()
-    as_it_is: bool = False
+    is_copied: bool = False
     neutral: tuple[Any, ...] = ()
 
 
@@ -53,7 +53,7 @@ def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
             fate=fate,
             text=text,
             keys=tuple(row.get("is", row.get("sets", "")).split()),
-            as_it_is="is" in row,
+            is_copied="is" in row,
             neutral=neutral if fate is Fate.REFUSED else (),
         )
         for name in row["names"].split()

@@ -128,8 +128,8 @@ def run_dataset(
     def go_on(done: int, total: int) -> bool:
         run.console.evaluating(done, total)
         expected = 0 if collector is None else collector.nbytes // done * total
-        if expected >= _NOTED_BYTES and collector is not None and not collector.told:
-            collector.told = True
+        if expected >= _NOTED_BYTES and collector is not None and not collector.size_noted:
+            collector.size_noted = True
             run.console.note(
                 f"evaluation: each rank collects {human_bytes(expected)} of what the model returns; "
                 "preprocess_logits_for_metrics would reduce it first, to the most likely tokens for instance"

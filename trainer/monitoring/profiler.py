@@ -24,8 +24,8 @@ from zeromesh.zero.engine import ZeroEngine
 FOLDER = "profile"
 STEP_MEMORY = "step_memory.json"
 _MOST_EVENTS = 20_000
-_NAME = f'"name": "{BACKWARD_RANGE}'
-_ROW = re.compile(r'(?<="tid": )[^,\s]+')
+_BACKWARD_NAME = f'"name": "{BACKWARD_RANGE}'
+_ROW_NUMBER = re.compile(r'(?<="tid": )[^,\s]+')
 
 
 class Profile(AbstractContextManager["Profile"]):
@@ -130,8 +130,8 @@ def _write(profiler: profile, path: Path) -> None:
         own = False
         with plain.open(encoding="utf-8") as lines, gzip.open(packed, "wt", encoding="utf-8", compresslevel=5) as out:
             for line in lines:
-                own = own or _NAME in line  # An event has its name before its row.
-                if own and _ROW.search(line):
-                    line, own = _ROW.sub('"units in backward"', line), False
+                own = own or _BACKWARD_NAME in line  # An event has its name before its row.
+                if own and _ROW_NUMBER.search(line):
+                    line, own = _ROW_NUMBER.sub('"units in backward"', line), False
                 out.write(line)
         packed.replace(path)

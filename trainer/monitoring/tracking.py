@@ -175,7 +175,7 @@ class Tracking:
         section = config.tracking
         if not section.backends:
             return cls()
-        own_ident = _ident(directory / NAME, config.run.name, step, known, note) if mesh.rank == 0 else ""
+        own_ident = _tracking_id(directory / NAME, config.run.name, step, known, note) if mesh.rank == 0 else ""
         ident = mesh.world.gather_bytes(own_ident.encode(), "id of the run in trackers")[0].decode()
         if mesh.rank:
             return cls(ident=ident)
@@ -250,7 +250,7 @@ class Tracking:
         """Send the queued rows within at most `seconds` seconds, and end the trackers."""
         for sender in self._senders:
             sender.rows.put(None)
-        late = _joined(self._senders, seconds)
+        late = _join_senders(self._senders, seconds)
         self._show_warnings()
         for sender in self._senders:
             if sender.lost:
@@ -262,13 +262,13 @@ class Tracking:
             for sender in late:
                 with contextlib.suppress(Exception):
                     sender.tracker.abandon()
-            _joined(late, _ABANDON_SECONDS)
+            _join_senders(late, _ABANDON_SECONDS)
         elif self._senders:
             self._leave()
         self._senders = []
 
 
-def _joined(senders: Sequence[Sender], seconds: float) -> list[Sender]:
+def _join_senders(senders: Sequence[Sender], seconds: float) -> list[Sender]:
     """Wait for trackers to end, for so many seconds in all; returns those that have not."""
     end = time.monotonic() + seconds
     for sender in senders:
@@ -276,7 +276,7 @@ def _joined(senders: Sequence[Sender], seconds: float) -> list[Sender]:
     return [sender for sender in senders if sender.is_alive()]
 
 
-def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
+def _tracking_id(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
     """Return the id from the run's directory or the resumed checkpoint, or else a new one; it is stored in `path`."""
     found = ""
     if step:

@@ -121,7 +121,7 @@ def settle(config: TrainerConfig, inputs: UserInputs, environment: LaunchEnviron
         )
     best = plan.best.estimate
     note = f"auto: {best.layout}, the first row of the plan (zeromesh plan shows the others)"
-    return with_layout(config, best.layout, free).coming_from((*config.notes, note), config.folders), best
+    return with_layout(config, best.layout, free).with_notes((*config.notes, note), config.folders), best
 
 
 def _free(config: TrainerConfig) -> frozenset[str]:

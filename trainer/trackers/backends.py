@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 GLOBAL_STEP = "train/global_step"
 """The name of the step in each row, as in transformers' own callback."""
-_EVALUATED = "eval/global_step"
+_EVALUATION_STEP = "eval/global_step"
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
 """Seconds. With the first, wandb's service writes a row at once, so that a kill loses none that `tracking-wandb.json` counts as
 sent."""
 _DYING_SECONDS = 2.0
-_EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 
 
 class Place(NamedTuple):
@@ -92,11 +92,11 @@ class Tracker:
         folder = [run.folder(self.name)] if kind.requires_logging_directory else []
         self._make(run.project, *folder, **kind_of(self.name).arguments(run))
         self.tracker.store_init_configuration(dict(run.settings))
-        self.sent, _ = self._noted()
+        self.sent, _ = self._read_last_row()
 
     def log(self, row: TrackedRow) -> None:
         """Send a row."""
-        self._note(row.place)
+        self._record_row(row.place)
         if row.values:
             self.tracker.log(dict(row.values), step=row.place.step)
 
@@ -120,7 +120,7 @@ class Tracker:
         self.tracker = self._kind(*arguments, **keywords)
         self.tracker.start()
 
-    def _noted(self) -> tuple[Place, int]:
+    def _read_last_row(self) -> tuple[Place, int]:
         """Return the last row by the file, and the tracker's own number of it."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             ident, step, evaluated, *number = json.loads(read_whole(self._file))
@@ -128,10 +128,10 @@ class Tracker:
                 return Place(int(step), bool(evaluated)), int(*number or [-1])
         if self.run.step:
             return UNKNOWN, -1
-        self._note(Place(0))
+        self._record_row(Place(0))
         return Place(0), -1
 
-    def _note(self, place: Place, *number: int) -> None:
+    def _record_row(self, place: Place, *number: int) -> None:
         """Record a row before it is sent: a kill in between loses the row rather than sending it twice."""
         write_whole(self._file, json.dumps([self.run.ident, *place, *number]).encode(), sync=False)
 
@@ -159,7 +159,7 @@ class WandbTracker(Tracker):
     def start(self) -> None:
         import wandb
 
-        run, (sent, number) = self.run, self._noted()
+        run, (sent, number) = self.run, self._read_last_row()
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -196,14 +196,14 @@ class WandbTracker(Tracker):
             summary = dict(made.summary)  # The server's summary: the latest value of each name.
             step = summary.get(GLOBAL_STEP)
             if isinstance(step, int):
-                self.sent = Place(step, summary.get(_EVALUATED) == step)
+                self.sent = Place(step, summary.get(_EVALUATION_STEP) == step)
 
     def log(self, row: TrackedRow) -> None:
         # Only the first row has a number: wandb counts from there, beside rows that callbacks log.
         first, self._next = self._next, None
         step, evaluation = row.place
-        self._note(row.place, self.tracker.tracker.step if first is None else first)
-        where = {GLOBAL_STEP: step, **({_EVALUATED: step} if evaluation else {})}
+        self._record_row(row.place, self.tracker.tracker.step if first is None else first)
+        where = {GLOBAL_STEP: step, **({_EVALUATION_STEP: step} if evaluation else {})}
         table: dict[str, Any] = {}
         if row.samples:
             import wandb
@@ -236,12 +236,12 @@ class TensorBoardTracker(Tracker):
     """TensorBoard, which supports purging the rows of earlier processes from a step on; they are written anew."""
 
     def start(self) -> None:
-        run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._noted()
+        run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._read_last_row()
         first = run.step + 1 if noted == UNKNOWN else min(noted.step, run.step + 1)
         self.sent = Place(max(0, first - 1), first > 0)
         # TensorBoard sorts files by name, `events.out.tfevents.SECOND.HOST.PID...`: of two files of one second the later one could
         # sort first, and the other would purge its rows.
-        matches = [_EVENTS.match(path.name) for path in folder.glob("events.out.tfevents.*")]
+        matches = [_EVENT_FILE.match(path.name) for path in folder.glob("events.out.tfevents.*")]
         wait = max((int(match[1]) for match in matches if match), default=0) + 1 - time.time()
         if wait > _WAIT_SECONDS:
             raise RuntimeError(

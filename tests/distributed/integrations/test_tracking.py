@@ -452,7 +452,7 @@ def test_an_id_that_cannot_be_read_is_a_new_one(
 ) -> None:
     path, said = tmp_path / "tracking.json", []
     path.write_bytes(content)
-    found = tracking_module._ident(path, "run", 3, known, said.append)
+    found = tracking_module._tracking_id(path, "run", 3, known, said.append)
     assert found == kept or (kept is None and re.fullmatch("[0-9a-f]{8}", found))
     assert json.loads(path.read_text()) == {"id": found, "run": "run"}
     assert [each.name for each in tmp_path.iterdir()] == ["tracking.json"]

@@ -149,7 +149,7 @@ class DataSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _python_is_for_training(cls, data: Any) -> Any:
+    def _move_python_to_train(cls, data: Any) -> Any:
         if isinstance(data, dict) and "python" in data and "train" not in data:
             return {name: each for name, each in data.items() if name != "python"} | {
                 "train": {"python": data["python"]}

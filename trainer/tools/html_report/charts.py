@@ -28,7 +28,7 @@ _SMOOTHED_FROM, _DOTS_UP_TO = 60, 40
 """The least points of a loss that is smoothed, and the most points of evaluations drawn as dots."""
 _LOG_FROM = 50.0
 """The ratio of the highest and the lowest value from which on a logarithmic axis is used."""
-_FAR, _FEW = 2.5, 2
+_OUTLIER_FACTOR, _MOST_OUTLIERS = 2.5, 2
 """The multiple of the median above which seconds of a step are cut off, and the most such steps, or a fiftieth of all."""
 
 _UNITS: dict[str, tuple[Callable[[float], str], str, str, str]] = {
@@ -69,7 +69,7 @@ LAYOUT: dict[str, Any] = {
     "xaxis": {**_AXIS, "showgrid": False, "showline": True, "unifiedhovertitle": {"text": "step %{x}"}},
     "yaxis": {**_AXIS, "nticks": 6, "showline": False},
 }
-_LOOKS: dict[str, dict[str, Any]] = {
+_TRACE_STYLES: dict[str, dict[str, Any]] = {
     "line": {"mode": "lines", "line_width": 1.8},
     "dashed": {"mode": "lines", "line_width": 1.8, "line_dash": "dash"},
     "faint": {"mode": "lines", "line_width": 1, "opacity": 0.4, "showlegend": False},
@@ -212,8 +212,8 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
     values = [value for _, value in tops] or [0.0]
     notes, high, factor = [note] if note else [], max(values), 1.0
     usual = median(values)
-    near = [value for value in values if value <= _FAR * usual]
-    if unit == "seconds" and 0 < (far := len(values) - len(near)) <= max(_FEW, len(values) // 50):
+    near = [value for value in values if value <= _OUTLIER_FACTOR * usual]
+    if unit == "seconds" and 0 < (far := len(values) - len(near)) <= max(_MOST_OUTLIERS, len(values) // 50):
         step = max(tops, key=lambda top: top[1])[0]
         notes.append(f"{counted(far, 'value')} above the picture, the highest {shown(high)} in step {step}")
         high = max(near, default=high)
@@ -244,7 +244,7 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
             legendgroup=str(line.color),
             line_color=color,
             fillcolor=color,
-            **_LOOKS[line.look],
+            **_TRACE_STYLES[line.look],
         )
     if broken:
         notes.append(f"not finite in {counted(len(broken), 'step')} (red)")

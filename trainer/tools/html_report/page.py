@@ -56,13 +56,13 @@ def page_of(runs: Sequence[RunRecord]) -> str:
     sections = {
         "": _figures(runs),
         "What differs": _differences(runs),
-        "Notes": _each(runs, _notes),
+        "Notes": _for_each_run(runs, _notes),
         "Over the steps": charts,
-        "Plan": _each(runs, lambda run: run.planned and table_of(*run.planned, numbers=(1, 2, 3))),
-        "Mesh": _each(runs, _mesh),
-        "Communication of a step": _each(runs, _communication),
-        "Checkpoints": _each(runs, _checkpoints),
-        "Configuration": _each(runs, _configuration),
+        "Plan": _for_each_run(runs, lambda run: run.planned and table_of(*run.planned, numbers=(1, 2, 3))),
+        "Mesh": _for_each_run(runs, _mesh),
+        "Communication of a step": _for_each_run(runs, _communication),
+        "Checkpoints": _for_each_run(runs, _checkpoints),
+        "Configuration": _for_each_run(runs, _configuration),
     }
     return document(title, sections, charts, ", ".join(str(run.path) for run in runs))
 
@@ -110,7 +110,7 @@ def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _each(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> list[Html]:
+def _for_each_run(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> list[Html]:
     """Return the results of `make` for all runs, with the run's name above each if there are several runs."""
     made = [(run, content) for run in runs if (content := make(run)) is not None]
     return [each for run, content in made for each in ([element("h3", run.name)] * (len(runs) > 1) + [content])]
