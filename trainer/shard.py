@@ -63,15 +63,15 @@ _SHARDING = "_zeromesh_sharding"
 
 @dataclass(kw_only=True)
 class ShardedModel(PlacedModel):
-    """This rank's part of a model in a user's own loop. In copies and pickles of the model it is None, as they are not
-    partitioned."""
+    """This rank's part of a model that a user's own loop trains. It is pickled and copied as None, since copies of the model are
+    not partitioned."""
 
     owner: ClassVar[str] = "model"
     engine: AutogradEngine
     frozen: list[nn.Parameter]
     """The parameters that were frozen because the model was partitioned without an optimizer."""
     source: FrozenWeights
-    """The frozen weights that checkpoints refer to in the directory of the pretrained model."""
+    """The frozen weights that checkpoints do not hold, but refer to in the directory of the pretrained model."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -163,7 +163,7 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         frozen=trained,
         source=FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info),
     )
-    vars(model)["no_sync"] = partial(_no_sync, model)  # As DDP's.
+    vars(model)["no_sync"] = partial(_no_sync, model)  # DDP's models have it too.
     for name, method in _MODEL_METHODS.items():
         if callable(getattr(model, name, None)):
             vars(model)[name] = MethodType(method, model)
@@ -227,11 +227,11 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
 
 
 def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
-    """Replace `generate` of a partitioned model, and keep ranks with other prompts in step."""
+    """Replace `generate` of a partitioned model; ranks whose prompts differ make equally many calls of the model."""
     if not is_sharded(model):
         return type(model).generate(model, inputs, **arguments)
     placed = placed_of(model)
-    arguments.pop("synced_gpus", None)  # Ranks are kept in step anyway.
+    arguments.pop("synced_gpus", None)  # The function `generate` synchronizes ranks anyway.
     if inputs is not None:
         arguments["inputs"] = inputs
     check_arguments(model, arguments, placed.mesh)
@@ -239,7 +239,7 @@ def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) 
 
 
 def _collective_load(name: str) -> Callable[..., Any]:
-    """Return a replacement of the method `name`, which loads whole values, equal on all ranks; all ranks call it."""
+    """Return a replacement of the model's method `name`, which loads whole values. All ranks call it with equal values."""
 
     def method(model: Any, /, *arguments: Any, **named: Any) -> Any:
         load = partial(getattr(type(model), name), model, *arguments, **named)
@@ -254,7 +254,7 @@ def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 _MODEL_METHODS: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad, "generate": _generate}
 _MODEL_METHODS |= {name: _collective_load(name) for name in ("load_state_dict", "load_adapter")}
-# Copies and pickles of a model find the methods of its class by these names.
+# A bound method is copied and pickled by its `__name__`; with these names a copy of the model gets the methods of its class.
 for _name, _method in _MODEL_METHODS.items():
     _method.__name__ = _name
 

@@ -20,7 +20,7 @@ class TorchSchedule:
     scheduler acts on a dummy optimizer of one parameter, with the class and settings of the run's.
 
     Raises:
-        ConfigError: for a factory of other objects, of a scheduler that needs a metric, or of one that changes a missing momentum.
+        ConfigError: if the factory returns no scheduler, one that needs a metric, or one that sets a momentum of an SGD without it.
     """
 
     def __init__(self, make: MakeScheduler, settings: OptimizerSection) -> None:

@@ -84,7 +84,7 @@ class Trainer(ModelOnMesh):
             A DeepSpeed configuration is converted (`docs/coming-from.md`), with notes about each setting at the start.
         train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
             that `config.data` names. Fields that are no arguments of the model are dropped.
-        eval_dataset: the same by index; several are given as a mapping, by name.
+        eval_dataset: samples to evaluate, by index, or a mapping of names to several such datasets.
         data_collator: converts a list of samples to a batch, a mapping of tensors; None pads them with `processing_class` if
             given, else stacks them.
         compute_loss: `(model, batch) -> (sum, count)`, to replace the model's own loss.
@@ -178,7 +178,7 @@ class Trainer(ModelOnMesh):
         Raises:
             DataError: before the first step, for data that cannot be trained on.
             StorageError: for a directory that cannot be written, or where memory is short.
-            CollectiveError: when a rank is gone, late, or doing something else.
+            CollectiveError: when another rank has ended, is late, or makes another collective call.
             NonFiniteError: when gradients are not finite and the configuration says to stop; and at the end, when more than half of
                 all steps made no update.
         """
@@ -505,7 +505,7 @@ class Trainer(ModelOnMesh):
 
     @contextmanager
     def _reporting_errors(self, mesh: Mesh) -> Iterator[None]:
-        """Tell the other ranks of an error in the block, as they wait for this one; the mesh is unusable afterwards."""
+        """Report an error of the block to the other ranks, which wait for this one; the mesh is unusable afterwards."""
         try:
             yield
         except BaseException as error:

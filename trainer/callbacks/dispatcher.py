@@ -188,7 +188,7 @@ class CallbackDispatcher:
         return {type(each).__name__: each.state() for each in exporting}
 
     def states(self) -> dict[str, Any]:
-        """Return the callbacks' states for a checkpoint by class name; the first of a class counts."""
+        """Return the callbacks' states for a checkpoint by class name; of several callbacks of one class, the first."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
             with naming(callback, "state_dict"):

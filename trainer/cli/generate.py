@@ -83,7 +83,7 @@ def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[
 
 
 def _standard_input() -> bytes:
-    # A closed stdin is None.
+    # Python sets `sys.stdin` to None if standard input is closed.
     if sys.stdin is None or sys.stdin.isatty():
         raise DataError("there are no prompts: give --prompts FILE, lines on standard input, or --chat")
     return sys.stdin.buffer.read()
@@ -133,7 +133,7 @@ def _write_results(
     asked: Sequence[Mapping[str, Any]],
     generator: Generator,
 ) -> None:
-    # A run stands for its newest checkpoint, which may have changed when the command is repeated.
+    # The resolved model identifies the results: the newest checkpoint of a run may be another one when the command is repeated.
     of_results = generator.config.model_dump(mode="json", include={"model", "precision", "data"})
     content = json.dumps([of_results, asked, sorted(fields.items())], default=str)
     digest, journal = xxhash.xxh3_64_hexdigest(content.encode()), None

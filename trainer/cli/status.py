@@ -31,7 +31,7 @@ from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, tr
 _STALE_SECONDS = 10.0
 _ANSWER_SECONDS, _SHORT_SECONDS = 10.0, 1.0
 _MOST_ROWS, _MOST_HINTS = 64, 8
-"""The most ranks in a table, with preference for ranks that others wait for and ranks without change the longest."""
+"""The most ranks in a table, first those that others wait for and those without progress for longest; the most runs in a hint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,7 +47,7 @@ FORWARDED = (
     *("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_DEBUG"),
     *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE"),
 )
-"""The variables that are passed to hosts when set here. None of them is secret; secret ones have to be named with `--env`."""
+"""The environment variables that `zeromesh launch` passes to hosts if set. None is secret: secret ones must be named by `--env`."""
 SILENCE_SECONDS = 15.0
 
 
@@ -146,7 +146,7 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         kind, head = "pictures", "image_classification"
     else:
         columns = frozenset[str]()
-        with suppress(DataError):  # What is wrong with paths is told with the configuration's other problems.
+        with suppress(DataError):  # Loading the configuration reports invalid paths with all other problems.
             columns = find_text(options.data, where="data.train").columns()
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")

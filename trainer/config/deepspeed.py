@@ -204,7 +204,7 @@ def _batch(read: Translation) -> Pairs:
             )
         automatic = list(_BATCH_NAMES)
     if micro is None:
-        # The quotient of the global batch, or if free, a divisor of that quotient.
+        # Each rank's share of the global batch; if the micro batch is automatic, a divisor of it, such as zeromesh's default.
         free = "train_micro_batch_size_per_gpu" in automatic
         rest = max(1, (train or 0) // ranks // (accumulation or 1))
         alone = default.micro_size if free else 1

@@ -21,7 +21,7 @@ ARGUMENTS = {key: name[1:] for key, names in _ROWS for name in names if name.sta
 # `run_name` is no hint, as `run.run_name` is meant to be `run.name`.
 ARGUMENTS |= {"schedule.warmup_ratio": ARGUMENTS["schedule.warmup_steps"], "tracking.name": "run_name"}
 STEP_INTERVALS = {"run.log_every": "logging", "run.eval_every": "eval", "checkpoint.every_steps": "save"}
-"""The names of keys among the arguments of transformers' and TRL's trainers; those of `STEP_INTERVALS` are numbers of steps."""
+"""`ARGUMENTS` maps keys to arguments of transformers and TRL, and `STEP_INTERVALS` to the NAME in `NAME_strategy`, `NAME_steps`."""
 _FILE_KEYS = {
     "axolotl": {"base_model"},
     "LLaMA-Factory": {"model_name_or_path", "template", "finetuning_type", "cutoff_len"},

@@ -53,11 +53,11 @@ ARGUMENTS_ADVICE = "TrainingArguments: use zeromesh.transformers.Trainer, the sa
 
 
 _TYPE_KEYS = ("model_type", "python")
-"""Keys that identify the object their siblings belong to; a mapping with another value replaces the lower one."""
+"""Keys that name the type of a mapping. Mappings whose types differ are not merged: the upper one replaces the lower one."""
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool = True) -> dict[str, Any]:
-    """Merge `above` over `below`; null replaces a value, but as a section means that all keys in it are commented out."""
+    """Return `below` updated by `above`. A null value replaces another value, but not a section: all its keys are commented out."""
     merged = dict(below)
     for key, value in above.items():
         under, given = merged.get(key), {} if value is None and sections else value
@@ -77,7 +77,7 @@ class _Source:
     own: dict[str, Any]
     """Sections and keys of zeromesh."""
     layers: tuple[tuple[str, Mapping[str, Any]], ...]
-    """Descriptions of the files that keys come from, empty for the first, with their keys; the upper first."""
+    """The files of the configuration, each base after the file that names it: a description (empty for the first) and the keys."""
     deepspeed: dict[str, Any] | None = None
     folders: tuple[str, ...] = ()
 
@@ -109,7 +109,7 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
     folders: tuple[str, ...] = ()
     if isinstance(source, TrainerConfig):
         data = source.model_dump(mode="json", exclude_unset=True)
-        # A default name may depend on the time.
+        # The default name may contain the time, so a copy states it.
         own = {**data, "run": {"name": source.run.name, **data.get("run", {})}}
         return _Source(where=where, own=own, layers=(("", own),), folders=source.folders)
     if isinstance(source, str | os.PathLike):
@@ -349,7 +349,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
 
 
 def _phrase(near: str | None, value: str = "") -> str:
-    """Phrase a suggestion: a key with a value, or the reason without one; empty for None."""
+    """Return the question `did you mean KEY=VALUE?`, or the explanation for a name without a key; empty for None."""
     return near if near and near.startswith(NO_KEY) else f"did you mean {near}{value}?" if near else ""
 
 
@@ -381,14 +381,14 @@ def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConf
     paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
     more = [*disagreements(config, wrong=paths), *_missing_paths(config, paths)]
     more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
-    # Among branches of a union, the deepest location is the meant one.
+    # Each branch of a union gives an error: the one with the deepest location is about the branch that the user meant.
     meant = [text for keys, text in wrong.items() if not any(keys == each[: len(keys)] != each for each in wrong)]
     return config, [*meant, *more]
 
 
 def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
     path = ".".join(keys)
-    # Mappings with names of the user's choice, or of columns.
+    # The keys of these mappings are names of the user's choice or of columns, for which the models have no field.
     if keys[:2] in (("data", "mixture"), ("data", "columns")) and len(keys) > 2:
         names = get_args(Column) if keys[1] == "columns" else tuple(MixturePart.model_fields)
         if kind == "missing":

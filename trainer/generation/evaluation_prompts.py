@@ -28,7 +28,7 @@ _REFUSED = {
 _TOTAL_LENGTH_FIELDS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 """Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""
 _SUPPRESSED_TOKEN_FIELDS = ("suppress_tokens", "begin_suppress_tokens")
-"""Fields whose token ids have no effect beyond the vocabulary, where those of a small copy of Whisper are by default."""
+"""Fields whose token ids may be outside the vocabulary, without effect, as the defaults of a small copy of Whisper are."""
 
 
 class BatchGeneration:

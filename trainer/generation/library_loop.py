@@ -177,7 +177,7 @@ def generate_in_rounds(
 def _generate(placed: ServedModel, requests: Sequence[Request], settings: GenerationConfig) -> list[Progress]:
     """Generate to the end on ranks that differ along data axes; prompts are of equal length, except for an encoder."""
     module, mesh, has_encoder = placed.module, placed.mesh, placed.module.config.is_encoder_decoder
-    # Rotary embeddings that grow with the length of the text begin again as those of a new model.
+    # Rotary frequencies that an earlier, longer text has changed are reset to the model's initial ones.
     for part in module.modules() if "dynamic" in rope_kinds(module.config) else ():
         for name, original in list(part.named_buffers(recurse=False)):
             prefix, found, _ = name.rpartition("original_inv_freq")

@@ -152,7 +152,7 @@ class RequestLoop:
         else:
             count = min([most, *(batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy)]) if busy else 0
         if self._together:
-            # The most of all replicas, or in a pipeline the fewest of those with work; idle ones join in.
+            # All replicas run the largest count, or in a pipeline the smallest count of those with requests; idle ones take part.
             fewest = self._pipeline is not None and count > 0
             agreed = torch.tensor([most + 1 - count if fewest else count])
             count = int(self._mesh.data.all_reduce_max(agreed, "forwards")[0])

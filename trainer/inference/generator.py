@@ -347,7 +347,7 @@ class Generator(ModelOnMesh):
 
 
 class _Results:
-    """The results of one `generate`: those that are complete, and what has come so far of the others."""
+    """The complete results of one call of `generate`, and the tokens so far of the other requests."""
 
     def __init__(
         self, requests: Sequence[Request], placed: ServedModel, on_results: Callable[[Mapping[int, Generated]], object]

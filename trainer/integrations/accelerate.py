@@ -51,7 +51,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
 
 
 class PreparedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate has no types.
-    """A scheduler that counts the batches of all data-parallel ranks, as tensor ranks share theirs."""
+    """A scheduler that advances once per data-parallel rank in each step, where accelerate's advances once per process."""
 
     data_ranks = 1
 

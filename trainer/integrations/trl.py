@@ -34,8 +34,8 @@ _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet
 
 
 def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
-    """Return the arguments of TRL's configuration class of a method, for so many ranks. Raises `ConfigError` with all keys that TRL
-    has no argument for."""
+    """Return the arguments of TRL's configuration class of a method, for a launch of `ranks` ranks. Raises `ConfigError` with
+    all keys that TRL has no argument for."""
     given = config.model_dump(exclude_unset=True)
     keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
     known = (*ARGUMENTS, *STEP_INTERVALS, *_CONVERTED_KEYS)

@@ -21,8 +21,8 @@ _Function = Callable[..., Any]
 
 
 class DeviceBatch(dict[str, Any]):
-    """A batch whose tensors are on the device inside `present`. `targets` is the host's count of targets; None: only forward
-    counts."""
+    """A batch whose tensors are on the device inside `present`. `targets` is the number of targets that the host has counted; None:
+    the forward counts them."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class DeviceBatch(dict[str, Any]):
         before: Self | None = None,
     ) -> None:
         """Floating-point inputs become `compute`, except labels. `copies` is the stream of copies to the device, from pinned
-        memory, which the host does not wait for; None: the device is the CPU. `before` is the batch that is computed on first."""
+        memory, which the host does not wait for; None: the device is the CPU. `before` is the previous batch."""
         super().__init__(batch)
         self.targets = targets
         self._device, self._compute, self._copies = device, compute, copies

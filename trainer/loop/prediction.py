@@ -45,7 +45,7 @@ class Collector:
         self.nbytes = 0
         """Bytes gathered so far, on each rank."""
         self.size_noted = preprocess is not None or generation is not None
-        """True once the note about the size of the outputs is no longer due."""
+        """True if the note about the size of the outputs is not needed, or has been shown."""
 
     def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
         """Return a microbatch's outputs without the loss, or its generated tokens, and its labels, as arrays on the CPU."""
@@ -90,7 +90,7 @@ class Collector:
         return EvalPrediction(**whole)
 
     def _merge(self, name: str, padding: int) -> Tree:
-        """Release each piece once it is copied."""
+        """Return the output `name` of all samples as one tree of arrays; each piece is released once it is copied."""
         flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
         structure = flat[0][1]
         if any(other != structure for _, other in flat):

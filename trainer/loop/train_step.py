@@ -49,7 +49,7 @@ class Stepper:
         engine: ZeroEngine | None,
         pipeline: Pipeline | None = None,
     ) -> None:
-        """`engine` is None for a whole model; with `pipeline`, the engine's model is some stages of it."""
+        """`engine` is None for a model that is whole on this rank; with `pipeline`, this rank has some stages of the model."""
         self._model = model
         self._loss = loss
         self._mesh = mesh
@@ -328,7 +328,7 @@ def _with_values(tree: Any, values: Iterable[float]) -> Any:
 
 
 def _count_inputs(batch: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the unit of throughput, `tokens` for a batch with `input_ids` and otherwise samples, and the batch's number of it."""
+    """Return the unit of throughput, `tokens` for a batch with `input_ids` and otherwise samples, and their number in the batch."""
     ids = batch.get("input_ids")
     if isinstance(ids, Tensor):
         return "tokens", ids.numel()

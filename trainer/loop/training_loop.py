@@ -174,7 +174,7 @@ class TrainingLoop:
         state = self._checkpoints.resume(run.settings)
         if state is None:
             return
-        # The run's first process decides for the settings that the model has written to its configuration since.
+        # Settings that a forward has written into the model's configuration keep the values that the run's first process had.
         kept = {name: value for name, value in run.model.description.items() if f"model.{name}" not in state.written}
         first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
         run.model.description = kept | first
@@ -268,7 +268,7 @@ class TrainingLoop:
             run.console.note(
                 f"after step {progress.step}: a global batch has no target (all labels are {IGNORED_LABEL}) and is passed over"
             )
-            events.forget_requests()  # The ranks have not agreed on requests of a step that does not count.
+            events.forget_requests()  # A step that does not count has no requests; ranks did not combine them.
         else:
             self._finish_step(result, position)
         if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._is_over and not self._signal):
@@ -283,7 +283,7 @@ class TrainingLoop:
             model.gradients_ready = False
 
     def _finish_step(self, result: StepResult, position: int) -> None:
-        """Count and log a step, whose data was that of step `position`, and do what is due after it."""
+        """Count and log a step, and then evaluate, save or stop as requested; `position` is the index of the step's data."""
         run, progress, events, times = self.run, self.run.progress, self.run.events, self.run.start_times
         progress.add(result)
         number, first = progress.step, not times.over
@@ -331,7 +331,7 @@ class TrainingLoop:
         self._act_on_requests(samples=every is not None and number % every == 0)
 
     def _due_after_step(self, position: int) -> dict[str, bool]:
-        """Return the actions that the configuration schedules after this step, whose data was that of step `position`."""
+        """Return for each action if the configuration schedules it after this step; `position` is the index of the step's data."""
         number, config = self.run.progress.step, self.run.config
         every, last = config.run, position + 1 == config.run.max_steps
 

@@ -37,7 +37,7 @@ class _Terminal(RichConsole):
 
 
 def _never_raising(method: Callable[Concatenate["Console", _P], None]) -> Callable[Concatenate["Console", _P], None]:
-    """Let a method of the console raise nothing, and do nothing after the first failure of any."""
+    """Decorate a method of `Console`: a display error is logged, not raised, and from then on all its methods do nothing."""
 
     @wraps(method)
     def draw(console: "Console", /, *arguments: _P.args, **named: _P.kwargs) -> None:

@@ -49,11 +49,11 @@ class PlanCheck:
         }
         highest, tiers = [self.peak, peak], {}
         for tier in {"device": None, **self.memory}:
-            said, seen = self.memory.get(tier, {}), memory.get(tier, {})
-            tiers[tier] = {name: [said.get(name, 0), seen.get(name, 0)] for name in {**said, **seen}}
-        here = tiers["device"]
-        here.pop("activations", None)  # Activations are transient, and only partly in the ledger.
-        here[UNCOUNTED] = [most - sum(pair[at] for pair in here.values()) for at, most in enumerate(highest)]
+            expected, actual = self.memory.get(tier, {}), memory.get(tier, {})
+            tiers[tier] = {name: [expected.get(name, 0), actual.get(name, 0)] for name in {**expected, **actual}}
+        device = tiers["device"]
+        device.pop("activations", None)  # Activations are transient, and only partly in the ledger.
+        device[UNCOUNTED] = [most - sum(pair[at] for pair in device.values()) for at, most in enumerate(highest)]
         self.result = {
             "layout": self.layout,
             "seconds": [sum(self.phases.values()), median(seconds for seconds, _ in steps)],

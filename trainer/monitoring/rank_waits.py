@@ -105,7 +105,7 @@ def _chain_ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
                 seen.add(each)
             else:
                 ends.add(each)
-    # With a late rank at the end of a chain, transfers between others do not matter.
+    # If some chain ends at a late rank, that rank is the cause, and ends at the link are left out.
     return {each for each in ends if each != "link"} or ends or {"each other"}
 
 
@@ -213,7 +213,7 @@ class Stragglers:
         return sum(self._busy_seconds) / max(1, len(self._busy_seconds))
 
     def compare(self, step: int, busy: Sequence[float]) -> str | None:
-        """Compare `busy` of each rank after enough steps; returns a line about a slow rank, when that is news."""
+        """Compare `busy` of all ranks every `_WINDOW` steps; returns a line about a slow rank, unless it has had one recently."""
         steps = len(self._busy_seconds)
         if steps < _WINDOW:
             return None

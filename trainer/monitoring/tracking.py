@@ -38,7 +38,7 @@ NAME = "tracking.json"
 _CAPACITY = 10_000
 _FINISH_SECONDS = 30.0
 _ERROR_SECONDS = 5.0
-"""The wait for trackers after an error, which the other ranks hear of only then."""
+"""The seconds to wait for trackers after an error, before it is reported to the other ranks."""
 _ABANDON_SECONDS = 2.0
 _TIMEOUT_FRACTION = 0.7
 """The fraction of the collective timeout that the end of tracking may take."""
@@ -269,7 +269,7 @@ class Tracking:
 
 
 def _join_senders(senders: Sequence[Sender], seconds: float) -> list[Sender]:
-    """Wait for trackers to end, for so many seconds in all; returns those that have not."""
+    """Wait for the threads of trackers to end, `seconds` in all; returns those that are still running."""
     end = time.monotonic() + seconds
     for sender in senders:
         sender.join(max(0.0, end - time.monotonic()))

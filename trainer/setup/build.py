@@ -88,7 +88,7 @@ def connect(config: TrainerConfig) -> Mesh:
 
 
 def set_tf32(config: TrainerConfig, device: torch.device) -> None:
-    """Set this process's fp32 matrix products by `precision.tf32`. Raises `ConfigError` for TF32 on a CPU."""
+    """Allow or forbid TF32 in this process's float32 products, by `precision.tf32`. Raises `ConfigError` for TF32 on a CPU."""
     if is_accelerator(device):
         round_float32_products(config.precision.tf32)
     elif config.precision.tf32:
@@ -177,7 +177,7 @@ def build_run(
 def _plan_settings(
     config: TrainerConfig, mesh: Mesh, inputs: UserInputs, console: Console
 ) -> tuple[TrainerConfig, Workers, BatchPlan, ZeroOptions]:
-    """Return the configuration with pinned sources, and what follows from it alone; sets this process's matrix products."""
+    """Return the configuration with pinned sources, and its data workers, batch plan and engine options; allows or forbids TF32."""
     config = pin_sources(
         config,
         mesh,

@@ -15,7 +15,7 @@ from zeromesh.settings.keys import OptimizerKeys
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
-# As `transformers.Trainer.get_decay_parameter_names` (a test compares them): searched for in lower-case names.
+# The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
 _NO_DECAY_PATTERNS = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 

@@ -23,7 +23,7 @@ from zeromesh.zero.memory_model import MemoryBytes, MemoryModel
 _FRACTION_STEP = 0.05
 """The step between the tried fractions of offloaded states."""
 _TIGHT_DIVISOR = 10
-"""The divisor of a device's free memory below which the remainder for activations gives a warning."""
+"""The divisor of a device's free memory: if states leave less than the quotient for activations, there is a warning."""
 
 
 class _HostMemory:
@@ -166,7 +166,7 @@ def _format_terms(terms: Mapping[str, int], ranks: int = 1) -> str:
 
 
 def _offload_changes(offload: OffloadOptions, stage: int, *, host: bool) -> Iterator[tuple[str, str, OffloadOptions]]:
-    """Yield configuration keys, their new tier and the changed options; the nearest tier first."""
+    """Yield ways to offload more states: the configuration keys, their new tier and the changed options; the host before files."""
     tiers = [TierChoice(tier="host")] if host else []
     for away in (*tiers, TierChoice(tier="file")):
         optimizer = replace(offload, optimizer=away, gradients=None)

@@ -57,7 +57,7 @@ from zeromesh.zero.engine import ZeroEngine
 _TRANSPORT_TEXTS = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
 """Names of the gradient transports in the notes at the start of a run."""
 _MESSAGE_BYTES = 64 * 2**20
-"""Bytes of a weight per message."""
+"""The most bytes of a weight that one message to the other ranks holds."""
 
 
 def build_trained_model(
@@ -163,7 +163,7 @@ def _make_engine(
 
 
 def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
-    """Have generation end where answers of the data end. Raises `ConfigError` for a model without the data's tokens or classes."""
+    """Add the data's end tokens to the generation settings. Raises `ConfigError` if it lacks the data's tokens or classes."""
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
         raise ConfigError(
@@ -251,9 +251,9 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
 
 
 def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
-    """Give buffers of an undivided model their values, and all ranks rank 0's in-memory weights and buffers; all ranks call it.
-    Returns notes. Meta parameters have no values yet, and are skipped. Raises `ConfigError` for buffers whose values are lost, and
-    `LayoutError` if models differ in parameters or buffers."""
+    """Initialize the buffers of an undivided model, and copy rank 0's in-memory weights and buffers to ranks that differ; all ranks
+    call it. Returns notes. Meta parameters have no values yet, and are skipped. Raises `ConfigError` for buffers whose values are
+    lost, and `LayoutError` if models differ in parameters or buffers."""
     model = built.model
     if lost := materialize_buffers(model, mesh.device, seed, source=built.source):
         raise ConfigError(

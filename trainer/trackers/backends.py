@@ -74,7 +74,7 @@ class TrackedRun:
 
 
 class Tracker:
-    """One of accelerate's trackers in a run, by the calls that all have; `TRACKERS` has the arguments of each.
+    """One of accelerate's trackers in a run, by the methods that all of them have; `TRACKERS` has the constructors' arguments.
 
     Few trackers can be asked for their last row, so it is stored in a file of the run's directory. Any call may raise any error of
     the tracker's library.
@@ -121,7 +121,7 @@ class Tracker:
         self.tracker.start()
 
     def _read_last_row(self) -> tuple[Place, int]:
-        """Return the last row by the file, and the tracker's own number of it."""
+        """Return the position of the last row by the file, and the number that the tracker gave the row; -1: none."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             ident, step, evaluated, *number = json.loads(read_whole(self._file))
             if ident == self.run.ident and int(step) >= 0:
@@ -327,13 +327,13 @@ TRACKERS = {
             | {"resume": run.step > 0, "save_dvc_exp": False}
         )
     ),
-    # Its tags have names of few characters.
+    # A tag of MLflow has a name of few characters, so one tag holds all of them.
     "mlflow": TrackerKind(
         lambda run: {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}
     ),
     "swanlab": TrackerKind(_swanlab),
     "tensorboard": TrackerKind(make=TensorBoardTracker, modules=("tensorboard", "tensorboardX")),
-    # It identifies runs by name alone.
+    # Trackio identifies runs by name alone, so the name contains the id.
     "trackio": TrackerKind(
         lambda run: {"name": f"{run.name}-{run.ident}", "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
     ),

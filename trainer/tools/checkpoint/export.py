@@ -105,7 +105,7 @@ def _replace_dtype(content: dict[str, Any], dtype: str) -> None:
 
 
 def _convert(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Raises `ConfigError` where a number would become infinite."""
+    """Return a tensor in another dtype. Raises `ConfigError` where a finite number would become infinite."""
     found = tensor.to(dtype)
     if tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
         lost = tensor[found.isinf() & tensor.isfinite()].abs()
@@ -120,7 +120,7 @@ def _convert(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 def _hub_tensors(
     reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, _dtype: str, moved: OnRead, console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Return the tensors of the model on the Hub, on the meta device by name, and an iterator of their values."""
+    """Return the model's tensors by their names on the Hub, on the meta device, and an iterator of names and values."""
     tensors = {name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
     names = HubNames.of_directory(folder, tensors)
     if names.note:
@@ -154,7 +154,7 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
 def _merged_tensors(
     reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, dtype: str, moved: OnRead, _console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Do the same with adapters merged into the weights; the model's configuration replaces that of the adapter in `folder`."""
+    """Return the same as `_hub_tensors` with adapters merged into the weights; `folder` then has the model's configuration only."""
     peft = import_peft()
     cls, config, reason = read_class(folder / BASE_MODEL)
     if cls is None:

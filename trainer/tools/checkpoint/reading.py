@@ -72,8 +72,8 @@ def part_text(reader: CheckpointReader) -> str:
 def read_tensors(
     reader: CheckpointReader, tensors: Iterable[TensorSpec], moved: Callable[[int], object]
 ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yield verified tensors of a checkpoint with their values, and read as many at once as fit into a window, or one. `moved`
-    gets the bytes of each window. Raises `CheckpointError` where the checkpoint is damaged."""
+    """Yield the specification and the verified value of each tensor; as many as fit into `WINDOW_BYTES`, but at least one, are read
+    at once, and `moved` is called with their bytes. Raises `CheckpointError` where the checkpoint is damaged."""
     window: list[tuple[TensorSpec, torch.Tensor]] = []
     nbytes = 0
     for tensor in (*tensors, None):
@@ -88,7 +88,7 @@ def read_tensors(
 
 
 class Throughput:
-    """Called with the bytes of each finished transfer, shows the progress of all; as text, their bytes and seconds."""
+    """A progress display that is called with the bytes of each finished transfer. Its text is the total bytes, seconds and rate."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
         self._console, self._what, self._total = console, what, human_bytes(total)
@@ -313,7 +313,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
 
 
 def _compare_tensors(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there: torch.Tensor) -> tuple[float, str]:
-    """Return minus the largest absolute difference of two elements, and a line with its place; an empty line for equal bits."""
+    """Return the negative largest absolute difference of two tensors, to sort by, and a line about it, empty for equal bits."""
     text, same_dtype = f"{one.kind} {one.name}:", here.dtype == there.dtype
     if same_dtype:
         bits = _INTEGER_DTYPES[here.dtype.itemsize]
@@ -353,7 +353,7 @@ def _fact_lines(one: CheckpointReader, two: CheckpointReader, tolerance: float |
 
 
 def _tensor_lines(a: Mapping[tuple[str, str], TensorSpec], b: Mapping[tuple[str, str], TensorSpec]) -> Iterator[str]:
-    """Yield lines about tensors that only one checkpoint has, in one line for a kind that the other lacks, or of other shapes."""
+    """Yield a line for each tensor, or each whole kind of tensors, that one checkpoint lacks, and for each of different shapes."""
     for here, there, which in ((a, b, "A"), (b, a, "B")):
         kinds = {kind for kind, _ in there}
         absent = [f"{kind} {name}" if kind in kinds else kind for kind, name in here if (kind, name) not in there]
