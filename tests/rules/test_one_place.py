@@ -21,9 +21,9 @@ TRACKED = '''class DummyTracker(Tracker):
         self.sent, _ = self._read_last_row()
 
     def log(self, row: TrackedRow) -> None:
-        self._record_row(row.place)
+        self._record_row(row.position)
         with open(self.run.folder("dummy.jsonl"), "a") as file:
-            file.write(json.dumps([row.place.step, row.values["train/loss"]]) + "\\n")
+            file.write(json.dumps([row.position.step, row.values["train/loss"]]) + "\\n")
 
     def finish(self) -> None:
         """Nothing is left."""

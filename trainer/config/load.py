@@ -29,8 +29,8 @@ from zeromesh.trainer.config.messages import (
     known_paths,
     nearest,
     nearest_path,
+    quote,
     section_of,
-    shown,
     takes_text,
     unknown_key,
 )
@@ -84,7 +84,7 @@ class _Source:
 
 def _merge_base(given: _Source, base: Any, chain: tuple[Path, ...]) -> _Source:
     if not isinstance(base, str) or not base:
-        raise ConfigError(f"base: got {shown('', base)}; allowed is the path of a YAML or JSON file", where=given.where)
+        raise ConfigError(f"base: got {quote('', base)}; allowed is the path of a YAML or JSON file", where=given.where)
     path = Path(*given.folders, Path(base).expanduser())
     if path.resolve() in chain:
         circle = " -> ".join(str(each) for each in [*chain, path.resolve()])
@@ -117,7 +117,7 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
         data = read_yaml(path, "no such file; give the path of a YAML or JSON file", where=where)
         if not isinstance(data, dict):
             sections = ", ".join(TrainerConfig.model_fields)
-            found = f"holds {shown('', data)}; allowed is a mapping of sections ({sections})"
+            found = f"holds {quote('', data)}; allowed is a mapping of sections ({sections})"
             empty = (
                 "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults"
             )
@@ -142,7 +142,7 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
         raise ConfigError(foreign, where=where)
     own, deepspeed = (data.pop(OUR_KEY, {}), data) if is_deepspeed(data) else (data, None)
     if not isinstance(own, dict):
-        raise ConfigError(f"{OUR_KEY}: got {shown('', own)}; allowed is a mapping of sections of zeromesh", where=where)
+        raise ConfigError(f"{OUR_KEY}: got {quote('', own)}; allowed is a mapping of sections of zeromesh", where=where)
     given = _Source(where=where, own=own, layers=(("", own),), deepspeed=deepspeed, folders=folders)
     return given if base is None else _merge_base(given, base, chain)
 
@@ -306,8 +306,8 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
         path, equals, text = override.partition("=")
         path = path.strip()
         keys = path.split(".")
-        secret = shown(path, text) == REDACTED
-        name = f"the override {shown('', f'{path}{equals}{REDACTED if secret else text}')}"
+        secret = quote(path, text) == REDACTED
+        name = f"the override {quote('', f'{path}{equals}{REDACTED if secret else text}')}"
         if path == "parallel" and text.strip() == "auto":
             data[path] = "auto"
             continue
@@ -320,7 +320,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             elif field is not None:
                 hint = f"it has no value; write {path}=VALUE"
             else:  # A foreign key may have other values, so the value is left out.
-                given = f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
+                given = f"={quote(path, text).strip(chr(39))}" if equals else "=VALUE"
                 near = _phrase(suggestion(path), "" if path.lower() in KEY_BY_NAME else given)
                 hint = near or "write section.key=value"
             problems.append(f"{name}: {hint}")
@@ -341,7 +341,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             at = at[key]
             if not isinstance(at, dict):
                 parent = ".".join(keys[:depth])
-                problems.append(f"{name}: {path}: {parent} is {shown(parent, at)}, which has no keys")
+                problems.append(f"{name}: {path}: {parent} is {quote(parent, at)}, which has no keys")
                 break
         else:
             at[keys[-1]] = value
@@ -396,20 +396,20 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         if keys[-1] not in names and (keys[1] == "columns" or len(keys) > 3):
             return f"{path}: unknown; allowed are {', '.join(names)}"
         if len(keys) == 4 and keys[1] == "mixture":
-            return f"{path}: got {shown(path, value)}; allowed is {allowed(MixturePart.model_fields[keys[-1]])}"
+            return f"{path}: got {quote(path, value)}; allowed is {allowed(MixturePart.model_fields[keys[-1]])}"
         what = "text" if keys[1] == "columns" else f"a mapping of {', '.join(names)}"
-        return f"{path}: got {shown(path, value)}; allowed is {what}"
+        return f"{path}: got {quote(path, value)}; allowed is {what}"
     if kind == "extra_forbidden":
         nests = "a file nests keys: write the section, and the key inside it"
         return unknown_key(path, value, known_paths(), nests if "." in keys[-1] else _phrase(suggestion(path)))
     if keys[-1] == "python":
-        return f"{path}: got {shown(path, value)}; allowed is text such as package.module:function"
+        return f"{path}: got {quote(path, value)}; allowed is text such as package.module:function"
     if path.startswith(f"{EVAL}."):
         what = "a name of letters, digits, '.', '_' and '-', with text, a list of texts, or a mapping with python"
-        return f"{path}: got {shown(path, value)}; allowed is {what}"
+        return f"{path}: got {quote(path, value)}; allowed is {what}"
     field = known_paths().get(path)
     if field is None:
-        return f"{path}: got {shown(path, value)}; allowed are text, finite numbers, true, false, null and lists"
+        return f"{path}: got {quote(path, value)}; allowed are text, finite numbers, true, false, null and lists"
     reason = _REASONS.get((path, value.lower())) if isinstance(value, str) else None
     if reason:
         return f"{path}: {value} is not available: {reason}; allowed is {allowed(field)}"
@@ -420,7 +420,7 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
     if kind == "string_type" and isinstance(value, bool | int | float):
         hint = "; write it in quotes"
     elif isinstance(value, str) and "a list" in allowed(field):
-        hint = f"; write a list: [{shown(path, value).strip(chr(39))}]"
+        hint = f"; write a list: [{quote(path, value).strip(chr(39))}]"
     elif isinstance(value, str) and not hint and isinstance(plain_scalar(value.strip()), bool | int | float):
         hint = "; write it without quotes"
-    return f"{path}: got {shown(path, value)}; allowed is {allowed(field)}{hint}"
+    return f"{path}: got {quote(path, value)}; allowed is {allowed(field)}{hint}"

@@ -72,8 +72,8 @@ class ModelSettings:
         self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
         self._tried: set[str] = set()
 
-    def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
-        """Return the settings to continue a prompt of `prompt_tokens` tokens; with `tried` they first choose a token in a trial.
+    def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, trial: bool = True) -> GenerationConfig:
+        """Return the settings to continue a prompt of `prompt_tokens` tokens; with `trial` they first choose one token.
 
         Raises:
             ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
@@ -111,7 +111,7 @@ class ModelSettings:
         elif settings.max_new_tokens is None:
             settings.max_new_tokens, settings.max_length = max(1, settings.max_length - prompt_tokens), None
         check_arguments(self._module, {"generation_config": settings}, self._mesh)
-        if tried:
+        if trial:
             self._choose_once(settings, fields)
         return settings
 

@@ -256,11 +256,11 @@ class Generator(ModelOnMesh):
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
-        return not self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, tried=False))
+        return not self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, trial=False))
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
-        why = self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, tried=False))
+        why = self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, trial=False))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         self.check_fields(fields)

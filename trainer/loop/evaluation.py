@@ -125,7 +125,7 @@ def run_dataset(
             ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         collector = Collector(run.mesh, ignored, run.inputs.preprocess_logits_for_metrics, generation)
 
-    def go_on(done: int, total: int) -> bool:
+    def should_continue(done: int, total: int) -> bool:
         run.console.evaluating(done, total)
         expected = 0 if collector is None else collector.nbytes // done * total
         if expected >= _NOTED_BYTES and collector is not None and not collector.size_noted:
@@ -139,7 +139,7 @@ def run_dataset(
 
     averaged = run.model.averaged() if run.config.ema.evaluate else nullcontext()
     with averaged, run.loader(feed, last=1) as loader:
-        result = run.model.stepper.evaluate(loader, go_on, collector)
+        result = run.model.stepper.evaluate(loader, should_continue, collector)
     if result is None:
         return None
     loss, targets = result

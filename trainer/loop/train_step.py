@@ -182,13 +182,13 @@ class Stepper:
         )
 
     def evaluate(
-        self, loader: BatchLoader, go_on: Callable[[int, int], bool], collector: Collector | None = None
+        self, loader: BatchLoader, should_continue: Callable[[int, int], bool], collector: Collector | None = None
     ) -> tuple[float, int] | None:
         """Return the mean loss over a feed's dataset, each sample once, as if it were one batch, and the number of targets; the
-        loss is NaN without targets. Returns None once `go_on` returns False.
+        loss is NaN without targets. Returns None once `should_continue` returns False.
 
-        `go_on(done, total)` is called after each of this rank's microbatches, and must answer alike on all ranks. `collector`
-        gathers the model's outputs, or the tokens that it generates.
+        `should_continue(done, total)` is called after each of this rank's microbatches, and returns the same on all ranks.
+        `collector` gathers the model's outputs, or the tokens that it generates.
         """
         feed = loader.feed
         rounds = feed.plan.accumulation
@@ -224,7 +224,7 @@ class Stepper:
                     parts.append(collector.part(outputs, batch) if collector is not None and counted else None)
                 if collector is not None:
                     collector.add(parts)
-                if not go_on(done, rounds):
+                if not should_continue(done, rounds):
                     return None
         sums = torch.zeros(2, dtype=torch.float64)
         for values in _with_values(computed, numbers(_tensors_in(computed))):

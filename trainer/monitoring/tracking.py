@@ -31,7 +31,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, leaves, read_metrics, step_of, unstrict
-from zeromesh.trainer.trackers.backends import UNKNOWN, Place, TrackedRow, TrackedRun, Tracker, kind_of
+from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker, kind_of
 
 HAS_ALL = "metrics.jsonl has every step"
 NAME = "tracking.json"
@@ -66,7 +66,7 @@ def step_row(line: Mapping[str, Any]) -> TrackedRow:
         if isinstance(value, int | float) and name not in ("step", "time"):
             path = "/".join([_NAMES.get(name, name), *map(str, keys)]).replace(" ", "-")
             values[path if keys else _NAMES.get(name, f"train/{name}")] = value
-    return TrackedRow(Place(line["step"]), values)
+    return TrackedRow(RowPosition(line["step"]), values)
 
 
 def evaluation_row(line: Mapping[str, Any]) -> TrackedRow:
@@ -79,10 +79,10 @@ def evaluation_row(line: Mapping[str, Any]) -> TrackedRow:
             short = name.removeprefix("eval_")
             own = next((each for each in sets if short.startswith(f"{each}_")), None)
             named["eval/" + (short if own is None else f"{own}/{short[len(own) + 1 :]}")] = value
-    return TrackedRow(Place(line["step"], evaluation=True), named)
+    return TrackedRow(RowPosition(line["step"], evaluation=True), named)
 
 
-def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
+def missed_rows(directory: Path, sent: RowPosition, through: int) -> list[TrackedRow]:
     """Return the rows up to step `through` that are in a run's files but that a killed process did not send to a tracker.
 
     The list is empty if the tracker's last row is unknown. Raises `StorageError` where a file cannot be read.
@@ -92,7 +92,7 @@ def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
         if sent != UNKNOWN and (directory / name).exists():
             lines = [line for line in read_metrics(directory / name) if sent.step <= step_of(line) <= through]
             rows += [row_of(unstrict(line)) for line in lines]
-    return sorted((row for row in rows if row.place > sent), key=lambda row: row.place)
+    return sorted((row for row in rows if row.position > sent), key=lambda row: row.position)
 
 
 class Sender(threading.Thread):
@@ -116,9 +116,9 @@ class Sender(threading.Thread):
             missed = missed_rows(tracker.run.directory, tracker.sent, tracker.run.step)
             for row in itertools.chain(missed, iter(self.rows.get, None)):
                 what = f"ended after step {last}"
-                if row.place > tracker.sent:
+                if row.position > tracker.sent:
                     tracker.log(row)
-                last = row.place.step
+                last = row.position.step
             what = "did not end well"
             tracker.finish()
         except BaseException as error:  # noqa: BLE001 - other people's code, some of which exits; it must not end a run
@@ -223,7 +223,7 @@ class Tracking:
     def sampled(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Send the completions after `step`: lines of `prompt` and `completion`."""
         samples = tuple((line["prompt"], line["completion"]) for line in lines)
-        self._put(TrackedRow(Place(step, evaluation=True), {}, samples))
+        self._put(TrackedRow(RowPosition(step, evaluation=True), {}, samples))
 
     def _put(self, row: TrackedRow) -> None:
         for sender in filter(Sender.is_alive, self._senders):

@@ -33,21 +33,21 @@ _DYING_SECONDS = 2.0
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 
 
-class Place(NamedTuple):
+class RowPosition(NamedTuple):
     """The position of a row among all rows: first that of a step, then that of the evaluation after it."""
 
     step: int
     evaluation: bool = False
 
 
-UNKNOWN = Place(-1)
+UNKNOWN = RowPosition(-1)
 """The position of a tracker whose last row is unknown."""
 
 
 class TrackedRow(NamedTuple):
     """Figures of a step, or of an evaluation after it."""
 
-    place: Place
+    position: RowPosition
     values: Mapping[str, float]
     samples: tuple[tuple[str, str], ...] = ()
     """Prompts and their completions, for trackers that show tables or text."""
@@ -96,9 +96,9 @@ class Tracker:
 
     def log(self, row: TrackedRow) -> None:
         """Send a row."""
-        self._record_row(row.place)
+        self._record_row(row.position)
         if row.values:
-            self.tracker.log(dict(row.values), step=row.place.step)
+            self.tracker.log(dict(row.values), step=row.position.step)
 
     def finish(self) -> None:
         """Flush pending rows, and end."""
@@ -120,20 +120,20 @@ class Tracker:
         self.tracker = self._kind(*arguments, **keywords)
         self.tracker.start()
 
-    def _read_last_row(self) -> tuple[Place, int]:
+    def _read_last_row(self) -> tuple[RowPosition, int]:
         """Return the position of the last row by the file, and the number that the tracker gave the row; -1: none."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             ident, step, evaluated, *number = json.loads(read_whole(self._file))
             if ident == self.run.ident and int(step) >= 0:
-                return Place(int(step), bool(evaluated)), int(*number or [-1])
+                return RowPosition(int(step), bool(evaluated)), int(*number or [-1])
         if self.run.step:
             return UNKNOWN, -1
-        self._record_row(Place(0))
-        return Place(0), -1
+        self._record_row(RowPosition(0))
+        return RowPosition(0), -1
 
-    def _record_row(self, place: Place, *number: int) -> None:
+    def _record_row(self, position: RowPosition, *number: int) -> None:
         """Record a row before it is sent: a kill in between loses the row rather than sending it twice."""
-        write_whole(self._file, json.dumps([self.run.ident, *place, *number]).encode(), sync=False)
+        write_whole(self._file, json.dumps([self.run.ident, *position, *number]).encode(), sync=False)
 
     @property
     def _file(self) -> Path:
@@ -196,13 +196,13 @@ class WandbTracker(Tracker):
             summary = dict(made.summary)  # The server's summary: the latest value of each name.
             step = summary.get(GLOBAL_STEP)
             if isinstance(step, int):
-                self.sent = Place(step, summary.get(_EVALUATION_STEP) == step)
+                self.sent = RowPosition(step, summary.get(_EVALUATION_STEP) == step)
 
     def log(self, row: TrackedRow) -> None:
         # Only the first row has a number: wandb counts from there, beside rows that callbacks log.
         first, self._next = self._next, None
-        step, evaluation = row.place
-        self._record_row(row.place, self.tracker.tracker.step if first is None else first)
+        step, evaluation = row.position
+        self._record_row(row.position, self.tracker.tracker.step if first is None else first)
         where = {GLOBAL_STEP: step, **({_EVALUATION_STEP: step} if evaluation else {})}
         table: dict[str, Any] = {}
         if row.samples:
@@ -238,7 +238,7 @@ class TensorBoardTracker(Tracker):
     def start(self) -> None:
         run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._read_last_row()
         first = run.step + 1 if noted == UNKNOWN else min(noted.step, run.step + 1)
-        self.sent = Place(max(0, first - 1), first > 0)
+        self.sent = RowPosition(max(0, first - 1), first > 0)
         # TensorBoard sorts files by name, `events.out.tfevents.SECOND.HOST.PID...`: of two files of one second the later one could
         # sort first, and the other would purge its rows.
         matches = [_EVENT_FILE.match(path.name) for path in folder.glob("events.out.tfevents.*")]
@@ -257,7 +257,7 @@ class TensorBoardTracker(Tracker):
         super().log(row)
         for number, (prompt, completion) in enumerate(row.samples):
             shown = f"**{prompt}**\n\n{completion}"
-            self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.place.step)
+            self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.position.step)
 
 
 def _clearml(run: TrackedRun) -> dict[str, Any]:
