@@ -29,7 +29,7 @@ from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS
 from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, trace_of
 
 _STALE_SECONDS = 10.0
-_ANSWER_SECONDS, _SHORT_SECONDS = 10.0, 1.0
+_ANSWER_SECONDS, _LEAST_STOPPED_SECONDS = 10.0, 1.0
 _MOST_ROWS, _MOST_HINTS = 64, 8
 """The most ranks in a table, first those that others wait for and those without progress for longest; the most runs in a hint."""
 
@@ -138,7 +138,7 @@ def _table_cells(row: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _is_stopped(row: Mapping[str, Any]) -> bool:
     """Return True if the process of a rank of this host is stopped, by a signal or a debugger."""
-    if row["seconds_without_progress"] < _SHORT_SECONDS:
+    if row["seconds_without_progress"] < _LEAST_STOPPED_SECONDS:
         return False
     try:
         stat = read_whole(Path(f"/proc/{row['pid']}/stat"), 4096)

@@ -208,12 +208,12 @@ def run_train(options: argparse.Namespace) -> int:
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
-def launch_this_command(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
+def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:
     """Start ranks that run this command line, by `launch_workers`."""
     from zeromesh.launch.rendezvous import launch_workers
 
     arguments = python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
-    return launch_workers(arguments, processes=processes, notify=say, **how)
+    return launch_workers(arguments, processes=processes, notify=say, **keywords)
 
 
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:

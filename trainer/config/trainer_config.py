@@ -254,7 +254,7 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "out": lambda c: c.data.mixture is not None and c.data.train != "stdlib",
     "data.packing: true puts several conversations into a sequence, and with data.separate_documents: false each sees those before "
     "it; leave the one out, or set the other to false": lambda c: (
-        c.data.separate_documents is False and c.data.packing and any(each.answers for each in c.data.formats)
+        c.data.separate_documents is False and c.data.packing and any(each.has_answers for each in c.data.formats)
     ),
     "data.format: pictures is for all data, and no part of data.mixture": lambda c: (
         c.data.mixture is not None and any(each.holds == "pictures" for each in c.data.formats)
@@ -265,7 +265,7 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "data.train and data.eval: one is Python code and the other text of files; give both as code, or both as files": lambda c: (
         any(
             isinstance(each, NamedFunction) != isinstance(c.data.train, NamedFunction)
-            for each in c.data.evaluated().values()
+            for each in c.data.eval_sets().values()
         )
     ),
     "batch.micro_size: {c.batch.micro_size} is more than batch.global_size {c.batch.global_size}; lower the one or "

@@ -126,7 +126,7 @@ def run_dataset(
         collector = Collector(run.mesh, ignored, run.inputs.preprocess_logits_for_metrics, generation)
 
     def should_continue(done: int, total: int) -> bool:
-        run.console.evaluating(done, total)
+        run.console.show_evaluation(done, total)
         expected = 0 if collector is None else collector.nbytes // done * total
         if expected >= _NOTED_BYTES and collector is not None and not collector.size_noted:
             collector.size_noted = True

@@ -447,7 +447,7 @@ class TrainingLoop:
         self._append(EVALUATIONS, line)
         # Callbacks compare with the previous best value, as with transformers.
         run.log_evaluation(values)
-        self._tracking.evaluated(line)
+        self._tracking.log_evaluation(line)
         if section.prompts_every is None:
             self._sample()
         goal = goal_of(section.metric, section.metric_goal)
@@ -464,7 +464,7 @@ class TrainingLoop:
         with self.run.model.averaged() if self.run.config.ema.evaluate else nullcontext():
             lines = self.samples(self.run)
         self._append(SAMPLES, *lines)
-        self._tracking.sampled(self.run.progress.step, lines)
+        self._tracking.log_samples(self.run.progress.step, lines)
 
     def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
         """Append lines to another file beside that of the metrics."""
@@ -479,7 +479,7 @@ class TrainingLoop:
         if self._is_over:
             self._save_last()
         if run.progress.step not in (checkpoints.latest, checkpoints.in_flight):
-            self._on_save_due = checkpoints.save(self._state(), wait=run.events.read_checkpoints)
+            self._on_save_due = checkpoints.save(self._state(), wait=run.events.reads_checkpoints)
         self._announce_save()
 
     def _save_last(self) -> None:

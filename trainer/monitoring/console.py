@@ -130,7 +130,7 @@ class Console(AbstractContextManager["Console"]):
             self._task = self._bar().add_task("", total=total_steps, completed=first_step, numbers="")
 
     @_never_raising
-    def evaluating(self, done: int, total: int) -> None:
+    def show_evaluation(self, done: int, total: int) -> None:
         """Show the number of finished batches of an evaluation: on a terminal by a second bar, which disappears at the end."""
         if not self._is_terminal:
             self.status(f"evaluating: {done} of {counted(total, 'batch')}")

@@ -64,7 +64,7 @@ class Profile(AbstractContextManager["Profile"]):
         with ExitStack() as stack:
             self._first = self._first or number
             if number == self._first + 1 and self._mesh.rank == 0 and self._section.step_figures:
-                stack.enter_context(self._recorded_memory(number))
+                stack.enter_context(self._record_memory(number))
             if number in self.steps:
                 if self._profiler is None:
                     activities, memory = profiled(self._mesh.device), self._section.memory
@@ -79,7 +79,7 @@ class Profile(AbstractContextManager["Profile"]):
             self._mesh.meet("writing of traces")
 
     @contextmanager
-    def _recorded_memory(self, step: int) -> Iterator[None]:
+    def _record_memory(self, step: int) -> Iterator[None]:
         """Write the changes of bytes by purpose in the block.
 
             {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}

@@ -1,6 +1,6 @@
 """`Tracking`: sends figures of a run from rank 0 to trackers, with one thread per tracker.
 
-    training thread    log, log, evaluated, log ...   puts rows into queues, and never waits
+    training thread    log, log, log_evaluation ...   puts rows into queues, and never waits
     tracking threads   start, then row by row         a tracker that fails or hangs is dropped: the others go on
 
 A resumed run keeps its id, and a tracker gets no row twice: rows that an earlier process has sent are not sent again, though this
@@ -215,12 +215,12 @@ class Tracking:
         if self._senders:
             self._put(step_row(line))
 
-    def evaluated(self, line: Mapping[str, Any]) -> None:
+    def log_evaluation(self, line: Mapping[str, Any]) -> None:
         """Send the figures of an evaluation, given its line in `evaluations.jsonl`."""
         if self._senders:
             self._put(evaluation_row(line))
 
-    def sampled(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Send the completions after `step`: lines of `prompt` and `completion`."""
         samples = tuple((line["prompt"], line["completion"]) for line in lines)
         self._put(TrackedRow(RowPosition(step, evaluation=True), {}, samples))

@@ -214,7 +214,7 @@ def _loss_and_feeds(
             )
         masking = DataCollatorForLanguageModeling(data.processing_class, mlm_probability=config.data.mask_fraction)
         inputs = replace(inputs, collate=masking)
-    elif of_text and not all(each.joined for each in config.data.formats):  # Joined text has no padding.
+    elif of_text and not all(each.is_joined for each in config.data.formats):  # Joined text has no padding.
         cut_to = config.parallel.tensor if config.parallel.sequence else 1
     feeds = Feeds(
         config=config,

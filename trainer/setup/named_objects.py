@@ -122,7 +122,7 @@ def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs,
                 raise ConfigError(f"{function.python} is a {type(found[name]).__name__}; give a function", where=key)
     if inputs.train_dataset is None and inputs.eval_dataset is None and isinstance(data.train, NamedFunction):
         found["train_dataset"] = _dataset(data.train, "data.train", folders, trained=True)
-        sets = {key: _dataset(each, key, folders, trained=False) for key, each in data.evaluated().items()}
+        sets = {key: _dataset(each, key, folders, trained=False) for key, each in data.eval_sets().items()}
         if sets:
             named = {key.removeprefix(f"{EVAL}."): each for key, each in sets.items()}
             found["eval_dataset"] = named.get(EVAL, named)

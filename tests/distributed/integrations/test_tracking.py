@@ -388,7 +388,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
         for step in range(1, 6):
             tracking.log(metrics(step))
             values = {"loss": 0.5, "eval_accuracy": 0.25, "eval_text": "words", "eval_parts": [0.5]}
-            tracking.evaluated({"step": step, **values})
+            tracking.log_evaluation({"step": step, **values})
     assert [row.position.step for row in good.rows if not row.position.evaluation] == [1, 2, 3, 4, 5]
     assert good.rows[1].values == {"eval/loss": 0.5, "eval/accuracy": 0.25}
     assert len(said) == 4
@@ -464,7 +464,7 @@ def test_rows_that_a_tracker_has_are_left_out() -> None:
     with Tracking([trained, evaluated], ident="x") as tracking:
         for step in range(1, 5):
             tracking.log(metrics(step))
-            tracking.evaluated({"step": step, "loss": 1.0})
+            tracking.log_evaluation({"step": step, "loss": 1.0})
     assert [row.position for row in trained.rows] == [(3, True), (4, False), (4, True)]
     assert [row.position for row in evaluated.rows] == [(4, False), (4, True)]
 
@@ -499,6 +499,6 @@ def test_names_of_figures() -> None:
 def test_without_trackers_nothing_is_started() -> None:
     with Tracking() as tracking:
         tracking.log(metrics(1))
-        tracking.evaluated({"step": 1, "loss": 1.0})
+        tracking.log_evaluation({"step": 1, "loss": 1.0})
     assert tracking.identity("run") == {}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tracking")]

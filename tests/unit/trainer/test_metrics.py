@@ -173,13 +173,13 @@ def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
 ) -> None:
     monkeypatch.setattr("zeromesh.trainer.monitoring.console._REFRESH_SECONDS", 0.0)
     with Console(terminal) as console:
-        console.evaluating(1, 3)
-        console.evaluating(3, 3)  # Before a run has begun, there is no other bar.
+        console.show_evaluation(1, 3)
+        console.show_evaluation(3, 3)  # Before a run has begun, there is no other bar.
         alone = terminal.getvalue()
         console.start(total_steps=10)
         console.step(metrics(4))
         for done in range(1, 4):
-            console.evaluating(done, 3)
+            console.show_evaluation(done, 3)
             console.note("a line meanwhile")
         console.step(metrics(5))
     assert "1/3" in alone
@@ -190,7 +190,7 @@ def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
     assert during.rindex("evaluating") < during.rindex("5/10")
     plain = io.StringIO()
     with Console(plain) as console:
-        console.evaluating(1, 3)
+        console.show_evaluation(1, 3)
     assert not plain.getvalue()
 
 

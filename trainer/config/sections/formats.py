@@ -33,12 +33,12 @@ class RowFormat(NamedTuple):
         return (*self.needed, *self.optional, *((self.label,) if self.label else ()))
 
     @property
-    def joined(self) -> bool:
+    def is_joined(self) -> bool:
         """True if rows are documents that are joined and cut into sequences; else each row is whole in one sequence."""
         return self.holds == "text" and self.label is None
 
     @property
-    def answers(self) -> bool:
+    def has_answers(self) -> bool:
         """True if rows have answers, which may restrict the loss, and may share a sequence."""
         return self.holds in ("messages", "either")
 
