@@ -254,7 +254,7 @@ def test_a_tracker_has_the_values_of_each_evaluation_set_below_its_name() -> Non
     values = {"loss": 3.0, "a_loss": 1.0, "a_runtime": 0.5, "a_b_loss": 5.0, "a_b_runtime": 0.25}
     line = {f"eval_{name}": value for name, value in values.items()}
     row = evaluation_row({"step": 7, **line, "eval_a_text": "x", "time": 1.0})
-    assert row.place.step == 7
+    assert row.position.step == 7
     names = ("eval/loss", "eval/a/loss", "eval/a/runtime", "eval/a_b/loss", "eval/a_b/runtime")
     assert row.values == dict(zip(names, values.values(), strict=True))
     of_one_set = evaluation_row({"step": 1, "eval_loss": 1.0, "eval_runtime": 2.0})
