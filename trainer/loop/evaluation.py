@@ -70,17 +70,17 @@ def require_metric(run: RunContext) -> None:
 
 
 def generation_of(
-    run: RunContext, wanted: bool | None, fields: Mapping[str, Any], *, metrics: bool
+    run: RunContext, requested: bool | None, fields: Mapping[str, Any], *, metrics: bool
 ) -> BatchGeneration | None:
     """Return the generation of an evaluation, by `fields` of `GenerationConfig` on top of the configuration's; None without one.
 
-    `wanted` overrides the configuration unless it is None. With `metrics`, only `compute_metrics` sees the generated tokens.
+    `requested` overrides the configuration unless it is None. With `metrics`, only `compute_metrics` sees the generated tokens.
 
     Raises:
         ConfigError: for fields or a model that do not go with it, or that differ between ranks, and where nothing sees the tokens.
     """
     section = run.config.run
-    if not (section.predict_with_generate if wanted is None else wanted):
+    if not (section.predict_with_generate if requested is None else requested):
         if fields:
             raise ConfigError(
                 f"{', '.join(fields)}: an evaluation generates with predict_with_generate=True (run.predict_with_generate)"

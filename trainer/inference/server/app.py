@@ -330,12 +330,12 @@ class _Connection(H11Protocol):
         elif len(self.connections) > most:
             error = RequestError(503, f"{most} connections are open, as many as are allowed", code="connections")
             self.app = _refusal(error, close=True)
-        self._await_head(None)
+        self._start_head_timer(None)
 
     def on_response_complete(self) -> None:
         answered = self.cycle
         super().on_response_complete()
-        self._await_head(answered)
+        self._start_head_timer(answered)
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # The request is answered already.
@@ -347,10 +347,10 @@ class _Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _await_head(self, answered: Any) -> None:
-        self.loop.call_later(self.head_seconds, self._abandon, answered)
+    def _start_head_timer(self, answered: Any) -> None:
+        self.loop.call_later(self.head_seconds, self._close_if_late, answered)
 
-    def _abandon(self, answered: Any) -> None:
+    def _close_if_late(self, answered: Any) -> None:
         if self.cycle is answered:
             self.transport.close()
 
