@@ -30,7 +30,7 @@ def human_bytes(count: float) -> str:
 def human_count(count: float) -> str:
     """Format a number in powers of 1000, such as `12.3k` or `1.2M`."""
     for unit in ("", "k", "M", "G", "T"):
-        if not abs(count) >= 999.95 or unit == "T":  # `not ... >=` lets NaN through
+        if not abs(count) >= 999.95 or unit == "T":  # Unlike `<`, `not ... >=` is true for NaN, too
             break
         count /= 1000
     return f"{count:.0f}" if unit == "" else f"{count:.1f}{unit}"

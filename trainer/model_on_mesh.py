@@ -148,7 +148,7 @@ class PlacedModel(ModelOnMesh):
     """This rank's part of a model, and the collective operations on the whole. `engine` is None once the model is whole."""
 
     owner: ClassVar[str] = "generator"
-    """The prefix of the names of collective calls in errors."""
+    """The first word of collective calls in error messages, as in `trainer.fit()`."""
     config: TrainerConfig
     mesh: Mesh
     console: Console
@@ -181,7 +181,7 @@ class PlacedModel(ModelOnMesh):
             )
 
     def state(self, ema: bool = False) -> Any:
-        """Return the whole weights, or their averages; None once the model is whole. All ranks call it."""
+        """Return the engine's access to weights, or to their averages (`ema`); None once the model is whole. All ranks call it."""
         return self.engine and (self.engine.averaged_state if ema else self.engine.state)
 
     @contextmanager
@@ -201,24 +201,24 @@ class PlacedModel(ModelOnMesh):
                 self.module.get_parameter(name).data = weight
 
     def require_sound(self) -> None:
-        """Raise `PhaseError` after an error that left the ranks apart, or weights half updated."""
+        """Raise `PhaseError` if an earlier error has left the ranks in different states, or weights partly updated."""
         if self.failure:
-            raise PhaseError(self.over())
+            raise PhaseError(self.unusable_reason())
 
-    def over(self) -> str:
+    def unusable_reason(self) -> str:
         """Return the reason why the model is unusable."""
         return f"this {self.owner} ended with {self.failure}; make a new one"
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return the error to raise in place of another one; by default that one."""
+        """Return the error to raise in place of `error`: by default `error` itself; a subclass may return a more helpful one."""
         return error
 
     @contextmanager
     def guarded(self, call: str) -> Iterator[None]:
-        """Guard a collective call, such as `trainer.fit()`; "" stands for one that a rank may make alone.
+        """Guard the collective call that `call` names, such as `trainer.fit()`; the block of an empty name is not collective.
 
-        An error in the middle of a collective operation makes the model unusable, and the other ranks are told. A call that is
-        refused before has no effect. On a single rank only the current step is lost.
+        An error during a collective operation makes the model unusable, and is reported to the other ranks. An error before any
+        collective operation has no effect. On a single rank only the current step is lost.
         """
         self.require_sound()
         watch = self.mesh.watch
@@ -249,8 +249,8 @@ class PlacedModel(ModelOnMesh):
 def _tensors(
     placed: PlacedModel, call: str, *, ema: bool = False, form: Callable[[Named], Named] | None = None
 ) -> Named:
-    """Yield whole parameters, or the `form` of what files have: tied ones once, and persistent buffers. An error of `form` on one
-    rank is one of the call, of which the others hear."""
+    """Yield `(name, tensor)` of whole parameters. With `form`, yield its result for the tensors of a file, which are the
+    parameters, tied ones once, and the persistent buffers. An error of `form` is reported to the other ranks as one of the call."""
     found: Named
     with nullcontext() if placed.engine is None else placed.mesh.call(f"{placed.owner}.{call}()"):
         if placed.engine is not None:
@@ -265,7 +265,7 @@ def _tensors(
 
 
 def least_free_bytes(mesh: Mesh) -> int:
-    """Return the free bytes of the rank with the least, if all ranks of a host use equally much; 0: unknown. All ranks call it."""
+    """Return the least free bytes of any rank, on its accelerator or as its share of the host; 0: unknown. All ranks call it."""
     if is_accelerator(mesh.device):
         free = device_memory(mesh.device).free
     else:

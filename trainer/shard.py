@@ -44,9 +44,9 @@ from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.setup.build import connect, set_products
+from zeromesh.trainer.setup.build import connect, set_tf32
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
-from zeromesh.trainer.setup.model import begin_alike, divide_model
+from zeromesh.trainer.setup.model import divide_model, synchronize_initial_values
 from zeromesh.units.unit import AtRest
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
@@ -63,15 +63,15 @@ _SHARDING = "_zeromesh_sharding"
 
 @dataclass(kw_only=True)
 class ShardedModel(PlacedModel):
-    """This rank's part of a model in a user's own loop. In copies and pickles of the model it is None, as they are not
-    partitioned."""
+    """This rank's part of a model that a user's own loop trains. It is pickled and copied as None, since copies of the model are
+    not partitioned."""
 
     owner: ClassVar[str] = "model"
     engine: AutogradEngine
     frozen: list[nn.Parameter]
     """The parameters that were frozen because the model was partitioned without an optimizer."""
     source: FrozenWeights
-    """The frozen weights that checkpoints refer to in the directory of the pretrained model."""
+    """The frozen weights that checkpoints do not hold, but refer to in the directory of the pretrained model."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -117,7 +117,7 @@ def shard(
     """
     if reduce not in ("mean", "sum"):
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
-    _require_plain(model)
+    _require_unpartitioned(model)
     resolved = _resolve(model, config, options)
     several: Sequence[Any] = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
     made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
@@ -141,10 +141,10 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         each.requires_grad_(False)
     mesh = connect(config)
     if "tf32" in config.precision.model_fields_set:  # Otherwise torch's settings are left alone.
-        set_products(config, mesh.device)
+        set_tf32(config, mesh.device)
     mesh.recorder.enabled = False
     built = wrap_passed_model(model, config.run.seed)
-    begin_alike(built, mesh, config.run.seed)
+    synchronize_initial_values(built, mesh, config.run.seed)
     for note in built.notes if mesh.rank == 0 else ():
         _LOGGER.warning("%s", note)
     hub_form, divided = HubForm(model), divide_model(model, mesh, config)
@@ -163,8 +163,8 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         frozen=trained,
         source=FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info),
     )
-    vars(model)["no_sync"] = partial(_no_sync, model)  # As DDP's.
-    for name, method in _METHODS.items():
+    vars(model)["no_sync"] = partial(_no_sync, model)  # DDP's models have it too.
+    for name, method in _MODEL_METHODS.items():
         if callable(getattr(model, name, None)):
             vars(model)[name] = MethodType(method, model)
     if mesh.device.type == "cpu":
@@ -205,7 +205,7 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     return resolved
 
 
-def _require_plain(model: nn.Module) -> None:
+def _require_unpartitioned(model: nn.Module) -> None:
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
             f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
@@ -227,19 +227,19 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
 
 
 def _generate(model: Any, inputs: torch.Tensor | None = None, **arguments: Any) -> Any:
-    """Replace `generate` of a partitioned model, and keep ranks with other prompts in step."""
+    """Replace `generate` of a partitioned model; ranks whose prompts differ make equally many calls of the model."""
     if not is_sharded(model):
         return type(model).generate(model, inputs, **arguments)
     placed = placed_of(model)
-    arguments.pop("synced_gpus", None)  # Ranks are kept in step anyway.
+    arguments.pop("synced_gpus", None)  # The function `generate` synchronizes ranks anyway.
     if inputs is not None:
         arguments["inputs"] = inputs
     check_arguments(model, arguments, placed.mesh)
     return generate(placed, arguments, seed=None)
 
 
-def _loading(name: str) -> Callable[..., Any]:
-    """Return a replacement of the method `name`, which loads whole values, equal on all ranks; all ranks call it."""
+def _collective_load(name: str) -> Callable[..., Any]:
+    """Return a replacement of the model's method `name`, which loads whole values. All ranks call it with equal values."""
 
     def method(model: Any, /, *arguments: Any, **named: Any) -> Any:
         load = partial(getattr(type(model), name), model, *arguments, **named)
@@ -252,10 +252,10 @@ def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
     return engine_of(model).no_sync() if is_sharded(model) else nullcontext()
 
 
-_METHODS: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad, "generate": _generate}
-_METHODS |= {name: _loading(name) for name in ("load_state_dict", "load_adapter")}
-# Copies and pickles of a model find the methods of its class by these names.
-for _name, _method in _METHODS.items():
+_MODEL_METHODS: dict[str, Callable[..., Any]] = {"zero_grad": _zero_grad, "generate": _generate}
+_MODEL_METHODS |= {name: _collective_load(name) for name in ("load_state_dict", "load_adapter")}
+# A bound method is copied and pickled by its `__name__`; with these names a copy of the model gets the methods of its class.
+for _name, _method in _MODEL_METHODS.items():
     _method.__name__ = _name
 
 
@@ -316,7 +316,7 @@ def unshard(model: nn.Module) -> None:
     placed.engine.close()
     for parameter in placed.frozen:
         parameter.requires_grad_(True)
-    for name in (_SHARDING, "no_sync", *_METHODS):
+    for name in (_SHARDING, "no_sync", *_MODEL_METHODS):
         vars(model).pop(name, None)
 
 
@@ -353,7 +353,7 @@ def save(
     engine = engine_of(model)
     engine.require_same_parameters()
     progress = engine.progress()
-    groups = [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]
+    groups = [] if optimizer is None else [_scalar_values(group) for group in optimizer.param_groups]
     made = TrainerState(
         step=progress["updates"] if step is None else step,
         samples=0,
@@ -367,7 +367,7 @@ def save(
     try:
         away = placed_of(model).source.referenced()
         content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()), away)
-        saver.begin(made.step, _without(content, without))
+        saver.begin(made.step, _content_without(content, without))
     except CheckpointError as error:
         raise StorageError(str(error)) from error
     saved = saver.finish()
@@ -377,12 +377,12 @@ def save(
     return store.path(made.step)
 
 
-def _without(content: SaveContent, names: Collection[str]) -> SaveContent:
-    def stays(spec: TensorSpec) -> bool:
+def _content_without(content: SaveContent, names: Collection[str]) -> SaveContent:
+    def is_saved(spec: TensorSpec) -> bool:
         return spec.kind not in WEIGHTS or spec.name not in names
 
-    tensors, shards = filter(stays, content.tensors), (each for each in content.shards if stays(each.spec))
-    away = replace(content.frozen, tensors=tuple(each for each in content.frozen.tensors if stays(each)))
+    tensors, shards = filter(is_saved, content.tensors), (each for each in content.shards if is_saved(each.spec))
+    away = replace(content.frozen, tensors=tuple(each for each in content.frozen.tensors if is_saved(each)))
     return replace(content, tensors=list(tensors), shards=list(shards), frozen=away)
 
 
@@ -443,6 +443,6 @@ def load(
     return None
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+def _scalar_values(group: Mapping[str, Any]) -> dict[str, Any]:
     values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
     return {name: value for name, value in values.items() if name != "params"}

@@ -20,7 +20,7 @@ class TorchSchedule:
     scheduler acts on a dummy optimizer of one parameter, with the class and settings of the run's.
 
     Raises:
-        ConfigError: for a factory of other objects, of a scheduler that needs a metric, or of one that changes a missing momentum.
+        ConfigError: if the factory returns no scheduler, one that needs a metric, or one that sets a momentum of an SGD without it.
     """
 
     def __init__(self, make: MakeScheduler, settings: OptimizerSection) -> None:
@@ -35,9 +35,9 @@ class TorchSchedule:
                 "whose rate depends on the step alone"
             )
         self._settings, self._optimizer, self._scheduler = settings, optimizer, scheduler
-        self._rates = [self._now()]
+        self._rates = [self._current_values()]
 
-    def _now(self) -> tuple[float, float | None]:
+    def _current_values(self) -> tuple[float, float | None]:
         settings, group = self._settings, self._optimizer.param_groups[0]
         momentum = group["betas"][0] if "betas" in group else group.get("momentum")
         if settings.name == "sgd" and momentum and not settings.momentum:
@@ -49,17 +49,17 @@ class TorchSchedule:
 
     def factor(self, step: int) -> float:
         """Return the factor of the base learning rate in step `step` (from 0)."""
-        return self._at(step)[0]
+        return self._values_at(step)[0]
 
     def momentum(self, step: int) -> float | None:
         """Return the momentum of SGD, or Adam's first beta, in step `step`; None for an optimizer without one."""
-        return self._at(step)[1]
+        return self._values_at(step)[1]
 
-    def _at(self, step: int) -> tuple[float, float | None]:
+    def _values_at(self, step: int) -> tuple[float, float | None]:
         with warnings.catch_warnings():
             # torch expects optimizer.step() before scheduler.step(); the dummy optimizer has nothing to update.
             warnings.simplefilter("ignore", UserWarning)
             while len(self._rates) <= step:
                 self._scheduler.step()
-                self._rates.append(self._now())
+                self._rates.append(self._current_values())
         return self._rates[step]

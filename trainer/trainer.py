@@ -27,8 +27,8 @@ from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import FOLDER, load_weights, require_settings
 from zeromesh.trainer.config.consent import Consent
-from zeromesh.trainer.config.foreign_names import BY_NAME
-from zeromesh.trainer.config.load import OF_TRANSFORMERS, ConfigSource, load_config, suggestion
+from zeromesh.trainer.config.foreign_names import KEY_BY_NAME
+from zeromesh.trainer.config.load import ARGUMENTS_ADVICE, ConfigSource, load_config, suggestion
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
 from zeromesh.trainer.generation.library_loop import generate
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 _DATA_KEYS = frozenset({"data.train", "data.eval", "data.sequence_length"})
 """The keys of the configuration that have no effect where the user passes datasets."""
-_HOOKS = (
+_TRANSFORMERS_HOOKS = (
     *("compute_loss", "training_step", "prediction_step", "evaluation_loop"),
     *("create_optimizer", "create_scheduler", "get_train_dataloader", "get_eval_dataloader"),
 )
@@ -84,7 +84,7 @@ class Trainer(ModelOnMesh):
             A DeepSpeed configuration is converted (`docs/coming-from.md`), with notes about each setting at the start.
         train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
             that `config.data` names. Fields that are no arguments of the model are dropped.
-        eval_dataset: the same by index; several are given as a mapping, by name.
+        eval_dataset: samples to evaluate, by index, or a mapping of names to several such datasets.
         data_collator: converts a list of samples to a batch, a mapping of tensors; None pads them with `processing_class` if
             given, else stacks them.
         compute_loss: `(model, batch) -> (sum, count)`, to replace the model's own loss.
@@ -120,10 +120,10 @@ class Trainer(ModelOnMesh):
         **unknown: Any,
     ) -> None:
         if args is not None:
-            raise ConfigError(OF_TRANSFORMERS)
+            raise ConfigError(ARGUMENTS_ADVICE)
         if unknown:
-            raise ConfigError([f"Trainer takes no argument {name}; {_meant(name)}" for name in unknown])
-        hooks = [name for name in _HOOKS if hasattr(self, name)]
+            raise ConfigError([f"Trainer takes no argument {name}; {_unknown_argument_hint(name)}" for name in unknown])
+        hooks = [name for name in _TRANSFORMERS_HOOKS if hasattr(self, name)]
         if hooks:
             raise ConfigError(
                 f"{type(self).__name__} overrides {', '.join(hooks)}, which transformers' Trainer calls and this one does not; "
@@ -164,7 +164,7 @@ class Trainer(ModelOnMesh):
         self.events.call("on_init_end")
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"Trainer has no {name}; {_meant(name)}", name=name, obj=self)
+        raise AttributeError(f"Trainer has no {name}; {_unknown_argument_hint(name)}", name=name, obj=self)
 
     def fit(self, resume: str | PathLike[str] | bool | None = None) -> FitReport:
         """Train for `run.max_steps` steps, evaluating on the way and at the end; all ranks call it.
@@ -178,7 +178,7 @@ class Trainer(ModelOnMesh):
         Raises:
             DataError: before the first step, for data that cannot be trained on.
             StorageError: for a directory that cannot be written, or where memory is short.
-            CollectiveError: when a rank is gone, late, or doing something else.
+            CollectiveError: when another rank has ended, is late, or makes another collective call.
             NonFiniteError: when gradients are not finite and the configuration says to stop; and at the end, when more than half of
                 all steps made no update.
         """
@@ -191,7 +191,7 @@ class Trainer(ModelOnMesh):
         mesh = self.mesh
         self.start_times.begin()
         with ExitStack() as stack:
-            with self._beginning(mesh):
+            with self._reporting_errors(mesh):
                 # Checks without data or a model come first.
                 directory = RunDirectory(self.run_directory, mesh.rank)
                 stack.enter_context(directory.locked())
@@ -493,7 +493,7 @@ class Trainer(ModelOnMesh):
             mesh = self.mesh
             self.start_times.begin()
             with (
-                self._beginning(mesh),
+                self._reporting_errors(mesh),
                 quiet_library() if mesh.rank else nullcontext(),
                 mesh.call("the first method of the trainer that needs a run"),
                 Console(shown=mesh.rank == 0, verbose=self.config.run.verbose) as console,
@@ -504,8 +504,8 @@ class Trainer(ModelOnMesh):
         return self._run
 
     @contextmanager
-    def _beginning(self, mesh: Mesh) -> Iterator[None]:
-        """Tell the other ranks of an error in the block, as they wait for this one; the mesh is unusable afterwards."""
+    def _reporting_errors(self, mesh: Mesh) -> Iterator[None]:
+        """Report an error of the block to the other ranks, which wait for this one; the mesh is unusable afterwards."""
         try:
             yield
         except BaseException as error:
@@ -514,8 +514,8 @@ class Trainer(ModelOnMesh):
             raise
 
 
-def _meant(name: str) -> str:
-    if name in BY_NAME:
-        return f"it is {BY_NAME[name]} here"
+def _unknown_argument_hint(name: str) -> str:
+    if name in KEY_BY_NAME:
+        return f"it is {KEY_BY_NAME[name]} here"
     near = suggestion(name) or ""
     return f"config has the key {near}" if near.endswith(f".{name}") else "docs/api/trainer.md has what there is"

@@ -25,7 +25,7 @@ from tests.support.workers import Workers
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.deepspeed_table import TABLE
-from zeromesh.trainer.config.foreign_names import BY_NAME
+from zeromesh.trainer.config.foreign_names import KEY_BY_NAME
 from zeromesh.trainer.data.text_sources import ROW_FILES
 
 LANGUAGES = {"python", "yaml", "json", "sh", "console", "text"}
@@ -80,7 +80,7 @@ def test_the_tables_of_other_trainers_are_those_of_the_code() -> None:
     names = [name for line in rows for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])]
     assert sorted(names) == sorted(row.name for row in TABLE)
     assert all(line.count(" | ") == 2 for line in rows)
-    assert all(f"`{name}`" in names_of_others for name in BY_NAME)
+    assert all(f"`{name}`" in names_of_others for name in KEY_BY_NAME)
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ TRACKED = '''class DummyTracker(Tracker):
     """Writes rows into a file."""
 
     def start(self) -> None:
-        self.sent, _ = self._noted()
+        self.sent, _ = self._read_last_row()
 
     def log(self, row: TrackedRow) -> None:
-        self._note(row.place)
+        self._record_row(row.position)
         with open(self.run.folder("dummy.jsonl"), "a") as file:
-            file.write(json.dumps([row.place.step, row.values["train/loss"]]) + "\\n")
+            file.write(json.dumps([row.position.step, row.values["train/loss"]]) + "\\n")
 
     def finish(self) -> None:
         """Nothing is left."""

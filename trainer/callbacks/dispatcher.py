@@ -80,7 +80,7 @@ class CallbackDispatcher:
         return [each for each in self._callbacks if not isinstance(each, Callback)]
 
     @property
-    def read_checkpoints(self) -> bool:
+    def reads_checkpoints(self) -> bool:
         """True if a callback of transformers overrides `on_save`, which may read the checkpoint, which then has to be complete."""
         return any(type(each).on_save is not TrainerCallback.on_save for each in self.of_transformers)
 
@@ -96,7 +96,7 @@ class CallbackDispatcher:
                         getattr(callback, event)(self._trainer, *arguments)
                 continue
             if not named:
-                named = self._named(event, *arguments)
+                named = self._event_arguments(event, *arguments)
                 known = frozenset(named.get("logs", ()))
             with naming(callback, event), ending_children():
                 answer = getattr(callback, event)(self._arguments, self._state, self.control, **named)
@@ -105,7 +105,7 @@ class CallbackDispatcher:
         if added := {name: value for name, value in named.get("logs", {}).items() if name not in known}:
             self._trainer.run.model.stepper.scalars.add(added)
 
-    def _named(self, event: str, *arguments: Any) -> dict[str, Any]:
+    def _event_arguments(self, event: str, *arguments: Any) -> dict[str, Any]:
         trainer, named = self._trainer, {}
         if event == "on_init_end":
             inputs = trainer.inputs
@@ -122,7 +122,7 @@ class CallbackDispatcher:
             # The steps of an epoch are known now.
             self._arguments = arguments_of(trainer.run.config)
         elif event == "on_save":
-            self._state.stateful_callbacks = self._exported()
+            self._state.stateful_callbacks = self._transformers_states()
         elif event in ("on_log", "on_evaluate"):
             latest = trainer.run.progress.log[-1].items()
             named["logs" if event == "on_log" else "metrics"] = {name: each for name, each in latest if name != "step"}
@@ -183,18 +183,18 @@ class CallbackDispatcher:
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
-    def _exported(self) -> dict[str, Any]:
+    def _transformers_states(self) -> dict[str, Any]:
         exporting = [each for each in reversed(self.of_transformers) if isinstance(each, ExportableState)]
         return {type(each).__name__: each.state() for each in exporting}
 
     def states(self) -> dict[str, Any]:
-        """Return the callbacks' states for a checkpoint by class name; the first of a class counts."""
+        """Return the callbacks' states for a checkpoint by class name; of several callbacks of one class, the first."""
         found: dict[str, Any] = {}
         for callback in self._callbacks:
             with naming(callback, "state_dict"):
                 if isinstance(callback, Callback) and (state := callback.state_dict()):
                     found.setdefault(type(callback).__name__, state)
-        exported = self._exported()
+        exported = self._transformers_states()
         return {**found, _EXPORTED: exported} if exported else found
 
     def restore(self, states: Mapping[str, Any]) -> None:

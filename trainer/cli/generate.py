@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generated, Generator
     from zeromesh.trainer.inference.server.app import HttpServer
 
-_FIELDS = "generation."
+_FIELD_PREFIX = "generation."
 _PROMPTS = "ZEROMESH_PROMPTS"
 """The workers' environment variable with the path of a copy of standard input."""
 TOKEN = "ZEROMESH_SERVE_TOKEN"
@@ -72,18 +72,18 @@ def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[
     fields: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     keys = []
     for word in overrides:
-        if not word.startswith(_FIELDS):
+        if not word.startswith(_FIELD_PREFIX):
             keys.append(word)
             continue
-        name, given, value = word.removeprefix(_FIELDS).partition("=")
+        name, given, value = word.removeprefix(_FIELD_PREFIX).partition("=")
         if not (given and name):
-            raise ConfigError(f"{word}: a field of GenerationConfig is given as {_FIELDS}temperature=0.7")
+            raise ConfigError(f"{word}: a field of GenerationConfig is given as {_FIELD_PREFIX}temperature=0.7")
         fields[name] = parse_yaml(value, where=word)
     return fields, keys
 
 
 def _standard_input() -> bytes:
-    # A closed stdin is None.
+    # Python sets `sys.stdin` to None if standard input is closed.
     if sys.stdin is None or sys.stdin.isatty():
         raise DataError("there are no prompts: give --prompts FILE, lines on standard input, or --chat")
     return sys.stdin.buffer.read()
@@ -109,7 +109,7 @@ def _generate(
             generator.check_weights()
         generator.check_fields(fields)
         if options.chat:
-            _talk(generator, fields)
+            _serve_chat(generator, fields)
             return 0
         seed = generator.config.run.seed if options.seed is None else options.seed
         asked = [{"seed": number_of(f"{seed}/{number}/prompt"), **line.prompt} for number, line in enumerate(prompts)]
@@ -133,7 +133,7 @@ def _write_results(
     asked: Sequence[Mapping[str, Any]],
     generator: Generator,
 ) -> None:
-    # A run stands for its newest checkpoint, which may have changed when the command is repeated.
+    # The resolved model identifies the results: the newest checkpoint of a run may be another one when the command is repeated.
     of_results = generator.config.model_dump(mode="json", include={"model", "precision", "data"})
     content = json.dumps([of_results, asked, sorted(fields.items())], default=str)
     digest, journal = xxhash.xxh3_64_hexdigest(content.encode()), None
@@ -154,7 +154,7 @@ def _write_results(
                 continue
             shown[index] = row
             while following in shown:
-                _say(json.dumps(shown.pop(following), ensure_ascii=False) + "\n")
+                _write_text(json.dumps(shown.pop(following), ensure_ascii=False) + "\n")
                 following += 1
 
     try:
@@ -176,7 +176,7 @@ def _write_results(
         train.say(f"{len(prompts)} results in {journal.out}{there}")
 
 
-def _say(text: str) -> None:
+def _write_text(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -188,7 +188,7 @@ def _stream(generator: Generator, request: Request, fields: Mapping[str, Any]) -
     def on_progress(progress: Progress) -> None:
         nonlocal finish
         finish = progress.finish
-        _say(text.add(progress.tokens, last=finish is not None) + ("\n" if finish is not None else ""))
+        _write_text(text.add(progress.tokens, last=finish is not None) + ("\n" if finish is not None else ""))
 
     if generator.mesh.rank == 0:
         inbox = Inbox()
@@ -202,7 +202,7 @@ def _stream(generator: Generator, request: Request, fields: Mapping[str, Any]) -
 _NOT_FINITE = "the model's logits for the next token are NaN or infinite, so the text ends here"
 
 
-def _talk(generator: Generator, fields: Mapping[str, Any]) -> None:
+def _serve_chat(generator: Generator, fields: Mapping[str, Any]) -> None:
     """Serve a conversation until its end. Ctrl-C reaches all ranks, and rank 0 handles it."""
     from zeromesh.launch.rank_processes import handled_signals
 
@@ -239,28 +239,28 @@ class _Chat:
             self.inbox.cancel(self._number)
 
     def _run(self) -> None:
-        _say("Say something; /reset begins anew, /exit or Ctrl-D ends.\n> ")
+        _write_text("Say something; /reset begins anew, /exit or Ctrl-D ends.\n> ")
         try:
             while (line := sys.stdin.readline()) and line.strip() != "/exit":
                 if line.strip() == "/reset":
                     self._messages = []
                 elif line.strip():
                     self._answer(line.strip())
-                _say("> ")
+                _write_text("> ")
         except BrokenPipeError:
             pass  # The reader has closed the pipe, which ends the conversation.
         finally:
             self.inbox.stop(abandon=True)
 
-    def _answer(self, said: str) -> None:
-        messages = [*self._messages, {"role": "user", "content": said}]
+    def _answer(self, user_text: str) -> None:
+        messages = [*self._messages, {"role": "user", "content": user_text}]
         pieces: queue.Queue[Progress] = queue.Queue()
         try:
             tokens = self._generator.encode(messages)
             self._generator.check_request(tokens, self._fields)
             self._number = self.inbox.submit(tokens, pieces.put, fields=self._fields)
         except ZeromeshError as error:
-            _say(f"{error}; /reset begins anew\n")
+            _write_text(f"{error}; /reset begins anew\n")
             return
         text, answer, finish = TextStream(self._generator.decode), "", None
         while finish is None:
@@ -268,9 +268,9 @@ class _Chat:
             finish = progress.finish
             piece = text.add(progress.tokens, last=finish is not None)
             answer += piece
-            _say(piece)
+            _write_text(piece)
         self._number = None
-        _say(f"\n{_NOT_FINITE}\n" if finish == "not_finite" else "\n")
+        _write_text(f"\n{_NOT_FINITE}\n" if finish == "not_finite" else "\n")
         self._messages = [*messages, {"role": "assistant", "content": answer}]
 
 

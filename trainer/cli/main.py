@@ -26,8 +26,8 @@ from zeromesh.errors import ConfigError, ZeromeshError, printable, refused_path
 from zeromesh.launch.rank_processes import become_worker
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.cli.reports import REPORT, examples
-from zeromesh.trainer.cli.train import PASSED, SILENCE_SECONDS
-from zeromesh.trainer.config.foreign_names import BY_NAME
+from zeromesh.trainer.cli.train import FORWARDED, SILENCE_SECONDS
+from zeromesh.trainer.config.foreign_names import KEY_BY_NAME
 from zeromesh.trainer.monitoring.step_metrics import now, process_began
 
 
@@ -92,7 +92,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         dashed = [word.lstrip("-") for word in unknown if "." in word.partition("=")[0]]
         hint = f"; keys of the configuration have no dashes: {' '.join(dashed)}" if dashed else ""
         words = [word.partition("=")[0].lstrip("-").replace("-", "_").lower() for word in unknown]
-        hint += "".join(f"; {word} is here the key {BY_NAME[word]}" for word in words if word in BY_NAME)
+        hint += "".join(f"; {word} is here the key {KEY_BY_NAME[word]}" for word in words if word in KEY_BY_NAME)
         parser.error(printable(f"unknown arguments: {' '.join(unknown)}{hint}"))
     if rest:
         options.overrides += rest
@@ -124,12 +124,12 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
         ### action: help                          an action of that command, with the arguments below
         (group)                                   the arguments of a group
         name: help                                an option without a value
-        name METAVAR kind [more]: help            any other; the kinds are those of `_KINDS`
+        name METAVAR kind [more]: help            any other; the kinds are those of `_ARGUMENT_PARSERS`
 
     The marks in `more` are `=DEFAULT`, `>DEST`, `?`, `*` or `+` (nargs), `&` (repeatable), `!` (required). A METAVAR that ends in
     `{a,b}` has choices. The help `-` hides an option that this command passes to workers. A word after `$` is filled in here.
     """
-    words = {"passed": ", ".join(PASSED), "silence": f"{SILENCE_SECONDS:g}", "loopback": LOOPBACK, "report": REPORT}
+    words = {"passed": ", ".join(FORWARDED), "silence": f"{SILENCE_SECONDS:g}", "loopback": LOOPBACK, "report": REPORT}
     words |= {"examples": ",".join(sorted(examples())), "shells": ",".join(SHELLS)}
     table = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").replace("\n    ", " ")
     blocks = re.findall(r"^(##.*)\n((?:[^#].*\n)*)", Template(table).substitute(words), re.MULTILINE)
@@ -159,7 +159,7 @@ def _add_argument(command: argparse.ArgumentParser, line: str) -> None:
     if words:
         metavar, _, allowed = words[0].partition("{")
         more |= {"metavar": metavar or None, "choices": allowed[:-1].split(",") if allowed else None}
-        more["type"] = _KINDS[words[1]]
+        more["type"] = _ARGUMENT_PARSERS[words[1]]
     for word in words[2:]:
         marks = {"=": "default", ">": "dest", "&": "action", "!": "required"}
         values = {"&": "append", "!": True}
@@ -167,7 +167,7 @@ def _add_argument(command: argparse.ArgumentParser, line: str) -> None:
     command.add_argument(name, help=argparse.SUPPRESS if text == "-" else text, **more)
 
 
-def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float_info.max) -> Callable[[str], Any]:
+def _number_in(kind: type[Any], allowed: str, least: float, most: float = sys.float_info.max) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             value = kind(text)
@@ -180,7 +180,7 @@ def _number(kind: type[Any], allowed: str, least: float, most: float = sys.float
     return parse
 
 
-def _pair(text: str, allowed: str, *, alone: bool = False) -> tuple[int, int]:
+def _parse_range(text: str, allowed: str, *, alone: bool = False) -> tuple[int, int]:
     first, _, last = text.partition(":")
     last = first if alone and not last else last
     if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
@@ -188,24 +188,24 @@ def _pair(text: str, allowed: str, *, alone: bool = False) -> tuple[int, int]:
     return int(first), int(last)
 
 
-def _steps(text: str) -> range:
-    first, last = _pair(text, "are the first and the last step, as 10:12")
+def _parse_steps(text: str) -> range:
+    first, last = _parse_range(text, "are the first and the last step, as 10:12")
     return range(first, last + 1)
 
 
-_KINDS: dict[str, Callable[[str], Any]] = {
+_ARGUMENT_PARSERS: dict[str, Callable[[str], Any]] = {
     "text": str,
     "path": Path,
     "seconds": float,
-    "nodes": lambda text: _pair(text, "is a number of hosts, or MIN:MAX", alone=True),
-    "steps": _steps,
+    "nodes": lambda text: _parse_range(text, "is a number of hosts, or MIN:MAX", alone=True),
+    "steps": _parse_steps,
     "names": lambda text: tuple(filter(None, map(str.strip, text.split(",")))),
-    "natural": _number(int, "is an integer >= 0", 0),
-    "positive": _number(int, "is an integer >= 1", 1),
-    "port": _number(int, "is a number from 0 to 65535", 0, 65535),
-    "distance": _number(float, "is a number >= 0", 0),
-    "interval": _number(float, "are seconds from 0.1 to 86400", 0.1, 86400),
-    "silence": _number(float, "are seconds from 1 to 86400", 1, 86400),
+    "natural": _number_in(int, "is an integer >= 0", 0),
+    "positive": _number_in(int, "is an integer >= 1", 1),
+    "port": _number_in(int, "is a number from 0 to 65535", 0, 65535),
+    "distance": _number_in(float, "is a number >= 0", 0),
+    "interval": _number_in(float, "are seconds from 0.1 to 86400", 0.1, 86400),
+    "silence": _number_in(float, "are seconds from 1 to 86400", 1, 86400),
 }
 
 

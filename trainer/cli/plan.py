@@ -32,7 +32,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from zeromesh.trainer.planning.report import plan_json, plan_lines, plan_picture
 
     if options.picture is not None:
-        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # A missing plotly is an early error.
+        import zeromesh.trainer.tools.html_report.charts  # noqa: F401  # It fails early without plotly.
     config = load_config(options.config, options.overrides, ranks=options.ranks, consent=Consent.NEVER)
     plan, more = plan_config(
         config, options.overrides, device=options.device, ranks=options.ranks, host=options.host, more=not options.json

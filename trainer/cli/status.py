@@ -29,9 +29,9 @@ from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS
 from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, trace_of
 
 _STALE_SECONDS = 10.0
-_ANSWER_SECONDS, _SHORT_SECONDS = 10.0, 1.0
-_ROWS, _HINTS = 64, 8
-"""The most ranks in a table, with preference for ranks that others wait for and ranks without change the longest."""
+_ANSWER_SECONDS, _LEAST_STOPPED_SECONDS = 10.0, 1.0
+_MOST_ROWS, _MOST_HINTS = 64, 8
+"""The most ranks in a table, first those that others wait for and those without progress for longest; the most runs in a hint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ def run_status(options: argparse.Namespace) -> int:
 def _snapshot(run: Path) -> RunSnapshot:
     metrics, path, lock = run / METRICS, run / RANKS, run / LOCK
     if not metrics.exists() and not lock.exists():
-        others = sorted(run.glob(f"*/{METRICS}"), key=lambda path: -path.stat().st_mtime)[:_HINTS]
+        others = sorted(run.glob(f"*/{METRICS}"), key=lambda path: -path.stat().st_mtime)[:_MOST_HINTS]
         there = "; runs in it are " + ", ".join(str(each.parent) for each in others) if others else ""
         raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl{there}")
     last = ((read_metrics(metrics) if metrics.exists() else []) or [{}])[-1]
@@ -95,7 +95,7 @@ def _snapshot(run: Path) -> RunSnapshot:
     with refusals(lock, "read"):
         note = read_whole(lock, 4096).decode(errors="replace").strip() if lock.exists() else ""
     if not note.startswith(ENDED) and note.endswith(f" on {socket.gethostname()}"):
-        ranks = [{**row, "stopped": True} if _stopped(row) else row for row in ranks]
+        ranks = [{**row, "stopped": True} if _is_stopped(row) else row for row in ranks]
     written = next((each for each in (path, metrics) if each.exists()), lock)
     code, verdict = _verdict(note, time.time() - written.stat().st_mtime, monitored=path.exists())
     step, loss, traffic = last.get("step", 0), last.get("loss", "not yet known"), last.get("communication")
@@ -108,10 +108,10 @@ def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
     blamed = blames(found.ranks)
     guilty = {each.rank for each in blamed}
     order = sorted(found.ranks, key=lambda row: (row["rank"] not in guilty, not row["failure"], -row["seconds"]))
-    rows = sorted(order[:_ROWS], key=lambda row: row["rank"])
+    rows = sorted(order[:_MOST_ROWS], key=lambda row: row["rank"])
     if rows:
         columns = ("rank", "pid", "step", "doing", "for seconds", "waits for", "seconds without progress")
-        lines += table_lines(columns, list(map(_cells, rows)), columns[4::2], width=width)
+        lines += table_lines(columns, list(map(_table_cells, rows)), columns[4::2], width=width)
     if len(rows) < len(order):
         lines.append(f"and {counted(len(order) - len(rows), 'more rank')}")
     over = bool(found.verdict)
@@ -127,7 +127,7 @@ def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
     return [*lines, found.verdict] if over else lines
 
 
-def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
+def _table_cells(row: Mapping[str, Any]) -> tuple[object, ...]:
     step = f"{row['step']}, micro {row['microbatch']}" if row.get("microbatch") else row["step"]
     waits, doing = row.get("waits"), f"{row['doing']}" + (f", {row['disk']}" if row.get("disk") else "")
     doing = "failed" if row["failure"] else f"stopped {doing}" if row.get("stopped") else doing
@@ -136,9 +136,9 @@ def _cells(row: Mapping[str, Any]) -> tuple[object, ...]:
     return row["rank"], row["pid"], step, doing, f"{row['seconds']:.1f}", awaited, silent
 
 
-def _stopped(row: Mapping[str, Any]) -> bool:
+def _is_stopped(row: Mapping[str, Any]) -> bool:
     """Return True if the process of a rank of this host is stopped, by a signal or a debugger."""
-    if row["seconds_without_progress"] < _SHORT_SECONDS:
+    if row["seconds_without_progress"] < _LEAST_STOPPED_SECONDS:
         return False
     try:
         stat = read_whole(Path(f"/proc/{row['pid']}/stat"), 4096)
@@ -168,7 +168,7 @@ def run_trace(options: argparse.Namespace) -> int:
     """Write the latest steps of all ranks of a run as a file for Perfetto; a running one is asked to write them first."""
     found = _snapshot(options.run)
     if not found.verdict:
-        _ask(options.run, [row["rank"] for row in found.ranks])
+        _request_rings(options.run, [row["rank"] for row in found.ranks])
     rings, remarks = read_rings(options.run / FOLDER)
     out = options.out or options.run / FOLDER / "trace.json.gz"
     memory = read_metrics(options.run / METRICS) if (options.run / METRICS).exists() else []
@@ -185,7 +185,7 @@ def run_trace(options: argparse.Namespace) -> int:
     return 0
 
 
-def _ask(run: Path, ranks: list[int]) -> None:
+def _request_rings(run: Path, ranks: list[int]) -> None:
     """Ask the ranks of a running run to write their latest events, and wait for the files."""
     request = run / REQUEST
     try:

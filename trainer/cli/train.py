@@ -41,13 +41,13 @@ from zeromesh.trainer.data.text_sources import find_text, picture_suffixes
 from zeromesh.trainer.formatting import wrapped
 from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
 
-PASSED = (
+FORWARDED = (
     "OMP_NUM_THREADS",
     INTERFACE,
     *("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_DEBUG"),
     *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE"),
 )
-"""The variables that are passed to hosts when set here. None of them is secret; secret ones have to be named with `--env`."""
+"""The environment variables that `zeromesh launch` passes to hosts if set. None is secret: secret ones must be named by `--env`."""
 SILENCE_SECONDS = 15.0
 
 
@@ -71,7 +71,7 @@ def run_launch(options: argparse.Namespace) -> int:
         raise ConfigError(f"--ssh {options.ssh!r} cannot be read: {error}") from error
     if not ssh:
         raise ConfigError("--ssh is empty; give a command such as 'ssh -p 2222', or leave it out")
-    variables = {name: value for name in PASSED if (value := setting(name)) is not None}
+    variables = {name: value for name in FORWARDED if (value := setting(name)) is not None}
     problems = []
     for entry in options.env or ():
         name, given, value = entry.partition("=")
@@ -125,7 +125,7 @@ _DEFAULTS = "-"
 """The source that stands for a configuration of defaults and the keys of the command line."""
 
 
-def _take_start(options: argparse.Namespace) -> None:
+def _convert_start_arguments(options: argparse.Namespace) -> None:
     """Convert arguments without a configuration, such as `--model DIR --data FILE`, to keys, which the user's keys override."""
     if options.config is not None and "=" in options.config and not Path(options.config).exists():
         options.overrides.insert(0, options.config)
@@ -146,7 +146,7 @@ def _take_start(options: argparse.Namespace) -> None:
         kind, head = "pictures", "image_classification"
     else:
         columns = frozenset[str]()
-        with suppress(DataError):  # What is wrong with paths is told with the configuration's other problems.
+        with suppress(DataError):  # Loading the configuration reports invalid paths with all other problems.
             columns = find_text(options.data, where="data.train").columns()
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
@@ -181,7 +181,7 @@ def _take_start(options: argparse.Namespace) -> None:
 
 def run_train(options: argparse.Namespace) -> int:
     """Train or evaluate, in this process or in ranks that it starts; returns the exit code."""
-    _take_start(options)
+    _convert_start_arguments(options)
     if options.attached is not None:
         # One host of a `zeromesh launch`: messages go to that command, and this process ends when it is gone.
         with kept_environment({BEGAN: str(options.began)}):
@@ -189,7 +189,7 @@ def run_train(options: argparse.Namespace) -> int:
         return ended if isinstance(ended, int) else ended.exit_code
     processes, starts = ranks_of(options)
     evaluates = options.command == "evaluate"
-    path, keys, checkpoint = find_subject(options.config) if evaluates else (options.config, (), None)
+    path, keys, checkpoint = resolve_source(options.config) if evaluates else (options.config, (), None)
     path = None if path == _DEFAULTS else path
     ranks, tunes = processes * options.nnodes[1], "whole" if options.tune else None
     consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
@@ -208,12 +208,12 @@ def run_train(options: argparse.Namespace) -> int:
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
-def launch_this_command(options: argparse.Namespace, processes: int, **how: Any) -> WorkersFailed | int:
+def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:
     """Start ranks that run this command line, by `launch_workers`."""
     from zeromesh.launch.rendezvous import launch_workers
 
     arguments = python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
-    return launch_workers(arguments, processes=processes, notify=say, **how)
+    return launch_workers(arguments, processes=processes, notify=say, **keywords)
 
 
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
@@ -292,7 +292,7 @@ def _fit(config: TrainerConfig, began: float) -> int:
     return 0
 
 
-def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None]:
+def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | None]:
     """Return the configuration that `source` names, its overrides, and the checkpoint with the weights to evaluate, if any.
     `source` is a run's directory, which stands for its newest checkpoint, a checkpoint, a Hugging Face model directory, or a
     configuration."""
@@ -317,13 +317,13 @@ def find_subject(source: str) -> tuple[Path | None, tuple[str, ...], Path | None
     return None, (f"model.source={path}", f"run.name={path.resolve().name}"), None
 
 
-_NOT_EVALUATED = {"lr_scheduler", "compute_metrics", "preprocess_logits_for_metrics"}
+_UNUSED_IN_EVALUATION = {"lr_scheduler", "compute_metrics", "preprocess_logits_for_metrics"}
 
 
 def _require_no_script(run: Path) -> None:
     """Raise `ConfigError` for a run whose script has passed objects that the configuration lacks."""
     starts = read_metrics(run / STARTS) if (run / STARTS).is_file() else []
-    given = [name for name in (starts or [{}])[-1].get("given") or () if name not in _NOT_EVALUATED]
+    given = [name for name in (starts or [{}])[-1].get("given") or () if name not in _UNUSED_IN_EVALUATION]
     if given:
         raise ConfigError(
             f"a script made this run, and gave the trainer {', '.join(map(str, given))}, which no configuration holds; only that "

@@ -11,7 +11,7 @@ from typing import Any
 
 from zeromesh.settings.keys import int_if_whole
 from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
-from zeromesh.trainer.config.messages import either, nearest_path, shown, unknown_key
+from zeromesh.trainer.config.messages import join_choices, nearest_path, quote, unknown_key
 from zeromesh.trainer.config.sections.schedule import ScheduleSection
 from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -30,7 +30,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 _TREE = nested({row.name: row for row in TABLE})
 _PATHS = dict.fromkeys(part for row in TABLE for part in accumulate(row.name.split("."), "{}.{}".format))
-_COMMON = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
+_SHARED_SECTIONS = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
 """Sections that exist in both kinds of configuration."""
 
 # DeepSpeed's defaults.
@@ -98,7 +98,7 @@ class Translation:
         if math.isfinite(number) and fits(number):
             return number
         if value is not None:
-            self.refuse(name, f"got {shown('', value)}; allowed is {allowed}")
+            self.refuse(name, f"got {quote('', value)}; allowed is {allowed}")
         return None
 
     def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:
@@ -116,7 +116,7 @@ class Translation:
             if value is not None and str(value).lower() == word.lower():
                 return choice
         if value is not None or required:
-            self.refuse(name, f"got {shown('', value)}; allowed is {either(list(choices))}")
+            self.refuse(name, f"got {quote('', value)}; allowed is {join_choices(list(choices))}")
         return None
 
     def refuse(self, name: str, why: str) -> None:
@@ -128,11 +128,11 @@ class Translation:
 
 def is_deepspeed(data: Mapping[str, Any]) -> bool:
     """Return True if a mapping is a DeepSpeed configuration, with keys of DeepSpeed's alone and no section of zeromesh's alone."""
-    if any(key in TrainerConfig.model_fields and key not in _COMMON for key in data):
+    if any(key in TrainerConfig.model_fields and key not in _SHARED_SECTIONS for key in data):
         return False
     optimizer = data.get("optimizer")
     typed = isinstance(optimizer, Mapping) and "type" in optimizer
-    return typed or any(key in _TREE and key not in _COMMON for key in data)
+    return typed or any(key in _TREE and key not in _SHARED_SECTIONS for key in data)
 
 
 def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) -> Translation:
@@ -145,10 +145,10 @@ def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) ->
     for row in present:
         value = read(row.name)
         if row.fate is Fate.REFUSED and value not in row.neutral:
-            read.refuse(row.name, f"{shown(row.name, value)} is not available: {row.text}")
-        if row.as_it_is:
+            read.refuse(row.name, f"{quote(row.name, value)} is not available: {row.text}")
+        if row.is_copied:
             read.values[row.keys[0]] = value
-    for decide in (_batch, _optimizer, _schedule, _precision_and_zero, _offload, _others):
+    for decide in (_batch, _optimizer, _schedule, _precision_and_zero, _offload, _other_settings):
         read.values.update(decide(read))
     read.origins |= {key: f"DeepSpeed {row.name}" for row in present for key in row.keys if key in read.values}
     # A line for each mapped setting that was given, and one for each reason why settings have no effect.
@@ -161,9 +161,9 @@ def read_deepspeed(data: Mapping[str, Any], ranks: int, parallel: Any = None) ->
         elif row.fate is Fate.REFUSED and asked:
             why.setdefault("what is done here anyway", []).append(row.name)
         elif row.fate is Fate.MAPPED and (asked or automatic):
-            found = ", ".join(f"{key}: {shown(key, read.values[key])}" for key in row.keys if key in read.values)
+            found = ", ".join(f"{key}: {quote(key, read.values[key])}" for key in row.keys if key in read.values)
             default = "zeromesh's default" if automatic else "nothing, by what else is set" if row.keys else row.text
-            lines.append(f"{row.name}: {_AUTO if automatic else shown(row.name, read(row.name))} -> {found or default}")
+            lines.append(f"{row.name}: {_AUTO if automatic else quote(row.name, read(row.name))} -> {found or default}")
     lines += [f"{', '.join(names)}: {text}" for text, names in why.items()]
     read.notes[:] = [f"DeepSpeed: {line}" for line in (*lines, *read.notes)]
     return read
@@ -183,7 +183,7 @@ def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, foun
         elif path == "zero_optimization" and value is True:
             found[f"{path}.stage"] = 1  # as in DeepSpeed's first versions
         elif value not in (None, False, "none"):
-            yield f"{path}: got {shown('', value)}; allowed is a mapping of {', '.join(node)}"
+            yield f"{path}: got {quote('', value)}; allowed is a mapping of {', '.join(node)}"
 
 
 def _batch(read: Translation) -> Pairs:
@@ -204,7 +204,7 @@ def _batch(read: Translation) -> Pairs:
             )
         automatic = list(_BATCH_NAMES)
     if micro is None:
-        # The quotient of the global batch, or if free, a divisor of that quotient.
+        # Each rank's share of the global batch; if the micro batch is automatic, a divisor of it, such as zeromesh's default.
         free = "train_micro_batch_size_per_gpu" in automatic
         rest = max(1, (train or 0) // ranks // (accumulation or 1))
         alone = default.micro_size if free else 1
@@ -344,7 +344,7 @@ def _offload(read: Translation) -> Pairs:
         yield "offload.directory", directories if len(directories) > 1 else directories[0]
 
 
-def _others(read: Translation) -> Pairs:
+def _other_settings(read: Translation) -> Pairs:
     names = ("partition_activations", "cpu_checkpointing", "number_checkpoints")
     if any(read(f"activation_checkpointing.{name}") for name in names):
         yield "model.activation_checkpointing", "block"

@@ -22,20 +22,20 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SettingRow:
-    """A row of the table, about the setting `name`, dotted if nested. `keys` are the configuration's keys that it sets, together
-    with other settings unless `as_it_is`. `text` explains how; or why it has no effect; or why it is refused, and what to do
-    instead. `neutral` values are accepted without effect."""
+    """A row of the table, about DeepSpeed's setting `name`, dotted if nested. `keys` are the keys of zeromesh that it sets: the
+    first one to its value if `is_copied`, else together with other settings. `text` explains the translation, or why the setting
+    has no effect or is refused, and what to do instead. A refused setting may have one of the `neutral` values, without effect."""
 
     name: str
     fate: Fate
     text: str
     keys: tuple[str, ...] = ()
-    as_it_is: bool = False
+    is_copied: bool = False
     neutral: tuple[Any, ...] = ()
 
 
 def read_rows(name: str) -> dict[str, Any]:
-    """Return the content of a file of this folder."""
+    """Return the parsed content of a YAML file in the folder of this module."""
     # The loader in C takes a tenth of the time, where PyYAML was built with it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     content: dict[str, Any] = loader(Path(__file__).with_name(name).read_text(encoding="utf-8")).get_single_data()
@@ -53,7 +53,7 @@ def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
             fate=fate,
             text=text,
             keys=tuple(row.get("is", row.get("sets", "")).split()),
-            as_it_is="is" in row,
+            is_copied="is" in row,
             neutral=neutral if fate is Fate.REFUSED else (),
         )
         for name in row["names"].split()

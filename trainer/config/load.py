@@ -22,15 +22,15 @@ from zeromesh.errors import ConfigError
 from zeromesh.settings.keys import int_if_whole
 from zeromesh.trainer.config.consent import Consent, refused_code
 from zeromesh.trainer.config.deepspeed import Translation, is_deepspeed, nested, read_deepspeed
-from zeromesh.trainer.config.foreign_names import BY_NAME, NO_KEY, OF_DEEPSPEED, foreign_problems
+from zeromesh.trainer.config.foreign_names import KEY_BY_DEEPSPEED_NAME, KEY_BY_NAME, NO_KEY, foreign_problems
 from zeromesh.trainer.config.messages import (
     allowed,
     choices,
     known_paths,
     nearest,
     nearest_path,
+    quote,
     section_of,
-    shown,
     takes_text,
     unknown_key,
 )
@@ -46,45 +46,45 @@ from zeromesh.trainer.trackers.backends import TRACKERS
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
 """A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults; a file or mapping may be DeepSpeed's.
 """
-OWN = "zeromesh"
+OUR_KEY = "zeromesh"
 """The key in a DeepSpeed configuration that holds zeromesh's sections, which DeepSpeed ignores."""
-OF_TRANSFORMERS = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
+ARGUMENTS_ADVICE = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
 """The advice for `TrainingArguments` in place of a configuration."""
 
 
-_KINDS = ("model_type", "python")
-"""Keys that identify the object their siblings belong to; a mapping with another value replaces the lower one."""
+_TYPE_KEYS = ("model_type", "python")
+"""Keys that name the type of a mapping. Mappings whose types differ are not merged: the upper one replaces the lower one."""
 
 
-def _merged(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool = True) -> dict[str, Any]:
-    """Merge `above` over `below`; null replaces a value, but as a section means that all keys in it are commented out."""
+def _merge(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool = True) -> dict[str, Any]:
+    """Return `below` updated by `above`. A null value replaces another value, but not a section: all its keys are commented out."""
     merged = dict(below)
     for key, value in above.items():
         under, given = merged.get(key), {} if value is None and sections else value
         merged[key] = value
         if not isinstance(under, dict) or not isinstance(given, Mapping):
             continue
-        if all(under.get(name) == given[name] for name in _KINDS if name in given):
-            merged[key] = _merged(under, given, sections=False)
+        if all(under.get(name) == given[name] for name in _TYPE_KEYS if name in given):
+            merged[key] = _merge(under, given, sections=False)
     return merged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Given:
+class _Source:
     """A configuration as the user gave it, merged with its bases."""
 
     where: str
     own: dict[str, Any]
     """Sections and keys of zeromesh."""
     layers: tuple[tuple[str, Mapping[str, Any]], ...]
-    """Descriptions of the files that keys come from, empty for the first, with their keys; the upper first."""
+    """The files of the configuration, each base after the file that names it: a description (empty for the first) and the keys."""
     deepspeed: dict[str, Any] | None = None
     folders: tuple[str, ...] = ()
 
 
-def _inheriting(given: _Given, base: Any, chain: tuple[Path, ...]) -> _Given:
+def _merge_base(given: _Source, base: Any, chain: tuple[Path, ...]) -> _Source:
     if not isinstance(base, str) or not base:
-        raise ConfigError(f"base: got {shown('', base)}; allowed is the path of a YAML or JSON file", where=given.where)
+        raise ConfigError(f"base: got {quote('', base)}; allowed is the path of a YAML or JSON file", where=given.where)
     path = Path(*given.folders, Path(base).expanduser())
     if path.resolve() in chain:
         circle = " -> ".join(str(each) for each in [*chain, path.resolve()])
@@ -97,27 +97,27 @@ def _inheriting(given: _Given, base: Any, chain: tuple[Path, ...]) -> _Given:
     (_, keys), *rest = below.layers
     return replace(
         given,
-        own=_merged(below.own, given.own),
+        own=_merge(below.own, given.own),
         layers=(*given.layers, (f"set in {below.where}", keys), *rest),
         deepspeed=given.deepspeed or below.deepspeed,
         folders=given.folders + below.folders,
     )
 
 
-def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
+def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
     where = str(source) if isinstance(source, str | os.PathLike) else "configuration"
     folders: tuple[str, ...] = ()
     if isinstance(source, TrainerConfig):
         data = source.model_dump(mode="json", exclude_unset=True)
-        # A default name may depend on the time.
+        # The default name may contain the time, so a copy states it.
         own = {**data, "run": {"name": source.run.name, **data.get("run", {})}}
-        return _Given(where=where, own=own, layers=(("", own),), folders=source.folders)
+        return _Source(where=where, own=own, layers=(("", own),), folders=source.folders)
     if isinstance(source, str | os.PathLike):
         path = Path(source).expanduser()
         data = read_yaml(path, "no such file; give the path of a YAML or JSON file", where=where)
         if not isinstance(data, dict):
             sections = ", ".join(TrainerConfig.model_fields)
-            found = f"holds {shown('', data)}; allowed is a mapping of sections ({sections})"
+            found = f"holds {quote('', data)}; allowed is a mapping of sections ({sections})"
             empty = (
                 "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults"
             )
@@ -132,7 +132,7 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
     elif "transformers.training_args.TrainingArguments" in [
         f"{b.__module__}.{b.__name__}" for b in type(source).__mro__
     ]:
-        raise ConfigError(OF_TRANSFORMERS)
+        raise ConfigError(ARGUMENTS_ADVICE)
     else:
         raise ConfigError(
             f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig", where="config"
@@ -140,11 +140,11 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Given:
     base = data.pop("base", None)
     if foreign := foreign_problems(data):
         raise ConfigError(foreign, where=where)
-    own, deepspeed = (data.pop(OWN, {}), data) if is_deepspeed(data) else (data, None)
+    own, deepspeed = (data.pop(OUR_KEY, {}), data) if is_deepspeed(data) else (data, None)
     if not isinstance(own, dict):
-        raise ConfigError(f"{OWN}: got {shown('', own)}; allowed is a mapping of sections of zeromesh", where=where)
-    given = _Given(where=where, own=own, layers=(("", own),), deepspeed=deepspeed, folders=folders)
-    return given if base is None else _inheriting(given, base, chain)
+        raise ConfigError(f"{OUR_KEY}: got {quote('', own)}; allowed is a mapping of sections of zeromesh", where=where)
+    given = _Source(where=where, own=own, layers=(("", own),), deepspeed=deepspeed, folders=folders)
+    return given if base is None else _merge_base(given, base, chain)
 
 
 _ON_THE_HUB = "the name of a model on the Hub"
@@ -200,11 +200,11 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
 
 
 # Reasons why some common choices are unavailable.
-_WHOLE_MATRICES = "it needs whole matrices; zeromesh.shard takes it, in a loop of your own"
+_NEEDS_WHOLE_MATRICES = "it needs whole matrices; zeromesh.shard takes it, in a loop of your own"
 _OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
 _REASONS = {
-    ("optimizer.name", "muon"): _WHOLE_MATRICES,
-    ("optimizer.name", "adafactor"): _WHOLE_MATRICES,
+    ("optimizer.name", "muon"): _NEEDS_WHOLE_MATRICES,
+    ("optimizer.name", "adafactor"): _NEEDS_WHOLE_MATRICES,
     **{(f"offload.{what}", "cpu"): "the CPU's memory is called host" for what in _OFFLOADED},
     **{(f"offload.{what}", "nvme"): "a disk is called file, and offload.directory says which" for what in _OFFLOADED},
 }
@@ -212,10 +212,10 @@ _REASONS = {
 
 def suggestion(path: str) -> str | None:
     """Return the key that an unknown path may mean, by foreign or similar name, or an explanation for one without a key."""
-    meant = BY_NAME.get(name := path.rpartition(".")[2].lower(), "")
+    meant = KEY_BY_NAME.get(name := path.rpartition(".")[2].lower(), "")
     if meant.partition(" (")[0] in known_paths() or meant.startswith(NO_KEY):
         return meant
-    return nearest_path(path, known_paths()) or OF_DEEPSPEED.get(name)
+    return nearest_path(path, known_paths()) or KEY_BY_DEEPSPEED_NAME.get(name)
 
 
 def load_config(
@@ -245,11 +245,11 @@ def load_config(
     problems, overridden = _apply(own, overrides)
     if given.deepspeed is not None:
         translation = read_deepspeed(given.deepspeed, ranks or read_environment().world_size, own.get("parallel"))
-    data = _merged(nested(translation.values), own)
+    data = _merge(nested(translation.values), own)
     notes = tuple(translation.notes)
     if tunes is not None and given.deepspeed is None:
         defaults = _tuning_defaults(data, adapted=tunes == "adapters" or bool((data.get("model") or {}).get("lora")))
-        notes, data = (*notes, f"defaults for tuning: {json.dumps(defaults)}"), _merged(defaults, data)
+        notes, data = (*notes, f"defaults for tuning: {json.dumps(defaults)}"), _merge(defaults, data)
     if isinstance(source, str | PathLike):
         run = data.get("run") or {}
         data["run"] = {"name": name_of_file(source), **run} if isinstance(run, dict) else run
@@ -265,7 +265,7 @@ def load_config(
         clean = Redaction(secret_values()).text
         raise ConfigError([clean(problem) for problem in problems], where="" if only_overrides else given.where)
     earlier = source.notes if isinstance(source, TrainerConfig) else ()
-    return config.coming_from((*earlier, *notes), given.folders)
+    return config.with_notes((*earlier, *notes), given.folders)
 
 
 def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, dict[str, Any]]:
@@ -279,7 +279,7 @@ def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, di
     }
 
 
-def _holds(data: Any, path: str) -> bool:
+def _has_key(data: Any, path: str) -> bool:
     for key in path.split("."):
         if not isinstance(data, Mapping) or key not in data:
             return False
@@ -287,12 +287,12 @@ def _holds(data: Any, path: str) -> bool:
     return True
 
 
-def _with_origin(problem: str, overridden: Mapping[str, str], given: _Given, translated: Mapping[str, str]) -> str:
+def _with_origin(problem: str, overridden: Mapping[str, str], given: _Source, translated: Mapping[str, str]) -> str:
     """Append the origin of a problem's key, or of the nearest section that has one: an override, a base file, or another trainer's
     setting."""
     key = problem.partition(" ")[0].rstrip(":")
     while key:
-        layer = next((text for text, values in given.layers if _holds(values, key)), translated.get(key))
+        layer = next((text for text, values in given.layers if _has_key(values, key)), translated.get(key))
         if origin := overridden.get(key) or layer:
             return f"{problem} ({origin})"
         key = key.rpartition(".")[0]
@@ -306,8 +306,8 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
         path, equals, text = override.partition("=")
         path = path.strip()
         keys = path.split(".")
-        secret = shown(path, text) == REDACTED
-        name = f"the override {shown('', f'{path}{equals}{REDACTED if secret else text}')}"
+        secret = quote(path, text) == REDACTED
+        name = f"the override {quote('', f'{path}{equals}{REDACTED if secret else text}')}"
         if path == "parallel" and text.strip() == "auto":
             data[path] = "auto"
             continue
@@ -320,8 +320,8 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             elif field is not None:
                 hint = f"it has no value; write {path}=VALUE"
             else:  # A foreign key may have other values, so the value is left out.
-                given = f"={shown(path, text).strip(chr(39))}" if equals else "=VALUE"
-                near = _meant(suggestion(path), "" if path.lower() in BY_NAME else given)
+                given = f"={quote(path, text).strip(chr(39))}" if equals else "=VALUE"
+                near = _phrase(suggestion(path), "" if path.lower() in KEY_BY_NAME else given)
                 hint = near or "write section.key=value"
             problems.append(f"{name}: {hint}")
             continue
@@ -341,15 +341,15 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             at = at[key]
             if not isinstance(at, dict):
                 parent = ".".join(keys[:depth])
-                problems.append(f"{name}: {path}: {parent} is {shown(parent, at)}, which has no keys")
+                problems.append(f"{name}: {path}: {parent} is {quote(parent, at)}, which has no keys")
                 break
         else:
             at[keys[-1]] = value
     return problems, overridden
 
 
-def _meant(near: str | None, value: str = "") -> str:
-    """Phrase a suggestion: a key with a value, or the reason without one; empty for None."""
+def _phrase(near: str | None, value: str = "") -> str:
+    """Return the question `did you mean KEY=VALUE?`, or the explanation for a name without a key; empty for None."""
     return near if near and near.startswith(NO_KEY) else f"did you mean {near}{value}?" if near else ""
 
 
@@ -381,14 +381,14 @@ def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConf
     paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
     more = [*disagreements(config, wrong=paths), *_missing_paths(config, paths)]
     more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
-    # Among branches of a union, the deepest location is the meant one.
+    # Each branch of a union gives an error: the one with the deepest location is about the branch that the user meant.
     meant = [text for keys, text in wrong.items() if not any(keys == each[: len(keys)] != each for each in wrong)]
     return config, [*meant, *more]
 
 
 def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
     path = ".".join(keys)
-    # Mappings with names of the user's choice, or of columns.
+    # The keys of these mappings are names of the user's choice or of columns, for which the models have no field.
     if keys[:2] in (("data", "mixture"), ("data", "columns")) and len(keys) > 2:
         names = get_args(Column) if keys[1] == "columns" else tuple(MixturePart.model_fields)
         if kind == "missing":
@@ -396,20 +396,20 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         if keys[-1] not in names and (keys[1] == "columns" or len(keys) > 3):
             return f"{path}: unknown; allowed are {', '.join(names)}"
         if len(keys) == 4 and keys[1] == "mixture":
-            return f"{path}: got {shown(path, value)}; allowed is {allowed(MixturePart.model_fields[keys[-1]])}"
+            return f"{path}: got {quote(path, value)}; allowed is {allowed(MixturePart.model_fields[keys[-1]])}"
         what = "text" if keys[1] == "columns" else f"a mapping of {', '.join(names)}"
-        return f"{path}: got {shown(path, value)}; allowed is {what}"
+        return f"{path}: got {quote(path, value)}; allowed is {what}"
     if kind == "extra_forbidden":
         nests = "a file nests keys: write the section, and the key inside it"
-        return unknown_key(path, value, known_paths(), nests if "." in keys[-1] else _meant(suggestion(path)))
+        return unknown_key(path, value, known_paths(), nests if "." in keys[-1] else _phrase(suggestion(path)))
     if keys[-1] == "python":
-        return f"{path}: got {shown(path, value)}; allowed is text such as package.module:function"
+        return f"{path}: got {quote(path, value)}; allowed is text such as package.module:function"
     if path.startswith(f"{EVAL}."):
         what = "a name of letters, digits, '.', '_' and '-', with text, a list of texts, or a mapping with python"
-        return f"{path}: got {shown(path, value)}; allowed is {what}"
+        return f"{path}: got {quote(path, value)}; allowed is {what}"
     field = known_paths().get(path)
     if field is None:
-        return f"{path}: got {shown(path, value)}; allowed are text, finite numbers, true, false, null and lists"
+        return f"{path}: got {quote(path, value)}; allowed are text, finite numbers, true, false, null and lists"
     reason = _REASONS.get((path, value.lower())) if isinstance(value, str) else None
     if reason:
         return f"{path}: {value} is not available: {reason}; allowed is {allowed(field)}"
@@ -420,7 +420,7 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
     if kind == "string_type" and isinstance(value, bool | int | float):
         hint = "; write it in quotes"
     elif isinstance(value, str) and "a list" in allowed(field):
-        hint = f"; write a list: [{shown(path, value).strip(chr(39))}]"
+        hint = f"; write a list: [{quote(path, value).strip(chr(39))}]"
     elif isinstance(value, str) and not hint and isinstance(plain_scalar(value.strip()), bool | int | float):
         hint = "; write it without quotes"
-    return f"{path}: got {shown(path, value)}; allowed is {allowed(field)}{hint}"
+    return f"{path}: got {quote(path, value)}; allowed is {allowed(field)}{hint}"

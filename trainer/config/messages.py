@@ -76,7 +76,7 @@ def nearest_path(path: str, known: Collection[str]) -> str | None:
 
 def unknown_key(path: str, value: object, known: Collection[str], hint: str = "") -> str:
     """Return the message about an unknown key, with the nearest `known` path or a `hint`."""
-    got = "" if isinstance(value, Mapping) else f" (got {shown(path, value)})"
+    got = "" if isinstance(value, Mapping) else f" (got {quote(path, value)})"
     if not hint and (near := nearest_path(path, known)):
         hint = f"did you mean {near}?"
     section = path.rpartition(".")[0]
@@ -89,7 +89,7 @@ def nearest(word: str, words: Iterable[str], *, cutoff: float) -> str | None:
     return next(iter(difflib.get_close_matches(word.lower(), words, n=1, cutoff=cutoff)), None)
 
 
-def shown(path: str, value: object) -> str:
+def quote(path: str, value: object) -> str:
     """Format `value` for an error message, short and without possible secrets."""
     if path not in known_paths() and is_secret(path, value):
         return REDACTED
@@ -113,9 +113,9 @@ def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
         own = [each for item in arguments[1:] for each in (item.metadata if isinstance(item, FieldInfo) else [item])]
         return _allowed(arguments[0], [*own, *metadata])
     if origin is Literal:
-        return either([str(argument) for argument in arguments])
+        return join_choices([str(argument) for argument in arguments])
     if origin in (Union, UnionType):
-        return either([_allowed(argument, []) for argument in arguments])
+        return join_choices([_allowed(argument, []) for argument in arguments])
     if origin is tuple:
         return f"a list of {_allowed(arguments[0], [])}"
     words = {bool: "true or false", int: "an integer", float: "a number", str: "text", NoneType: "null"}
@@ -128,6 +128,6 @@ def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
     return words.get(kind, "a mapping") + (f" {' and '.join(bounds)}" if bounds else "")
 
 
-def either(words: list[str]) -> str:
+def join_choices(words: list[str]) -> str:
     """Join words as a choice: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

@@ -79,7 +79,7 @@ class TrainerConfig(Section):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TrainerConfig) and vars(self) == vars(other)
 
-    def coming_from(self, notes: tuple[str, ...], folders: tuple[str, ...]) -> TrainerConfig:
+    def with_notes(self, notes: tuple[str, ...], folders: tuple[str, ...]) -> TrainerConfig:
         """Return a copy with other notes and folders, which do not affect equality."""
         config = self.model_copy()
         config._notes, config._folders = notes, folders
@@ -87,7 +87,7 @@ class TrainerConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _list_what_is_automatic(cls, data: Any) -> Any:
+    def _collect_auto_keys(cls, data: Any) -> Any:
         """Move keys with the value auto into the list `parallel.auto`, for which `KEY: auto` is short."""
         if not isinstance(data, dict):
             return data
@@ -106,7 +106,7 @@ class TrainerConfig(Section):
         return {**changed, "parallel": {**parallel, "auto": found}} if found else data
 
     @model_validator(mode="after")
-    def _keys_agree(self, info: ValidationInfo) -> TrainerConfig:
+    def _check_conflicts(self, info: ValidationInfo) -> TrainerConfig:
         if (info.context or {}).get("rules", True):
             problems = disagreements(self)
             if problems:
@@ -131,7 +131,7 @@ class CoreDumper(yaml.SafeDumper):
 CoreDumper.add_representer(str, CoreDumper.represent_text)
 
 
-_LONG = 1 << 50
+_UNKNOWN_LENGTH = 1 << 50
 """Steps of a run of unknown length, more than any warm-up or decay."""
 _KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")
 
@@ -254,7 +254,7 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "out": lambda c: c.data.mixture is not None and c.data.train != "stdlib",
     "data.packing: true puts several conversations into a sequence, and with data.separate_documents: false each sees those before "
     "it; leave the one out, or set the other to false": lambda c: (
-        c.data.separate_documents is False and c.data.packing and any(each.answers for each in c.data.formats)
+        c.data.separate_documents is False and c.data.packing and any(each.has_answers for each in c.data.formats)
     ),
     "data.format: pictures is for all data, and no part of data.mixture": lambda c: (
         c.data.mixture is not None and any(each.holds == "pictures" for each in c.data.formats)
@@ -265,7 +265,7 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "data.train and data.eval: one is Python code and the other text of files; give both as code, or both as files": lambda c: (
         any(
             isinstance(each, NamedFunction) != isinstance(c.data.train, NamedFunction)
-            for each in c.data.evaluated().values()
+            for each in c.data.eval_sets().values()
         )
     ),
     "batch.micro_size: {c.batch.micro_size} is more than batch.global_size {c.batch.global_size}; lower the one or "
@@ -299,7 +299,7 @@ _POLYNOMIAL_END = 1e-7
 def schedule_of(config: TrainerConfig) -> LRSchedule:
     """Return the learning-rate schedule of `config`, for a long run if its steps depend on epochs. Raises `ConfigError`."""
     section, lr = config.schedule, config.optimizer.lr
-    steps = config.run.most_steps or _LONG
+    steps = config.run.most_steps or _UNKNOWN_LENGTH
     curve: dict[str, Any] = section.model_dump(exclude={"warmup_ratio"})
     if section.name == "polynomial" and section.min_ratio is None and lr > _POLYNOMIAL_END:
         curve["min_ratio"] = _POLYNOMIAL_END / lr

@@ -26,10 +26,10 @@ _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,301}")
 """The pattern of an integer; more digits make a float, most often an infinite one."""
-_BASED = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
+_PREFIXED_INTEGER = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_MISTAKES = (
+_INFINITY_OR_NAN = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_PARSER_MESSAGES = (
     (r"found character '\\t'", "a tab; indent with spaces, and put spaces after ':'"),
     (
         "mapping values are not allowed",
@@ -87,7 +87,7 @@ def parse_yaml(text: str, *, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark, message = error.problem_mark or error.context_mark, f"{error.context or ''} {error.problem or ''}"
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        why = next((words for pattern, words in _MISTAKES if re.search(pattern, message)), str(error.problem))
+        why = next((words for pattern, words in _PARSER_MESSAGES if re.search(pattern, message)), str(error.problem))
         if mark and "${" in "".join(text.splitlines()[mark.line : mark.line + 1]):
             why += "; a text with ${...} needs quotes between { } or [ ]"
         raise ConfigError(place + why, where=where) from None
@@ -136,11 +136,11 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
         return _BOOL[text]
     if _INTEGER.fullmatch(text):
         return int(text.replace("_", ""))
-    if _BASED.fullmatch(text):
+    if _PREFIXED_INTEGER.fullmatch(text):
         return int(text, 0)
     if _FLOAT.fullmatch(text):
         return float(text)
-    if match := _SPECIAL.fullmatch(text):
+    if match := _INFINITY_OR_NAN.fullmatch(text):
         return float(f"{match[1] or ''}inf" if match[2] else "nan")
     return text
 

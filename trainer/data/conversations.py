@@ -85,8 +85,8 @@ class Renderer:
     def rows(self, source: TextSource, skipped: list[str]) -> Iterator[Row]:
         """Yield the rows of a source, as `TextSource.rows` does; for formats of documents, each text file is a row."""
         form = self.section.rows
-        optional = (*form.optional, *(FOR_TEMPLATES if form.answers else ()))
-        return source.rows(self.needed, self._named(*optional), skipped, whole=form.joined)
+        optional = (*form.optional, *(FOR_TEMPLATES if form.has_answers else ()))
+        return source.rows(self.needed, self._named(*optional), skipped, whole=form.is_joined)
 
     def _parts(self, row: Row) -> Mapping[str, Any]:
         form = self.section.rows

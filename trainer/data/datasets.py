@@ -114,7 +114,7 @@ class _DatasetLoader:
         section = self.section
         sources = {
             where: find_text(paths_of(each), where=where, encoding=section.encoding)
-            for where, each in section.evaluated().items()
+            for where, each in section.eval_sets().items()
         }
         trained, held = dict[str, TokenDataset](), dict[str, TokenDataset]()
         entropy = None
@@ -172,7 +172,7 @@ class _DatasetLoader:
         where = f"{where} {source.name!r}"
         text = self._read(section, source, fraction)
         kept, held, entropy = text.kept, text.held, text.remarks["entropy"]
-        joined, length = section.rows.joined, section.sequence_length
+        joined, length = section.rows.is_joined, section.sequence_length
         apart = all(each.tokens >= length if joined else each.documents > 0 for each in (kept, held))
         if not apart:
             kept = TextAmount(*map(sum, zip(kept, held, strict=True)))
@@ -183,7 +183,7 @@ class _DatasetLoader:
                 raise DataError(f"{where} has no class but {names.pop()!r}; labels need two")
             numbers = all(re.fullmatch(r"\d{1,9}", each) for each in names)
             self.classes.extend(sorted(names, key=int if numbers else str))
-        if section.rows.answers:
+        if section.rows.has_answers:
             with suppress(DataError):  # With loss_on: all, the template need not mark answers.
                 renderer = Renderer(self.tokenizer, section, self.template)
                 ending = renderer.answer_end_token(islice(renderer.rows(source, []), _SEARCHED_ROWS))
@@ -207,7 +207,7 @@ class _DatasetLoader:
     def _read(self, section: DataSection, source: TextSource, fraction: float) -> StoredText:
         form, renderer = section.rows, Renderer(self.tokenizer, section, self.template)
         values: list[Any] = [_VERSION, self.digest, fraction, source.description(), section.format, section.text_field]
-        if not form.joined:
+        if not form.is_joined:
             values += [renderer.columns, self.template, section.loss_on == "answers", section.sequence_length]
         key = None
         if self.digest is not None:
@@ -219,17 +219,17 @@ class _DatasetLoader:
 
         def write(kept: TokenWriter, held: TokenWriter) -> None:
             began, size = time.monotonic(), sum(file.path.stat().st_size for file in source.files)
-            processes = min(available_cores(), _MOST_PROCESSES) if size > _LARGE and form.answers else 0
+            processes = min(available_cores(), _MOST_PROCESSES) if size > _LARGE and form.has_answers else 0
             for row in encode_rows(renderer.rows(source, skipped), renderer, processes):
                 counts["rows"] += 1
                 ids, targets = row.ids, row.targets
-                if form.answers:
+                if form.has_answers:
                     ids, targets = ids[: section.sequence_length], targets[: section.sequence_length]
                     learnt = int(targets[1:].sum())
                     cut = len(row.ids) > section.sequence_length
                     counts.update({"cut": cut, "inside": row.split, "targets": learnt, "without a target": not learnt})
                     ids = ids if learnt else ids[:0]
-                if not (row.text_bytes if form.joined else ids.size):
+                if not (row.text_bytes if form.is_joined else ids.size):
                     continue
                 apart = is_held_out(row.key, fraction)
                 (held if apart else kept).append(ids, text_bytes=row.text_bytes, targets=targets)
@@ -243,15 +243,15 @@ class _DatasetLoader:
         def remarks(tokens: TokenArray, count: int) -> dict[str, Any]:
             found: dict[str, Any] = {"skipped": skipped, "counts": counts, "labels": [*labels[0], *labels[1]]}
             for name, part in {"entropy": tokens[:count], "entropy of all": tokens}.items():
-                counted = form.joined and isinstance(self.tokenizer, ByteTokenizer) and part.size > 1
+                counted = form.is_joined and isinstance(self.tokenizer, ByteTokenizer) and part.size > 1
                 found[name] = byte_pair_entropy(part) if counted else None
             return found
 
-        return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=not form.joined)
+        return self.cache.get(key, self.tokenizer.vocab_size, write, remarks, marked=not form.is_joined)
 
     def _pack(self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str) -> TokenDataset:
         length = section.sequence_length
-        if not section.rows.joined:
+        if not section.rows.is_joined:
             return self._pack_rows(section, text, first, amount, where)
         sequences, dropped = divmod(amount.tokens, length)
         if not sequences:
@@ -266,7 +266,7 @@ class _DatasetLoader:
         if dropped:
             note += f"; the last {dropped} tokens are no whole sequence and are dropped"
         self.notes.append(Detail(note))
-        masked = not all(each.joined for each in self.section.formats)  # Rows of the mixture have a mask too.
+        masked = not all(each.is_joined for each in self.section.formats)  # Rows of the mixture have a mask too.
         keys = {"separate": self.section.separates, "masked": masked, "separator": self.tokenizer.end_of_text}
         return TokenDataset.join(text, first, amount, length, **keys)
 
@@ -347,7 +347,7 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
         import PIL.Image  # noqa: F401
     except ImportError as error:
         raise DataError(f"data.format: pictures need Pillow: pip install Pillow ({error})") from error
-    found = {key: _listed(source, key) for key, source in {"data.train": section.train, **section.evaluated()}.items()}
+    found = {key: _listed(source, key) for key, source in {"data.train": section.train, **section.eval_sets()}.items()}
     listed = found.pop("data.train")
     classes = sorted({label for _, label, _ in listed})
     sets: dict[str, PictureDataset] = {}

@@ -25,10 +25,10 @@ _REFUSED = {
     "num_return_sequences": "a sample has one prediction",
     "return_dict_in_generate": "predictions are tokens",
 }
-_OF_WHOLE_TEXTS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
+_TOTAL_LENGTH_FIELDS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 """Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""
-_SUPPRESSED = ("suppress_tokens", "begin_suppress_tokens")
-"""Fields whose token ids have no effect beyond the vocabulary, where those of a small copy of Whisper are by default."""
+_SUPPRESSED_TOKEN_FIELDS = ("suppress_tokens", "begin_suppress_tokens")
+"""Fields whose token ids may be outside the vocabulary, without effect, as the defaults of a small copy of Whisper are."""
 
 
 class BatchGeneration:
@@ -54,9 +54,9 @@ class BatchGeneration:
                 "that generates"
             )
         refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in _REFUSED.items()}
-        for name in () if model.config.is_encoder_decoder else _OF_WHOLE_TEXTS.keys() & fields.keys():
-            refused[name] = f"{name} counts the padding of prompts; give {_OF_WHOLE_TEXTS[name]}"
-        self.settings = settings = settings_with(model, fields, refused, where, beyond=_SUPPRESSED)
+        for name in () if model.config.is_encoder_decoder else _TOTAL_LENGTH_FIELDS.keys() & fields.keys():
+            refused[name] = f"{name} counts the padding of prompts; give {_TOTAL_LENGTH_FIELDS[name]}"
+        self.settings = settings = settings_with(model, fields, refused, where, beyond=_SUPPRESSED_TOKEN_FIELDS)
         if settings.stop_strings and tokenizer is None:
             raise ConfigError(f"{where}: stop_strings needs a tokenizer; pass processing_class")
         if settings.pad_token_id is None:

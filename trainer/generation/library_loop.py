@@ -28,7 +28,7 @@ from zeromesh.pipeline.generation import CACHE
 from zeromesh.rng import own_randomness, seed_all
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.generation.requests import Finish, Progress, Request
-from zeromesh.trainer.generation.sampling import RowDraws, logprobs_of, widened
+from zeromesh.trainer.generation.sampling import RowDraws, at_least_float32, logprobs_of
 from zeromesh.trainer.generation.settings import PLAIN_MODES, ServedModel, encoder_config, ends_of, rope_kinds
 from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.prepare import in_evaluation_mode
@@ -39,13 +39,13 @@ def generate(
     arguments: Mapping[str, Any],
     *,
     seed: Callable[[], object] | None,
-    see: Callable[[torch.Tensor], object] = lambda logits: None,
+    on_logits: Callable[[torch.Tensor], object] = lambda logits: None,
 ) -> Any:
     """Return `model.generate(**arguments)` in evaluation mode; all ranks call it.
 
     Data ranks may have different prompts. `seed` seeds the sampling, and the generator is restored afterwards. If None, the mode
-    and the generator are the caller's, as in the library. `see` is given the logits [rows, vocabulary] of the last position, as
-    the model computes them, after each of its calls.
+    and the generator are the caller's, as in the library. `on_logits` is called after each call of the model, with its logits
+    [rows, vocabulary] of the last position.
 
     Raises:
         DataError: if ranks that share a model have different prompts or arguments.
@@ -60,10 +60,10 @@ def generate(
     # The library's loop calls the base model inside an adapter's wrapper.
     looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
     looped_class = type(looped)
-    calls = _Calls(looped, placed, len(arguments["input_ids"]) if pipeline is not None else 0)
+    calls = _ModelCalls(looped, placed, len(arguments["input_ids"]) if pipeline is not None else 0)
 
     def called(_model: nn.Module, *ids: Any, **inputs: Any) -> Any:
-        calls.some_rank_goes_on(here=True)
+        calls.any_rank_continues(here=True)
         # Classifier-free guidance passes the ids as a positional argument.
         outputs = calls.compute({**inputs, **dict(zip(["input_ids"], ids, strict=False))})
         # Rotary frequencies, which some models compute lazily, do not depend on the text.
@@ -72,7 +72,7 @@ def generate(
                 f"{type(model).__name__} keeps {some(kept, 3)} in its modules between tokens, which microbatches of a pipeline "
                 "would share; generate without parallel.pipeline"
             )
-        see(outputs.logits[:, -1])
+        on_logits(outputs.logits[:, -1])
         return outputs
 
     mode = in_evaluation_mode(model) if seed is not None else nullcontext()
@@ -89,11 +89,11 @@ def generate(
                 tokens = type(model).generate(model, **arguments)
             finally:
                 looped.__class__ = looped_class
-        calls.wait_for_others()
+        calls.join_remaining_calls()
     return tokens
 
 
-class _Calls:
+class _ModelCalls:
     """The model calls of one generation, which all ranks that share parameters make together, in all stages of a pipeline. `rows`
     is the number of this rank's prompts."""
 
@@ -116,15 +116,15 @@ class _Calls:
 
         self.compute = compute
 
-    def some_rank_goes_on(self, *, here: bool) -> bool:
+    def any_rank_continues(self, *, here: bool) -> bool:
         """Agree with the other ranks on whether any of them makes another call."""
         if not self._waits:
             return here
         return int(self._mesh.data.all_reduce(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
 
-    def wait_for_others(self) -> None:
+    def join_remaining_calls(self) -> None:
         """Take part in the remaining calls of other ranks with dummy inputs."""
-        while self._waits and self.some_rank_goes_on(here=False):
+        while self._waits and self.any_rank_continues(here=False):
             ids = torch.zeros(self._microbatches, 1, dtype=torch.long, device=self._mesh.device)
             inputs: dict[str, Any] = {"input_ids": ids}
             if self._model.config.is_encoder_decoder:
@@ -177,7 +177,7 @@ def generate_in_rounds(
 def _generate(placed: ServedModel, requests: Sequence[Request], settings: GenerationConfig) -> list[Progress]:
     """Generate to the end on ranks that differ along data axes; prompts are of equal length, except for an encoder."""
     module, mesh, has_encoder = placed.module, placed.mesh, placed.module.config.is_encoder_decoder
-    # Rotary embeddings that grow with the length of the text begin again as those of a new model.
+    # Rotary frequencies that an earlier, longer text has changed are reset to the model's initial ones.
     for part in module.modules() if "dynamic" in rope_kinds(module.config) else ():
         for name, original in list(part.named_buffers(recurse=False)):
             prefix, found, _ = name.rpartition("original_inv_freq")
@@ -193,12 +193,12 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         more = (0, int(longest[0]) - ids.shape[1])
         ids, mask = pad(ids, more, value=padding), pad(mask, more)
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "generation_config": settings}
-    chosen, seeds = _ChosenTokens(), [each.seed for each in requests]
+    chosen, seeds = _LogprobRecorder(), [each.seed for each in requests]
     guided = settings.guidance_scale not in (None, 1)  # The model is called twice for a token.
     if not guided and settings.get_generation_mode() in PLAIN_MODES:
         arguments["stopping_criteria"] = [chosen]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
-        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), see=chosen.see)
+        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), on_logits=chosen.on_logits)
     begin, ends, results = 1 if has_encoder else ids.shape[1], ends_of(settings), list[Progress]()
     probabilities = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
     for request, row, logprobs in zip(requests, tokens[:, begin:].tolist(), probabilities, strict=True):
@@ -214,7 +214,7 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
     return results
 
 
-class _ChosenTokens:
+class _LogprobRecorder:
     """A stopping criterion that never stops, but records log-probabilities, with the logits of a single position in memory."""
 
     def __init__(self) -> None:
@@ -222,8 +222,8 @@ class _ChosenTokens:
         """The log-probabilities of the new tokens, one tensor `[rows]` per position."""
         self._logits = torch.empty(0)
 
-    def see(self, logits: torch.Tensor) -> None:
-        self._logits = widened(logits)
+    def on_logits(self, logits: torch.Tensor) -> None:
+        self._logits = at_least_float32(logits)
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         self.logprobs.append(logprobs_of(self._logits, input_ids[:, -1].to(self._logits.device)))
@@ -235,9 +235,9 @@ def partition_prompts(
 ) -> list[list[list[int]]]:
     """Return for each round the indices of the prompts that each rank generates together.
 
-    In a round a rank has at most `batch`. Prompts are dealt in turn, the longest first, so that the ranks' total lengths differ by
-    at most one prompt. The prompts of a rank, or with `whole_rounds` of all ranks, in a round have similar lengths, or with
-    `one_length` equal ones.
+    A rank has at most `batch` prompts in a round. Prompts are assigned to ranks round-robin, the longest first, so that the total
+    lengths of two ranks differ by one prompt at most. The prompts of a rank, or with `whole_rounds` of all ranks, in a round have
+    similar lengths, or with `one_length` equal ones.
     """
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     if not one_length:
@@ -252,5 +252,5 @@ def partition_prompts(
         groups.append([alike[begin : begin + size] for begin in range(0, len(alike), size)])
     if not whole_rounds:
         groups = [sorted(chain.from_iterable(groups), key=lambda part: -len(part) * lengths[part[0]])]
-    dealt = [parts[begin : begin + ranks] for parts in groups for begin in range(0, len(parts), ranks)]
-    return [[*parts, *[[]] * (ranks - len(parts))] for parts in dealt]
+    rounds_of_batches = [parts[begin : begin + ranks] for parts in groups for begin in range(0, len(parts), ranks)]
+    return [[*parts, *[[]] * (ranks - len(parts))] for parts in rounds_of_batches]

@@ -34,7 +34,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
     """Read the prompts of a file of JSON lines; empty lines are skipped.
 
     Raises:
-        DataError: for a file that cannot be read or has no prompt, and for lines that are none, with their numbers.
+        DataError: for a file that cannot be read or has no prompt, and for invalid lines, with their numbers.
     """
     try:
         # Symbolic links may be followed, as nothing here writes to the file.
@@ -107,7 +107,7 @@ def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
 
 
 def problem_of(prompt: Any, key: str | None = None) -> str:
-    """Return the form that a prompt, or a prompt under this `key`, must have if it is not valid; empty if it is."""
+    """Return the required form of an invalid prompt, or of an invalid value of its `key`, for an error; empty for a valid one."""
     if isinstance(prompt, str) and key in (None, "text"):
         return "" if prompt else "is text of at least one letter"
     items = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes) else []

@@ -104,7 +104,7 @@ class RequestLoop:
                 self._queue.sort(key=itemgetter(0), reverse=True)
             self._partition()
             if self._queue or any(self._open):
-                self._forwards(1 if news.streams else _MOST_FORWARDS, eager=news.streams)
+                self._run_forwards(1 if news.streams else _MOST_FORWARDS, eager=news.streams)
             elif news.stopping:
                 return sum(batch.computed for batch in self._batches)
 
@@ -142,7 +142,7 @@ class RequestLoop:
             if taker == self._mesh.data_index:
                 min(self._batches, key=lambda batch: batch.open_tokens).add(request, settings)
 
-    def _forwards(self, most: int, *, eager: bool) -> None:
+    def _run_forwards(self, most: int, *, eager: bool) -> None:
         """Run up to `most` forwards of each batch, equally many on replicas that gather each other's parameters."""
         for batch in self._batches:
             batch.plan(eager=eager)
@@ -152,7 +152,7 @@ class RequestLoop:
         else:
             count = min([most, *(batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy)]) if busy else 0
         if self._together:
-            # The most of all replicas, or in a pipeline the fewest of those with work; idle ones join in.
+            # All replicas run the largest count, or in a pipeline the smallest count of those with requests; idle ones take part.
             fewest = self._pipeline is not None and count > 0
             agreed = torch.tensor([most + 1 - count if fewest else count])
             count = int(self._mesh.data.all_reduce_max(agreed, "forwards")[0])
@@ -163,7 +163,7 @@ class RequestLoop:
                 with self._engine.evaluation():
                     self._pipeline.run_turns(self._batches, count, self._module)
             for batch in self._batches:
-                batch.settle()
+                batch.remove_ended()
             return
         (batch,) = self._batches
         for _ in range(count):
@@ -173,4 +173,4 @@ class RequestLoop:
             with self._engine.evaluation():
                 logits = self._module(**inputs).logits[:, -1]
             batch.take(batch.choose(logits))
-            batch.settle()
+            batch.remove_ended()

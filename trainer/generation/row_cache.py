@@ -122,9 +122,9 @@ class RowCache(Cache):  # type: ignore[misc]
         needed = columns.width + new
         # Unused columns are reclaimed where they are a quarter of all; otherwise buffers grow by half.
         longer = columns.capacity if 4 * needed <= 3 * columns.capacity else max(needed, columns.capacity * 3 // 2)
-        self._move(self, rows=None, capacity=longer, end=columns.width)
+        self._reallocate(self, rows=None, capacity=longer, end=columns.width)
 
-    def added(self, rows: int, new: int) -> None:
+    def record_columns(self, rows: int, new: int) -> None:
         """Record that a forward over `rows` rows has added `new` columns to all layers of this rank."""
         columns = self.columns
         columns.lengths = [length + new for length in columns.lengths or [0] * rows]
@@ -140,7 +140,7 @@ class RowCache(Cache):  # type: ignore[misc]
         held = min((len(layer.buffers[0]) for layer in self.layers if layer.buffers), default=0)
         if held < rows or width > columns.end:
             more = min(most_rows, max(rows, 2 * before)) if held < rows else held
-            self._move(other, rows=more, capacity=max(columns.capacity, width + _FEWEST_COLUMNS), end=width)
+            self._reallocate(other, rows=more, capacity=max(columns.capacity, width + _FEWEST_COLUMNS), end=width)
         start, end = columns.end - width, columns.end
         for layer, theirs in zip(self.layers, other.layers, strict=True):
             for index, buffer in enumerate(layer.buffers):
@@ -167,7 +167,7 @@ class RowCache(Cache):  # type: ignore[misc]
         if not last:
             columns.end = 0
 
-    def _move(self, like: RowCache, *, rows: int | None, capacity: int, end: int) -> None:
+    def _reallocate(self, like: RowCache, *, rows: int | None, capacity: int, end: int) -> None:
         """Reallocate buffers with `rows` rows (None: as many as now) and `capacity` columns, and move the contents to end at column
         `end`; new buffers get the shapes of `like`."""
         columns = self.columns

@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 
 from zeromesh.trainer.generation.requests import Finish, Progress, Request
 from zeromesh.trainer.generation.row_cache import RowCache, layers_of
-from zeromesh.trainer.generation.sampling import RowSampler, logprobs_of, widened
+from zeromesh.trainer.generation.sampling import RowSampler, at_least_float32, logprobs_of
 from zeromesh.trainer.generation.settings import ends_of
 
 
@@ -53,7 +53,7 @@ class RunningRow:
     finish: Finish | None = None
 
     @property
-    def left(self) -> int:
+    def budget(self) -> int:
         """The number of new tokens that may still be generated."""
         return 0 if self.finish else self.limit - len(self.logprobs)
 
@@ -68,7 +68,7 @@ class RunningRow:
 
 
 class RunningBatch:
-    """The requests of one replica and their forwards. Finished rows stay until `settle`, so that tokens do not change shapes.
+    """The requests of one replica and their forwards. Finished rows stay until `remove_ended`, so that tokens do not change shapes.
 
     Args:
         module: the model that computes the forwards.
@@ -124,7 +124,7 @@ class RunningBatch:
                 row.finish = "cancelled"
         self._ended += [row for row in self._waiting if row.finish]
         self._waiting = deque(row for row in self._waiting if not row.finish)
-        self.settle()
+        self.remove_ended()
 
     @property
     def _rows(self) -> list[RunningRow]:
@@ -139,7 +139,7 @@ class RunningBatch:
     def open_tokens(self) -> int:
         """The maximal number of tokens that are still to be computed."""
         prompts = sum(len(row.request.tokens) for row in (*self._waiting, *self._joining))
-        return prompts + sum(row.left for row in self._rows)
+        return prompts + sum(row.budget for row in self._rows)
 
     def plan(self, *, eager: bool) -> ForwardKind:
         """Choose the next forward. With `eager`, requests join as soon as one row is free, not only when several are."""
@@ -161,7 +161,7 @@ class RunningBatch:
         free = self._most_rows - len(self._running)
         if free < 1 or (self._running and not eager and free < min(len(self._waiting), -(-self._most_rows // 8))):
             return
-        widths = [length + row.left for row, length in zip(self._running, self._cache.columns.lengths, strict=True)]
+        widths = [length + row.budget for row, length in zip(self._running, self._cache.columns.lengths, strict=True)]
         longest = len(self._waiting[0].tokens)
         for row in list(self._waiting)[: 2 * free]:
             length = len(row.tokens)
@@ -217,7 +217,7 @@ class RunningBatch:
         log-probabilities as float64 `[2, rows]`, with no columns after a prefill."""
         chosen = torch.zeros(2, self.shape()[0], dtype=torch.float64)
         if self._kind is ForwardKind.DECODE:
-            logits = widened(logits)
+            logits = at_least_float32(logits)
             tokens = logits.argmax(dim=-1)
             for index, row in enumerate(self._running):
                 if not row.sampler.is_plain:
@@ -233,14 +233,14 @@ class RunningBatch:
         if self._after_prefill:
             begin, new = self._joining_cache.columns.width, self._columns()
             self.computed += sum(max(0, min(len(row.request.tokens) - 1, begin + new) - begin) for row in self._joining)
-            self._joining_cache.added(len(self._joining), new)
+            self._joining_cache.record_columns(len(self._joining), new)
         else:
             self.computed += sum(row.finish is None for row in self._running)
-            self._cache.added(len(self._running), 1)
+            self._cache.record_columns(len(self._running), 1)
             for row, token, logprob in zip(self._running, chosen[0].tolist(), chosen[1].tolist(), strict=True):
                 row.add(int(token), logprob)
 
-    def settle(self) -> None:
+    def remove_ended(self) -> None:
         """Remove the rows that have ended."""
         for index in range(len(self._running) - 1, -1, -1):
             row = self._running[index]
@@ -255,13 +255,13 @@ class RunningBatch:
         but at least `fewest`, whose last forwards may compute a finished row in vain."""
         if self._kind is not ForwardKind.DECODE or self._joining:
             return 1
-        return max(fewest, min((row.left for row in self._running if row.finish is None), default=1))
+        return max(fewest, min((row.budget for row in self._running if row.finish is None), default=1))
 
     def most_forwards(self) -> int:
         """Return an upper bound of the forwards until all requests have ended."""
         prompts = sum(len(row.request.tokens) for row in (*self._waiting, *self._joining))
         chunks = -(-prompts // self._prefill_tokens) + len(self._waiting) + len(self._joining)
-        return sum(row.left for row in self._rows) + chunks
+        return sum(row.budget for row in self._rows) + chunks
 
     def progress(self) -> list[Progress]:
         """Return the progress of all requests since the last call."""

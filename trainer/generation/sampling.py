@@ -40,7 +40,7 @@ class RowSampler:
         scores: torch.Tensor = self._processors(ids, logits[None].to(dtype, copy=True))[0]
         if self._generator is None:
             return scores.argmax()
-        return torch.multinomial(_drawable(scores.softmax(dim=-1)), 1, generator=self._generator)[0]
+        return torch.multinomial(_without_nan(scores.softmax(dim=-1)), 1, generator=self._generator)[0]
 
 
 class RowDraws(TorchFunctionMode):
@@ -58,17 +58,17 @@ class RowDraws(TorchFunctionMode):
             return func(*args, **kwargs)
         rows = zip(args[0], self._generators, strict=True)
         return torch.stack(
-            [func(_drawable(row), *args[1:], **{**kwargs, "generator": generator}) for row, generator in rows]
+            [func(_without_nan(row), *args[1:], **{**kwargs, "generator": generator}) for row, generator in rows]
         )
 
 
-def _drawable(probabilities: torch.Tensor) -> torch.Tensor:
+def _without_nan(probabilities: torch.Tensor) -> torch.Tensor:
     """Return probabilities without NaN, for `multinomial`; a row of NaN, whose token is discarded, becomes uniform."""
     return probabilities.nan_to_num(nan=1.0)
 
 
-def widened(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits as float32, or as float64 if they are."""
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits converted to float32; float64 logits are returned unchanged."""
     return logits if logits.dtype is torch.float64 else logits.float()
 
 

@@ -27,7 +27,7 @@ from zeromesh.trainer.models.user_model import positive
 
 _NEW_TOKENS = 128
 """The default of `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one."""
-_DECIDED_HERE = {  # Fields of `GenerationConfig` that are refused, and what to use instead.
+_ALTERNATIVES = {  # Fields of `GenerationConfig` that are refused, and what to use instead.
     "num_return_sequences": "give a prompt several times",
     "max_time": "give max_new_tokens",
     "stop_strings": "give eos_token_id, or cut the text",
@@ -37,7 +37,7 @@ _DECIDED_HERE = {  # Fields of `GenerationConfig` that are refused, and what to 
     "output_attentions": "results have none",
     "output_hidden_states": "results have none",
 }
-_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _DECIDED_HERE.items()}
+_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _ALTERNATIVES.items()}
 PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Decoding methods that continue a prompt by one text, a token at a time."""
 _LIBRARY_LOOP_ONLY = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
@@ -72,8 +72,8 @@ class ModelSettings:
         self._looks_ahead = any(getattr(part, "is_causal", True) is False for part in module.modules())
         self._tried: set[str] = set()
 
-    def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, tried: bool = True) -> GenerationConfig:
-        """Return the settings to continue a prompt of `prompt_tokens` tokens; with `tried` they first choose a token in a trial.
+    def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, trial: bool = True) -> GenerationConfig:
+        """Return the settings to continue a prompt of `prompt_tokens` tokens; with `trial` they first choose one token.
 
         Raises:
             ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
@@ -111,11 +111,11 @@ class ModelSettings:
         elif settings.max_new_tokens is None:
             settings.max_new_tokens, settings.max_length = max(1, settings.max_length - prompt_tokens), None
         check_arguments(self._module, {"generation_config": settings}, self._mesh)
-        if tried:
-            self._try(settings, fields)
+        if trial:
+            self._choose_once(settings, fields)
         return settings
 
-    def _try(self, settings: GenerationConfig, fields: Mapping[str, Any]) -> None:
+    def _choose_once(self, settings: GenerationConfig, fields: Mapping[str, Any]) -> None:
         """Choose one token by new fields, as a running batch would, so that they cannot fail inside a batch."""
         tried = {name: value for name, value in fields.items() if name != "max_new_tokens"}
         key = json.dumps(tried, sort_keys=True, default=repr)
@@ -129,7 +129,7 @@ class ModelSettings:
                 sampler.choose(torch.zeros(module.config.get_text_config().vocab_size), prompt)
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             text = summary(error)
-            raise ConfigError(f"generate: {text}{'' if any(name in text for name in fields) else _OWN}") from error
+            raise ConfigError(f"generate: {text}{'' if any(name in text for name in fields) else _ORIGIN}") from error
         self._tried.add(key)
 
     def why_unbatched(self, settings: GenerationConfig) -> str:
@@ -165,11 +165,11 @@ class ModelSettings:
         return ""
 
 
-_OWN = " (the model's generation_config.json says so)"
-_COUNTS = ("num_beams", "num_beam_groups", "num_return_sequences")
-_SHARES = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
-_IDS_OF_MODELS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
+_ORIGIN = " (the model's generation_config.json says so)"
+_COUNT_FIELDS = ("num_beams", "num_beam_groups", "num_return_sequences")
+_RATIOS = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+_TOKEN_IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
+_MODEL_TOKEN_IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
 """Token ids of small model copies are often beyond the vocabulary, where they have no effect; a negative one stands for none."""
 
 
@@ -179,24 +179,24 @@ def _wrong_values(
     """Return the reasons why values are wrong. An int becomes a float where the library expects one."""
     found: dict[str, str] = {}
     kinds = {name: type(default) for name, default in settings._get_default_generation_params().items()}
-    for name, kind in {**kinds, **dict.fromkeys(_SHARES, float), "max_new_tokens": int, "min_new_tokens": int}.items():
+    for name, kind in {**kinds, **dict.fromkeys(_RATIOS, float), "max_new_tokens": int, "min_new_tokens": int}.items():
         value = getattr(settings, name, None)
         if value is None or kind not in (int, float):
             continue
-        least = 1 if name in _COUNTS else 0 if kind is int or name in _SHARES else -math.inf
-        most = 1 if name in _SHARES else sys.maxsize if kind is int else math.inf
+        least = 1 if name in _COUNT_FIELDS else 0 if kind is int or name in _RATIOS else -math.inf
+        most = 1 if name in _RATIOS else sys.maxsize if kind is int else math.inf
         if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
             found[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
         else:
             setattr(settings, name, kind(value))
-    for name in (*_IDS, *_IDS_OF_MODELS):
+    for name in (*_TOKEN_IDS, *_MODEL_TOKEN_IDS):
         value = getattr(settings, name, None)
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        most = vocabulary if name in fields or (name in _IDS and name not in beyond) else sys.maxsize
-        least = 0 if name in _IDS else -sys.maxsize
+        most = vocabulary if name in fields or (name in _TOKEN_IDS and name not in beyond) else sys.maxsize
+        least = 0 if name in _TOKEN_IDS else -sys.maxsize
         if not all(type(each) is int and least <= each < most for each in ids):
             found[name] = f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
-    return [f"{name} is {text}{'' if name in fields else _OWN}" for name, text in found.items()]
+    return [f"{name} is {text}{'' if name in fields else _ORIGIN}" for name, text in found.items()]
 
 
 @dataclass(kw_only=True)
@@ -207,7 +207,7 @@ class ServedModel(PlacedModel):
     tokenizer: Tokenizer | None
 
 
-def end_also_at(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequence[int]], str]) -> list[str]:
+def add_end_tokens(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequence[int]], str]) -> list[str]:
     """Add end tokens to a model's saved generation settings; returns a note for each new one. `name` decodes tokens."""
     settings: Any = getattr(pretrained_of(model), "generation_config", None)
     notes = []

@@ -44,7 +44,7 @@ from zeromesh.trainer.generation.prompts import Prompt, split_prompt, tokens_of
 from zeromesh.trainer.generation.request_loop import RequestLoop
 from zeromesh.trainer.generation.requests import Inbox, Progress, Request
 from zeromesh.trainer.generation.settings import ModelSettings, ServedModel, check_arguments, decoder_positions
-from zeromesh.trainer.loop.trained_model import ran_out
+from zeromesh.trainer.loop.trained_model import is_out_of_memory
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
 from zeromesh.trainer.models.build import build_model, directory_of, pin_sources, read_configuration
 from zeromesh.trainer.models.hub_form import HubForm
@@ -52,9 +52,9 @@ from zeromesh.trainer.models.prepare import prepare_model, use_attention
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.setup.build import connect, require_same_settings, set_products
+from zeromesh.trainer.setup.build import connect, require_same_settings, set_tf32
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
-from zeromesh.trainer.setup.model import begin_alike, divide_model, fill_engine
+from zeromesh.trainer.setup.model import divide_model, fill_engine, synchronize_initial_values
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
@@ -62,7 +62,7 @@ from zeromesh.zero.engine import ZeroEngine
 _RESOLVED = "config.resolved.yaml"
 _FLOAT64_ROLES = ("precision.master=float64", "precision.reduce=float64")
 """Overrides of dtype roles that generation does not use; float64 agrees with every compute dtype."""
-_FOR_TRAINING = {"model.lora": "adapters that are trained", "precision.linear": "products of training"}
+_TRAINING_ONLY_KEYS = {"model.lora": "adapters that are trained", "precision.linear": "products of training"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +113,11 @@ class Generator(ModelOnMesh):
     ) -> None:
         asked: TrainerConfig = layout_of(source, config, sections, overrides)
         self.mesh: Mesh = connect(asked)
-        self._over = ""
+        self._unusable_reason = ""
         try:
             console = Console(sys.stderr, shown=self.mesh.rank == 0)
             with self.mesh.call("zeromesh.Generator()"), console:
-                self._model: ServedModel | None = place_model(asked, self.mesh, console)
+                self._model: ServedModel | None = build_served_model(asked, self.mesh, console)
                 if check or (check is None and not self.engine.options.offload.parameters.away):
                     self.engine.checkpoint_state.require_same_weights()
         except BaseException as error:
@@ -131,7 +131,7 @@ class Generator(ModelOnMesh):
     def placed(self) -> ServedModel:
         """The model. Raises `PhaseError` after `close`."""
         if self._model is None:
-            raise PhaseError(self._over)
+            raise PhaseError(self._unusable_reason)
         return self._model
 
     @property
@@ -221,7 +221,7 @@ class Generator(ModelOnMesh):
             found = f"{len(results.found)} of {counted(len(requests), 'prompt')} have a result"
             raise CollectiveError(f"{error}\n{found}; without one are {some(results.missing, 100)}") from error
         except (RuntimeError, MemoryError) as error:
-            if not ran_out(error):
+            if not is_out_of_memory(error):
                 raise
             why = f"generating ran out of memory ({summary(error)})"
             raise StorageError(f"{why}; lower batch (here {batch}), max_new_tokens or num_beams") from error
@@ -256,11 +256,11 @@ class Generator(ModelOnMesh):
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
-        return not self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, tried=False))
+        return not self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, trial=False))
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
-        why = self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, tried=False))
+        why = self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, trial=False))
         if why:
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         self.check_fields(fields)
@@ -334,7 +334,7 @@ class Generator(ModelOnMesh):
         model, self._model = self._model, None
         if model is not None:
             model.failure = model.failure or "close()"
-            self._over = model.over()
+            self._unusable_reason = model.unusable_reason()
             model.close()
             model.console.close()
             self.mesh.close()
@@ -347,7 +347,7 @@ class Generator(ModelOnMesh):
 
 
 class _Results:
-    """The results of one `generate`: those that are complete, and what has come so far of the others."""
+    """The complete results of one call of `generate`, and the tokens so far of the other requests."""
 
     def __init__(
         self, requests: Sequence[Request], placed: ServedModel, on_results: Callable[[Mapping[int, Generated]], object]
@@ -449,7 +449,7 @@ def layout_of(
     found = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
     problems = [
         f"{key} is for {what}, and nothing is trained here; leave it out"
-        for key, what in _FOR_TRAINING.items()
+        for key, what in _TRAINING_ONLY_KEYS.items()
         if attrgetter(key)(found) is not None
     ]
     if problems:
@@ -457,7 +457,7 @@ def layout_of(
     return found
 
 
-def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedModel:
+def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedModel:
     """Build the model that a configuration names and read its weights into this rank's part; all ranks call it.
 
     Raises:
@@ -468,7 +468,7 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     config = pin_sources(config, mesh, model_given=False)
     directory = directory_of(config.model.source or "", config.model.revision)
     config = _with_model_defaults(config)
-    set_products(config, mesh.device)
+    set_tf32(config, mesh.device)
     named = config.data.tokenizer or (directory if has_tokenizer(directory) else None)
     tokenizer = load_tokenizer(named) if named is not None else None
     console.status("building the model")
@@ -486,7 +486,7 @@ def place_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedMo
     if config.model.attention is not None:
         use_attention(model, config.model.attention, options.precision.compute, mesh.device)
     require_layout_fits(model, mesh.shape, trains=False)
-    notes = begin_alike(built, mesh, config.run.seed)
+    notes = synchronize_initial_values(built, mesh, config.run.seed)
     tiers = open_tiers(mesh, options)
     try:
         settings, hub_form = ModelSettings(model, mesh), HubForm(model)

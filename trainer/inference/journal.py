@@ -63,12 +63,12 @@ class ResultJournal:
                     raise ConfigError(
                         f"another command writes its results to {self.path} now; wait for it, or give another --out"
                     )
-                self._continue()
+                self._resume()
             except BaseException:
                 self.close()
                 raise
 
-    def _continue(self) -> None:
+    def _resume(self) -> None:
         """Read the results of the lines that are whole, and go on after them: a torn last line is overwritten."""
         kept = 0
         for line in self._file:

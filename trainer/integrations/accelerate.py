@@ -51,7 +51,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
 
 
 class PreparedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelerate has no types.
-    """A scheduler that counts the batches of all data-parallel ranks, as tensor ranks share theirs."""
+    """A scheduler that advances once per data-parallel rank in each step, where accelerate's advances once per process."""
 
     data_ranks = 1
 
@@ -73,9 +73,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, accumulation: int | None = None, **named: Any):
         """Create an accelerator with accelerate's arguments, of which `mixed_precision` is the dtype of forward and backward;
         master weights and the optimizer's state are float32. `zeromesh` is the configuration of `shard`: a path of a YAML or JSON
-        file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`. `accumulation` is the backwards of a step;
-        None: accelerate's `gradient_accumulation_steps`. Raises `ConfigError` for another partitioning plugin, and for processes
-        that accelerate does not see."""
+        file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`. `accumulation` is the number of backwards of
+        a step; None: accelerate's `gradient_accumulation_steps`. Raises `ConfigError` for another partitioning plugin, and for
+        processes that accelerate does not see."""
         if accelerator_kind() is None:
             named["cpu"] = True  # Otherwise accelerate ignores the other processes of a launch.
         for name in ("deepspeed", "fsdp", "megatron_lm"):
@@ -212,9 +212,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         _ORIGINALS[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
-        _replace(model, "save_pretrained", _store_whole, self)
+        _replace(model, "save_pretrained", _make_save_pretrained, self)
         if self._compute in _COMPUTE.values():
-            _replace(model, "forward", _compute_in, getattr(torch, str(self._compute)))
+            _replace(model, "forward", _cast_forward, getattr(torch, str(self._compute)))
         precision = {} if self._compute is None else {"compute": self._compute}
         # Stages 2 and 3 reduce gradients in each backward anyway.
         accumulation = (self._accumulation or self.gradient_accumulation_steps) if self._config.zero.stage < 2 else 1
@@ -328,7 +328,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         returns the directory."""
         with self._without_models():
             location = super().save_state(output_dir, safe_serialization, **named)
-        for directory, model, optimizer in self._stored(Path(location)):
+        for directory, model, optimizer in self._model_folders(Path(location)):
             save(directory, model, optimizer, alone=True)
         return location
 
@@ -345,7 +345,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
         with self._without_models(), _last_hook(self._load_model_state_pre_hook, note):
             super().load_state(input_dir, load_kwargs, **named)
-        for directory, model, optimizer in self._stored(read[0]):
+        for directory, model, optimizer in self._model_folders(read[0]):
             if load(directory, model, optimizer) is None:
                 raise PhaseError(f"there is no checkpoint of zeromesh in {directory}")
 
@@ -360,7 +360,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         finally:
             self._optimizers, self._leaves_models_alone = optimizers, False
 
-    def _stored(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:
+    def _model_folders(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:
         for number, model in enumerate(self._models):
             name = f"zeromesh_{number}" if number else "zeromesh"
             yield directory / name, model, self.optimizer_of(model)
@@ -380,7 +380,7 @@ def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[.
         del hooks[_last_hook]
 
 
-def _compute_in(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     """Return a model's `forward` with floating-point inputs cast to `dtype` and results to float32, as under autocast."""
 
     def converted(model: Any, /, *arguments: Any, **named: Any) -> Any:
@@ -393,7 +393,7 @@ def _compute_in(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[...
     return converted
 
 
-def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
+def _make_save_pretrained(store: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
     """Return a `save_pretrained` that saves whole parameters, in the dtype of the master weights; all ranks call it."""
 
     def stored(model: Any, /, save_directory: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> None:
@@ -418,13 +418,13 @@ def _store_whole(store: Callable[..., Any], accelerator: Accelerator) -> Callabl
 
 
 def _replace(
-    model: nn.Module, name: str, made_of: Callable[[Callable[..., Any], Any], Callable[..., Any]], how: Any
+    model: nn.Module, name: str, make_replacement: Callable[[Callable[..., Any], Any], Callable[..., Any]], option: Any
 ) -> None:
     own: Any = getattr(model, name, None)
     if own is None or hasattr(own, "of_accelerator"):
         return
     function = getattr(own, "__func__", None) or (lambda _, *arguments, **named: own(*arguments, **named))
-    replaced: Any = wraps(function)(made_of(function, how))
+    replaced: Any = wraps(function)(make_replacement(function, option))
     replaced.of_accelerator = True
     setattr(model, name, MethodType(replaced, model))
 

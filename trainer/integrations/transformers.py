@@ -33,7 +33,7 @@ _FOLDER = "zeromesh"
 _TRAINER: Any = object
 
 
-class _NoStates:
+class _OptimizerPlaceholder:
     """A placeholder for the optimizer while transformers writes or reads optimizer states."""
 
     read = False
@@ -135,7 +135,7 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
 
     def _without_states(self, call: Callable[[str | None], None], directory: str | None) -> bool:
         """Let transformers write or read its other files of a step; returns True if it tried to read optimizer states."""
-        own, self.optimizer = self.optimizer, _NoStates()
+        own, self.optimizer = self.optimizer, _OptimizerPlaceholder()
         try:
             call(directory)
             return bool(self.optimizer.read)
@@ -143,14 +143,14 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
             self.optimizer = own
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self._load_divided(resume_from_checkpoint):
+        if not self._load_zeromesh_checkpoint(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if not self._load_divided(self.state.best_model_checkpoint):
+        if not self._load_zeromesh_checkpoint(self.state.best_model_checkpoint):
             super()._load_best_model()
 
-    def _load_divided(self, checkpoint: str | PathLike[str]) -> bool:
+    def _load_zeromesh_checkpoint(self, checkpoint: str | PathLike[str]) -> bool:
         """Load a zeromesh checkpoint's weights into a partitioned model; returns False for another checkpoint or model."""
         stored = Path(checkpoint) / _FOLDER
         return is_sharded(self.model) and stored.is_dir() and load(stored, self.model) is not None

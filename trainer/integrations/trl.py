@@ -15,15 +15,15 @@ from transformers.trainer_utils import get_last_checkpoint
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.offload.accelerator import found as accelerator_kind
-from zeromesh.trainer.config.foreign_names import ARGUMENTS, EVERY, training_arguments
+from zeromesh.trainer.config.foreign_names import ARGUMENTS, STEP_INTERVALS, training_arguments
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.integrations.transformers import on_zeromesh
 from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.setup.named_objects import find_object
 
 _KINDS = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
-_ENGINE = ("zero", "parallel", "precision", "offload", "ema")
-_READ = frozenset(
+_SECTIONS = ("zero", "parallel", "precision", "offload", "ema")
+_CONVERTED_KEYS = frozenset(
     """
     model.source model.revision model.config model.lora model.attention model.activation_checkpointing data.train data.eval
     data.tokenizer batch.global_size optimizer.name optimizer.betas run.name run.output_dir checkpoint.resume train.method
@@ -34,15 +34,15 @@ _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet
 
 
 def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
-    """Return the arguments of TRL's configuration class of a method, for so many ranks. Raises `ConfigError` with all keys that TRL
-    has no argument for."""
+    """Return the arguments of TRL's configuration class of a method, for a launch of `ranks` ranks. Raises `ConfigError` with
+    all keys that TRL has no argument for."""
     given = config.model_dump(exclude_unset=True)
     keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
-    known = (*ARGUMENTS, *EVERY, *_READ)
+    known = (*ARGUMENTS, *STEP_INTERVALS, *_CONVERTED_KEYS)
     problems = [
         f"{key}: train.method {config.train.method} hands the run to TRL, which has no such setting; leave it out"
         for key in keys
-        if key not in known and key.partition(".")[0] not in _ENGINE
+        if key not in known and key.partition(".")[0] not in _SECTIONS
     ]
     found = training_arguments(keys)
     if "model.activation_checkpointing" in keys:
@@ -116,7 +116,7 @@ def train(config: TrainerConfig) -> None:
             target_modules=lora.targets or "all-linear",
         )
     named |= {"reward_funcs": rewards} if rewards else {}
-    sections = {name: value for name in _ENGINE if (value := getattr(config, name).model_dump(exclude_unset=True))}
+    sections = {name: value for name in _SECTIONS if (value := getattr(config, name).model_dump(exclude_unset=True))}
     trainer = on_zeromesh(getattr(trl, f"{kind}Trainer"))(
         source, args=made, processing_class=tokenizer, zeromesh=sections, **named
     )

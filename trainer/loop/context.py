@@ -224,12 +224,12 @@ class RunContext:
     @property
     def total_flos(self) -> float:
         """Floating-point operations so far, by transformers' estimate; see `RunState.total_flos`."""
-        return 6.0 * self.progress.tokens * self.model.counted
+        return 6.0 * self.progress.tokens * self.model.flop_parameters
 
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that must match in a process that resumes this run."""
-        return settings_of(self.config, model=self.model.described, data=self.data_description)
+        return settings_of(self.config, model=self.model.description, data=self.data_description)
 
     def loader(self, feed: Feed, *, last: int, state: Mapping[str, Any] | None = None) -> BatchLoader:
         """Return this rank's batches of a feed; see `BatchLoader`."""

@@ -21,8 +21,8 @@ _Function = Callable[..., Any]
 
 
 class DeviceBatch(dict[str, Any]):
-    """A batch whose tensors are on the device inside `present`. `targets` is the host's count of targets; None: only forward
-    counts."""
+    """A batch whose tensors are on the device inside `present`. `targets` is the number of targets that the host has counted; None:
+    the forward counts them."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class DeviceBatch(dict[str, Any]):
         before: Self | None = None,
     ) -> None:
         """Floating-point inputs become `compute`, except labels. `copies` is the stream of copies to the device, from pinned
-        memory, which the host does not wait for; None: the device is the CPU. `before` is the batch that is computed on first."""
+        memory, which the host does not wait for; None: the device is the CPU. `before` is the previous batch."""
         super().__init__(batch)
         self.targets = targets
         self._device, self._compute, self._copies = device, compute, copies
@@ -85,10 +85,10 @@ class DeviceBatch(dict[str, Any]):
             yield
             return
         answers: dict[str, _Function] = {
-            "find_packed_sequence_indices": self._sequences,
-            "_ignore_causal_mask_sdpa": self._ignored,
-            "_ignore_bidirectional_mask_sdpa": self._ignored,
-            "fast_all": self._all,
+            "find_packed_sequence_indices": self._find_packed_sequences,
+            "_ignore_causal_mask_sdpa": self._ignores,
+            "_ignore_bidirectional_mask_sdpa": self._ignores,
+            "fast_all": self._is_all_true,
         }
         there = vars(masking_utils)
         with replaced(
@@ -96,7 +96,7 @@ class DeviceBatch(dict[str, Any]):
         ):
             yield
 
-    def _sequences(self, find: _Function, position_ids: Tensor) -> Tensor | None:
+    def _find_packed_sequences(self, find: _Function, position_ids: Tensor) -> Tensor | None:
         """Skip the detection of packed sequences where the host has found none, and force it otherwise."""
         if not self._packed:
             return None
@@ -105,13 +105,13 @@ class DeviceBatch(dict[str, Any]):
             sequences: Tensor = find(position_ids)
         return sequences
 
-    def _ignored(self, ignored: _Function, padding_mask: Tensor | None = None, *arguments: Any, **named: Any) -> bool:
+    def _ignores(self, ignored: _Function, padding_mask: Tensor | None = None, *arguments: Any, **named: Any) -> bool:
         """Treat a mask without padding as no mask."""
         pads_nothing = None if padding_mask is None else self._masks.get(padding_mask.shape)
         if pads_nothing is None:
             return bool(ignored(padding_mask, *arguments, **named))
         return pads_nothing and bool(ignored(None, *arguments, **named))
 
-    def _all(self, fast_all: _Function, mask: Tensor) -> Any:
+    def _is_all_true(self, fast_all: _Function, mask: Tensor) -> Any:
         known = self._masks.get(mask.shape)
         return fast_all(mask) if known is None else known

@@ -70,17 +70,17 @@ def require_metric(run: RunContext) -> None:
 
 
 def generation_of(
-    run: RunContext, wanted: bool | None, fields: Mapping[str, Any], *, metrics: bool
+    run: RunContext, requested: bool | None, fields: Mapping[str, Any], *, metrics: bool
 ) -> BatchGeneration | None:
     """Return the generation of an evaluation, by `fields` of `GenerationConfig` on top of the configuration's; None without one.
 
-    `wanted` overrides the configuration unless it is None. With `metrics`, only `compute_metrics` sees the generated tokens.
+    `requested` overrides the configuration unless it is None. With `metrics`, only `compute_metrics` sees the generated tokens.
 
     Raises:
         ConfigError: for fields or a model that do not go with it, or that differ between ranks, and where nothing sees the tokens.
     """
     section = run.config.run
-    if not (section.predict_with_generate if wanted is None else wanted):
+    if not (section.predict_with_generate if requested is None else requested):
         if fields:
             raise ConfigError(
                 f"{', '.join(fields)}: an evaluation generates with predict_with_generate=True (run.predict_with_generate)"
@@ -125,11 +125,11 @@ def run_dataset(
             ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         collector = Collector(run.mesh, ignored, run.inputs.preprocess_logits_for_metrics, generation)
 
-    def go_on(done: int, total: int) -> bool:
-        run.console.evaluating(done, total)
+    def should_continue(done: int, total: int) -> bool:
+        run.console.show_evaluation(done, total)
         expected = 0 if collector is None else collector.nbytes // done * total
-        if expected >= _NOTED_BYTES and collector is not None and not collector.told:
-            collector.told = True
+        if expected >= _NOTED_BYTES and collector is not None and not collector.size_noted:
+            collector.size_noted = True
             run.console.note(
                 f"evaluation: each rank collects {human_bytes(expected)} of what the model returns; "
                 "preprocess_logits_for_metrics would reduce it first, to the most likely tokens for instance"
@@ -139,7 +139,7 @@ def run_dataset(
 
     averaged = run.model.averaged() if run.config.ema.evaluate else nullcontext()
     with averaged, run.loader(feed, last=1) as loader:
-        result = run.model.stepper.evaluate(loader, go_on, collector)
+        result = run.model.stepper.evaluate(loader, should_continue, collector)
     if result is None:
         return None
     loss, targets = result

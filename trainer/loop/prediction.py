@@ -44,12 +44,12 @@ class Collector:
         self._found: list[Tree] = []
         self.nbytes = 0
         """Bytes gathered so far, on each rank."""
-        self.told = preprocess is not None or generation is not None
-        """True once the note about the size of the outputs is no longer due."""
+        self.size_noted = preprocess is not None or generation is not None
+        """True if the note about the size of the outputs is not needed, or has been shown."""
 
     def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
         """Return a microbatch's outputs without the loss, or its generated tokens, and its labels, as arrays on the CPU."""
-        labels = _unwrapped([batch[name] for name in _LABELS if name in batch])
+        labels = _single_or_tuple([batch[name] for name in _LABELS if name in batch])
         if self.generation is None:
             if isinstance(outputs, Mapping):
                 known = self._ignored
@@ -59,10 +59,10 @@ class Collector:
                 outputs = [value for value in outputs if not isinstance(value, Tensor) or value.dim()]
             else:
                 outputs = [outputs]
-            outputs = _unwrapped(outputs)
+            outputs = _single_or_tuple(outputs)
             if self._preprocess is not None:
                 outputs = self._preprocess(outputs, labels)
-        return {"predictions": _numpy(outputs), "label_ids": _numpy(labels)}
+        return {"predictions": _array(outputs), "label_ids": _array(labels)}
 
     def add(self, parts: Sequence[Tree | None]) -> None:
         """Add this rank's outputs of one round of microbatches; None stands for no output."""
@@ -83,21 +83,21 @@ class Collector:
         filler = PADDING if self.generation is None else self.generation.padding
         try:
             whole = {
-                name: self._whole(name, padding) for name, padding in (("predictions", filler), ("label_ids", PADDING))
+                name: self._merge(name, padding) for name, padding in (("predictions", filler), ("label_ids", PADDING))
             }
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
         return EvalPrediction(**whole)
 
-    def _whole(self, name: str, padding: int) -> Tree:
-        """Release each piece once it is copied."""
+    def _merge(self, name: str, padding: int) -> Tree:
+        """Return the output `name` of all samples as one tree of arrays; each piece is released once it is copied."""
         flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
         structure = flat[0][1]
         if any(other != structure for _, other in flat):
             raise ValueError(f"{name} of several structures")
         columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
         del flat
-        return pytree.tree_unflatten([_concatenated(column, padding) for column in columns], structure)
+        return pytree.tree_unflatten([_concatenate(column, padding) for column in columns], structure)
 
 
 def _encode(tree: Tree) -> bytes:
@@ -113,23 +113,23 @@ def _decode(content: bytes) -> Tree:
     return pytree.tree_unflatten([arrays.get(str(number)) for number in range(structure.num_leaves)], structure)
 
 
-def _unwrapped(found: Sequence[Any]) -> Any:
+def _single_or_tuple(found: Sequence[Any]) -> Any:
     return None if not found else found[0] if len(found) == 1 else tuple(found)
 
 
-def _numpy(tree: Any) -> Tree:
+def _array(tree: Any) -> Tree:
     """Convert tensors to NumPy arrays; 16-bit floats become float32, as NumPy has no bfloat16."""
     if isinstance(tree, Mapping):
-        return {name: _numpy(value) for name, value in tree.items()}
+        return {name: _array(value) for name, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return type(tree)(_numpy(value) for value in tree) if type(tree) in (tuple, list) else tuple(map(_numpy, tree))
+        return type(tree)(_array(value) for value in tree) if type(tree) in (tuple, list) else tuple(map(_array, tree))
     if isinstance(tree, Tensor):
         wide = tree.float() if tree.is_floating_point() and tree.dtype.itemsize < 4 else tree
         return wide.detach().cpu().numpy()
     return tree if tree is None else np.asarray(tree)
 
 
-def _concatenated(parts: list[Any], padding: int) -> Any:
+def _concatenate(parts: list[Any], padding: int) -> Any:
     """Concatenate one output along dim 0, padded where dim 1 differs. The list is emptied meanwhile."""
     if parts[0] is None or parts[0].ndim < 2:
         return None if parts[0] is None else np.concatenate(parts) if parts[0].ndim else np.stack(parts)

@@ -49,7 +49,7 @@ class Stepper:
         engine: ZeroEngine | None,
         pipeline: Pipeline | None = None,
     ) -> None:
-        """`engine` is None for a whole model; with `pipeline`, the engine's model is some stages of it."""
+        """`engine` is None for a model that is whole on this rank; with `pipeline`, this rank has some stages of the model."""
         self._model = model
         self._loss = loss
         self._mesh = mesh
@@ -134,13 +134,13 @@ class Stepper:
         self._driver.train(engine, work, self._loss_of, end)
 
         # Results on the device are read once, and reduced over all ranks with the host's in one collective.
-        counted = [number for number, each in enumerate(microbatches) if each.weight and self._counts]
+        counted = [number for number, each in enumerate(microbatches) if each.weight and self._counts_loss]
         computed = [self._computed[number] for number in counted]
         values, squares = engine.read_step(_tensors_in(computed))
         asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT, before_update is not None]
         sums = torch.tensor([0, 0, 0, *asked, squares, engine.lacks_gradients], dtype=torch.float64)
         for number, (loss, targets, scalars) in zip(counted, _with_values(computed, values), strict=True):
-            own = [loss * shares[number], whole_count(targets), _inputs_of(batches[number])[1]]
+            own = [loss * shares[number], whole_count(targets), _count_inputs(batches[number])[1]]
             sums[:3] += torch.tensor(own, dtype=torch.float64)
             self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])
@@ -167,7 +167,7 @@ class Stepper:
         return StepResult(
             loss=loss_sum / targets,
             tokens=int(inputs),
-            unit=_inputs_of(batches[0])[0],
+            unit=_count_inputs(batches[0])[0],
             stop_signal=int(signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0),
             grad_norm=outcome.grad_norm,
             skipped=outcome.skipped,
@@ -182,13 +182,13 @@ class Stepper:
         )
 
     def evaluate(
-        self, loader: BatchLoader, go_on: Callable[[int, int], bool], collector: Collector | None = None
+        self, loader: BatchLoader, should_continue: Callable[[int, int], bool], collector: Collector | None = None
     ) -> tuple[float, int] | None:
         """Return the mean loss over a feed's dataset, each sample once, as if it were one batch, and the number of targets; the
-        loss is NaN without targets. Returns None once `go_on` returns False.
+        loss is NaN without targets. Returns None once `should_continue` returns False.
 
-        `go_on(done, total)` is called after each of this rank's microbatches, and must answer alike on all ranks. `collector`
-        gathers the model's outputs, or the tokens that it generates.
+        `should_continue(done, total)` is called after each of this rank's microbatches, and returns the same on all ranks.
+        `collector` gathers the model's outputs, or the tokens that it generates.
         """
         feed = loader.feed
         rounds = feed.plan.accumulation
@@ -218,13 +218,13 @@ class Stepper:
                     ]
                     results = [(loss, count, new) for (loss, count, _), new in zip(results, tokens, strict=True)]
                 for each, batch, (loss, count, outputs) in zip(group, batches, results, strict=True):
-                    counted = bool(each.weight) and self._counts
+                    counted = bool(each.weight) and self._counts_loss
                     if counted:
                         computed.append((loss, count))
                     parts.append(collector.part(outputs, batch) if collector is not None and counted else None)
                 if collector is not None:
                     collector.add(parts)
-                if not go_on(done, rounds):
+                if not should_continue(done, rounds):
                     return None
         sums = torch.zeros(2, dtype=torch.float64)
         for values in _with_values(computed, numbers(_tensors_in(computed))):
@@ -243,7 +243,7 @@ class Stepper:
             module.training = mode
 
     @property
-    def _counts(self) -> bool:
+    def _counts_loss(self) -> bool:
         """True if this rank counts the loss: one tensor rank of the stage with the loss."""
         last = self._mesh.pipeline.index == 0 if self._engine is None else self._driver.is_last
         return self._mesh.tensor.index == 0 and last
@@ -327,8 +327,8 @@ def _with_values(tree: Any, values: Iterable[float]) -> Any:
     return pytree.tree_map_only(Tensor, lambda _: next(found), tree)
 
 
-def _inputs_of(batch: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the unit of throughput, `tokens` for a batch with `input_ids` and otherwise samples, and the batch's number of it."""
+def _count_inputs(batch: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the unit of throughput, `tokens` for a batch with `input_ids` and otherwise samples, and their number in the batch."""
     ids = batch.get("input_ids")
     if isinstance(ids, Tensor):
         return "tokens", ids.numel()

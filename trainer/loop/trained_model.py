@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough mem
 """Messages of out-of-memory errors, which have no common class."""
 
 
-def ran_out(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Return True for an out-of-memory error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
@@ -48,17 +48,17 @@ class TrainedModel(PlacedModel):
 
     owner: ClassVar[str] = "trainer"
     steps_made: Callable[[], int]
-    described: Mapping[str, Any]
+    description: Mapping[str, Any]
     """The model's class and configuration before its first forward, by `description_of`: a forward may write into its
     configuration."""
     loss: Loss
-    put_back: Callable[[], None]
+    restore_modules: Callable[[], None]
     """Restores the attributes of modules that the run has changed."""
     feeds: Feeds
     flops: ModelFlops | None
     parameters: int
     """The number of parameters of the whole model, embeddings included; tied ones count once."""
-    counted: int
+    flop_parameters: int
     """The number of parameters in transformers' estimate of operations, without embeddings."""
     optimizer: OptimizerSettings
     stepper: Stepper
@@ -66,7 +66,7 @@ class TrainedModel(PlacedModel):
     gradients_ready: bool = False
     """True between the last backward of a step and its update, when `gradient` may be called."""
 
-    def over(self) -> str:
+    def unusable_reason(self) -> str:
         steps = counted(self.steps_made(), "whole step")
         return f"this run ended after {steps} with {self.failure}. It cannot go on; make a new Trainer"
 
@@ -76,7 +76,7 @@ class TrainedModel(PlacedModel):
 
         `uncounted` are bytes outside the ledger: activations, libraries, and other code's private memory.
         """
-        if not ran_out(error):
+        if not is_out_of_memory(error):
             return error
         mesh, engine, step = self.mesh, self.engine, self.steps_made()
         directory = Path(self.config.run.output_dir).expanduser() / self.config.run.name
@@ -155,11 +155,11 @@ class TrainedModel(PlacedModel):
         state.make_whole(self.divided.restore)
         engine.close()
         self.engine = None
-        self.put_back()
+        self.restore_modules()
         self.stepper = Stepper(self.module, self.loss, self.mesh, master, None)
 
     def close(self) -> None:
         """Release the run's files, shared memory and hooks."""
-        self.put_back()
+        self.restore_modules()
         super().close()
         self.engine = None

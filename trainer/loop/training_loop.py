@@ -86,15 +86,15 @@ class TrainingLoop:
     _tracking: Tracking = field(init=False)
     _profile: Profile = field(init=False)
     _stragglers: Stragglers = field(default_factory=Stragglers)
-    _stopped: int = 0
+    _signal: int = 0
     """The signal by which some rank was asked to stop; 0: none."""
-    _ended: str = ""
+    _end_reason: str = ""
     """The reason for an early end of the run; empty if there is none."""
     _start: dict[str, Any] = field(default_factory=dict)
     """Seconds of the phases of startup, until a line of metrics has logged them."""
     _line: Line | None = None
     """The current step's line of metrics, until it is logged."""
-    _written: int = 0
+    _last_written_step: int = 0
     """The latest step whose line is in the file."""
     _on_save_due: bool = False
     """True if the current step is saved and `on_save` is still to be called."""
@@ -107,8 +107,8 @@ class TrainingLoop:
         return self._evaluated[1:] if self._evaluated and self._evaluated[0] == self.run.progress.step else (None, None)
 
     @property
-    def _over(self) -> bool:
-        return self.run.finished or bool(self._stopped or self._ended)
+    def _is_over(self) -> bool:
+        return self.run.finished or bool(self._signal or self._end_reason)
 
     def fit(self) -> FitReport:
         """Train up to the last step. An interrupted run is resumed; for a finished one only a note is shown.
@@ -152,12 +152,12 @@ class TrainingLoop:
                 self._checkpoints.require_room()
             if not run.finished or progress.owes_evaluation:
                 self._train(feed)
-            if not self._stopped:
+            if not self._signal:
                 progress.report = self._end()
         if progress.report is None:
             run.console.note(f"stopped after step {progress.step}")
             # The process ends as it does by the signal's default action, but through `finally` blocks.
-            raise KeyboardInterrupt if self._stopped == signal.SIGINT else SystemExit(128 + self._stopped)
+            raise KeyboardInterrupt if self._signal == signal.SIGINT else SystemExit(128 + self._signal)
         if progress.max_nonfinite and 2 * progress.skipped > progress.step:
             raise NonFiniteError(
                 f"{progress.skipped} of {counted(progress.step, 'step')} made no update, because their gradients were not finite "
@@ -174,10 +174,10 @@ class TrainingLoop:
         state = self._checkpoints.resume(run.settings)
         if state is None:
             return
-        # The run's first process decides for the settings that the model has written to its configuration since.
-        kept = {name: value for name, value in run.model.described.items() if f"model.{name}" not in state.written}
+        # Settings that a forward has written into the model's configuration keep the values that the run's first process had.
+        kept = {name: value for name, value in run.model.description.items() if f"model.{name}" not in state.written}
         first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
-        run.model.described = kept | first
+        run.model.description = kept | first
         section, progress = run.config.run, run.progress
         progress.resume(state)
         self._evaluated = (state.step, state.eval_loss, state.metric)
@@ -219,7 +219,7 @@ class TrainingLoop:
         run, progress, section = self.run, self.run.progress, self.run.config.run
         progress.began = (time.perf_counter(), run.samples)
         run.events.call("on_train_begin")
-        if not self._over:
+        if not self._is_over:
             self._checkpoints.rehearse(self._state)
         # The last evaluation costs as much as so many steps: forward is a third of a step's work.
         samples = sum(map(len, run.data.evaluation_sets().values())) if section.eval_at_end else 0
@@ -229,18 +229,18 @@ class TrainingLoop:
             self._evaluate()
             run.start_times.end("evaluation")
         self._begin_epoch(resumed=progress.step > 0)
-        while not self._over:
+        while not self._is_over:
             self._train_one()
         wanted = (section.eval_at_end or progress.owes_evaluation) and self._current_evaluation[0] is None
-        if wanted and run.data.eval is not None and not self._stopped:
+        if wanted and run.data.eval is not None and not self._signal:
             self._save_last()
             self._evaluate()
-        if self._ended:
-            run.console.note(f"ended after step {progress.step}: {self._ended}")
+        if self._end_reason:
+            run.console.note(f"ended after step {progress.step}: {self._end_reason}")
         self._save_last()
         self._announce_save()
         self._checkpoints.close()
-        if not self._stopped:
+        if not self._signal:
             progress.summary = run.summary_values()
             run.log_values(progress.summary)
             run.events.call("on_train_end")
@@ -268,10 +268,10 @@ class TrainingLoop:
             run.console.note(
                 f"after step {progress.step}: a global batch has no target (all labels are {IGNORED_LABEL}) and is passed over"
             )
-            events.forget_requests()  # The ranks have not agreed on requests of a step that does not count.
+            events.forget_requests()  # A step that does not count has no requests; ranks did not combine them.
         else:
             self._finish_step(result, position)
-        if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._over and not self._stopped):
+        if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._is_over and not self._signal):
             self._end_epoch(position)
 
     def _before_update(self) -> None:
@@ -283,7 +283,7 @@ class TrainingLoop:
             model.gradients_ready = False
 
     def _finish_step(self, result: StepResult, position: int) -> None:
-        """Count and log a step, whose data was that of step `position`, and do what is due after it."""
+        """Count and log a step, and then evaluate, save or stop as requested; `position` is the index of the step's data."""
         run, progress, events, times = self.run, self.run.progress, self.run.events, self.run.start_times
         progress.add(result)
         number, first = progress.step, not times.over
@@ -291,7 +291,7 @@ class TrainingLoop:
             times.end("first step")
             times.over = True
             self._start = {"start": {part: round(seconds, 3) for part, seconds in times.parts.items()}}
-        self._stopped = self._stopped or result.stop_signal
+        self._signal = self._signal or result.stop_signal
         events.call("on_optimizer_step", number)
         self._stragglers.add(result.seconds, result.idle)
 
@@ -320,7 +320,7 @@ class TrainingLoop:
         if not self._log():
             run.console.advance(number)
         if due["log"]:
-            run.console.note(self._stragglers.look(number, busy))
+            run.console.note(self._stragglers.compare(number, busy))
         if progress.max_nonfinite and progress.skipped_in_a_row >= progress.max_nonfinite:
             raise NonFiniteError(
                 f"gradients were not finite in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {number} "
@@ -331,7 +331,7 @@ class TrainingLoop:
         self._act_on_requests(samples=every is not None and number % every == 0)
 
     def _due_after_step(self, position: int) -> dict[str, bool]:
-        """Return the actions that the configuration schedules after this step, whose data was that of step `position`."""
+        """Return for each action if the configuration schedules it after this step; `position` is the index of the step's data."""
         number, config = self.run.progress.step, self.run.config
         every, last = config.run, position + 1 == config.run.max_steps
 
@@ -367,14 +367,14 @@ class TrainingLoop:
             self._start = {}
         self._tracking.log(line)
         run.console.step(line)
-        self._written = line["step"]
+        self._last_written_step = line["step"]
 
     def _log(self) -> bool:
         """Log the current step, unless it is not due or done; returns True if it was logged now."""
         run, line = self.run, self._line
         if not run.events.control.should_log or line is None:
             return False
-        if self._written != line["step"]:
+        if self._last_written_step != line["step"]:
             line["peak_memory_bytes"] = rank_figures(run.mesh)[0]
             self._write(line)
         self._line = None
@@ -390,23 +390,23 @@ class TrainingLoop:
 
     def _act_on_requests(self, *, samples: bool = False) -> None:
         run = self.run
-        if run.events.control.should_evaluate and run.data.eval is not None and not self._stopped:
-            if self._over:
+        if run.events.control.should_evaluate and run.data.eval is not None and not self._signal:
+            if self._is_over:
                 self._save_last()
             self._evaluate()
             run.events.agree(run.mesh)
-        if samples and not self._stopped:
+        if samples and not self._signal:
             self._sample()
         if self._checkpoints.in_flight is not None:
             self._checkpoints.poll()
-        if run.events.control.should_save and not self._stopped:
+        if run.events.control.should_save and not self._signal:
             self._save()
-        if run.events.control.should_training_stop and not self._over:
-            self._ended = "a callback asked to stop"
+        if run.events.control.should_training_stop and not self._is_over:
+            self._end_reason = "a callback asked to stop"
 
     def _begin_epoch(self, *, resumed: bool = False) -> None:
         run, position = self.run, self.run.progress.position
-        if not self._over and (resumed or position == 0 or run.plan.ends_epoch(position - 1)):
+        if not self._is_over and (resumed or position == 0 or run.plan.ends_epoch(position - 1)):
             run.events.forget_requests()
             run.events.call("on_epoch_begin", int(run.plan.epoch_after(position)))
 
@@ -414,12 +414,12 @@ class TrainingLoop:
         """End an epoch, or the last one of the run, after the data of step `position`, and skip the rest of the epoch."""
         run, config = self.run, self.run.config
         epoch, whole = int(run.plan.epoch_after(position)), run.plan.ends_epoch(position)
-        if not whole and not self._over:
+        if not whole and not self._is_over:
             run.progress.passed_over += run.plan.next_epoch(position + 1) - position - 1
         run.events.forget_requests(stop_epoch=run.events.control.should_epoch_stop)
         run.events.request(
             log=config.run.log_every == "epoch",
-            evaluate=config.run.eval_every == "epoch" and (config.run.eval_at_end or not self._over or whole),
+            evaluate=config.run.eval_every == "epoch" and (config.run.eval_at_end or not self._is_over or whole),
             save=config.checkpoint.every_steps == "epoch",
         )
         run.events.call("on_epoch_end", epoch)
@@ -434,8 +434,8 @@ class TrainingLoop:
         def stop() -> bool:
             # Evaluations may be long, so ranks ask each other between microbatches.
             asked = torch.tensor([int(self._request.signal)])
-            self._stopped = self._stopped or int(run.mesh.world.all_reduce_max(asked, "requests to stop")[0])
-            return bool(self._stopped)
+            self._signal = self._signal or int(run.mesh.world.all_reduce_max(asked, "requests to stop")[0])
+            return bool(self._signal)
 
         values = evaluate(run, None, stop=stop, generation=generation_of(run, None, {}, metrics=True))
         if values is None:
@@ -447,7 +447,7 @@ class TrainingLoop:
         self._append(EVALUATIONS, line)
         # Callbacks compare with the previous best value, as with transformers.
         run.log_evaluation(values)
-        self._tracking.evaluated(line)
+        self._tracking.log_evaluation(line)
         if section.prompts_every is None:
             self._sample()
         goal = goal_of(section.metric, section.metric_goal)
@@ -455,7 +455,7 @@ class TrainingLoop:
         if section.load_best and best.step == progress.step:
             run.events.control.should_save = True
         if section.patience and best.waited >= section.patience:
-            self._ended = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
+            self._end_reason = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
         self._checkpoints.record(self._state())
 
     def _sample(self) -> None:
@@ -464,7 +464,7 @@ class TrainingLoop:
         with self.run.model.averaged() if self.run.config.ema.evaluate else nullcontext():
             lines = self.samples(self.run)
         self._append(SAMPLES, *lines)
-        self._tracking.sampled(self.run.progress.step, lines)
+        self._tracking.log_samples(self.run.progress.step, lines)
 
     def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
         """Append lines to another file beside that of the metrics."""
@@ -476,10 +476,10 @@ class TrainingLoop:
     def _save(self) -> None:
         run, checkpoints = self.run, self._checkpoints
         run.events.control.should_save = False
-        if self._over:
+        if self._is_over:
             self._save_last()
         if run.progress.step not in (checkpoints.latest, checkpoints.in_flight):
-            self._on_save_due = checkpoints.save(self._state(), wait=run.events.read_checkpoints)
+            self._on_save_due = checkpoints.save(self._state(), wait=run.events.reads_checkpoints)
         self._announce_save()
 
     def _save_last(self) -> None:
@@ -499,7 +499,7 @@ class TrainingLoop:
     def _state(self) -> TrainerState:
         run, progress = self.run, self.run.progress
         eval_loss, metric = self._current_evaluation
-        now, before = description_of(run.model.module), run.model.described
+        now, before = description_of(run.model.module), run.model.description
         return TrainerState(
             step=progress.step,
             samples=run.samples,

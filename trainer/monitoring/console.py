@@ -36,8 +36,8 @@ class _Terminal(RichConsole):
         raise BrokenPipeError("the reader of the output has gone")
 
 
-def _draws(method: Callable[Concatenate["Console", _P], None]) -> Callable[Concatenate["Console", _P], None]:
-    """Let a method of the console raise nothing, and do nothing after the first failure of any."""
+def _never_raising(method: Callable[Concatenate["Console", _P], None]) -> Callable[Concatenate["Console", _P], None]:
+    """Decorate a method of `Console`: a display error is logged, not raised, and from then on all its methods do nothing."""
 
     @wraps(method)
     def draw(console: "Console", /, *arguments: _P.args, **named: _P.kwargs) -> None:
@@ -86,7 +86,7 @@ class Console(AbstractContextManager["Console"]):
         self._live: Live | None = None
         self._numbers = ""
 
-    @_draws
+    @_never_raising
     def note(self, *lines: str | None) -> None:
         """Show lines once; None stands for no line. A `Detail` is shown in logs, and on terminals if `verbose`."""
         for line in filter(None, lines):
@@ -101,7 +101,7 @@ class Console(AbstractContextManager["Console"]):
             self._rich.print(Text("\n".join(wrapped(printable_lines(line).split("\n"), width))), soft_wrap=True)
             self._rich.file.flush()
 
-    @_draws
+    @_never_raising
     def status(self, text: str) -> None:
         """Show the current activity until the next output."""
         if self._notebook:
@@ -119,7 +119,7 @@ class Console(AbstractContextManager["Console"]):
         elif self._task is not None:
             self._progress.update(self._task, numbers=printable(text), refresh=True)
 
-    @_draws
+    @_never_raising
     def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
         """Start to show progress: `first_step` of `total_steps` are done, and the work after the last step takes about `after`
         steps."""
@@ -129,8 +129,8 @@ class Console(AbstractContextManager["Console"]):
         if self._is_terminal and self._task is None:
             self._task = self._bar().add_task("", total=total_steps, completed=first_step, numbers="")
 
-    @_draws
-    def evaluating(self, done: int, total: int) -> None:
+    @_never_raising
+    def show_evaluation(self, done: int, total: int) -> None:
         """Show the number of finished batches of an evaluation: on a terminal by a second bar, which disappears at the end."""
         if not self._is_terminal:
             self.status(f"evaluating: {done} of {counted(total, 'batch')}")
@@ -147,13 +147,13 @@ class Console(AbstractContextManager["Console"]):
                 self._progress = None
                 bar.stop()
 
-    @_draws
+    @_never_raising
     def advance(self, step: int) -> None:
         """Show that `step` steps are done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, numbers=self._numbers, refresh=self._due())
 
-    @_draws
+    @_never_raising
     def step(self, line: Mapping[str, Any]) -> None:
         """Show a logged step, given its line in `metrics.jsonl`."""
         if self._progress is not None:
@@ -218,7 +218,7 @@ class Console(AbstractContextManager["Console"]):
             self._progress.start()
         return self._progress
 
-    @_draws
+    @_never_raising
     def _update_line(self, text: str) -> None:
         if not self._due():
             return

@@ -14,7 +14,7 @@ from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
 
 UNCOUNTED = "uncounted"
 """The name of peak bytes that no purpose of the ledger covers."""
-_WORDS = {UNCOUNTED: "activations and libraries"}
+_TERM_TEXTS = {UNCOUNTED: "activations and libraries"}
 PlanTable = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Column names, of which the first is the layout, and a row for each term: its name, its predicted and measured value, and the
 relative error of the plan, as text."""
@@ -49,11 +49,11 @@ class PlanCheck:
         }
         highest, tiers = [self.peak, peak], {}
         for tier in {"device": None, **self.memory}:
-            said, seen = self.memory.get(tier, {}), memory.get(tier, {})
-            tiers[tier] = {name: [said.get(name, 0), seen.get(name, 0)] for name in {**said, **seen}}
-        here = tiers["device"]
-        here.pop("activations", None)  # Activations are transient, and only partly in the ledger.
-        here[UNCOUNTED] = [most - sum(pair[at] for pair in here.values()) for at, most in enumerate(highest)]
+            expected, actual = self.memory.get(tier, {}), memory.get(tier, {})
+            tiers[tier] = {name: [expected.get(name, 0), actual.get(name, 0)] for name in {**expected, **actual}}
+        device = tiers["device"]
+        device.pop("activations", None)  # Activations are transient, and only partly in the ledger.
+        device[UNCOUNTED] = [most - sum(pair[at] for pair in device.values()) for at, most in enumerate(highest)]
         self.result = {
             "layout": self.layout,
             "seconds": [sum(self.phases.values()), median(seconds for seconds, _ in steps)],
@@ -75,7 +75,7 @@ def comparison_table(record: Mapping[str, Any]) -> PlanTable:
     terms.append(("highest memory", human_bytes, record["peak"]))
     for tier, purposes in dict(record["memory"]).items():
         for name, pair in dict(purposes).items():
-            terms.append((f"{tier}: {_WORDS.get(name, name.replace('_', ' '))}", human_bytes, pair))
+            terms.append((f"{tier}: {_TERM_TEXTS.get(name, name.replace('_', ' '))}", human_bytes, pair))
     rows: list[tuple[str, ...]] = []
     for name, shown, (predicted, measured) in terms:
         off = f"{predicted / measured - 1:+.0%}" if measured else ""

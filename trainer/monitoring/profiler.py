@@ -24,8 +24,8 @@ from zeromesh.zero.engine import ZeroEngine
 FOLDER = "profile"
 STEP_MEMORY = "step_memory.json"
 _MOST_EVENTS = 20_000
-_NAME = f'"name": "{BACKWARD_RANGE}'
-_ROW = re.compile(r'(?<="tid": )[^,\s]+')
+_BACKWARD_NAME = f'"name": "{BACKWARD_RANGE}'
+_ROW_NUMBER = re.compile(r'(?<="tid": )[^,\s]+')
 
 
 class Profile(AbstractContextManager["Profile"]):
@@ -64,7 +64,7 @@ class Profile(AbstractContextManager["Profile"]):
         with ExitStack() as stack:
             self._first = self._first or number
             if number == self._first + 1 and self._mesh.rank == 0 and self._section.step_figures:
-                stack.enter_context(self._recorded_memory(number))
+                stack.enter_context(self._record_memory(number))
             if number in self.steps:
                 if self._profiler is None:
                     activities, memory = profiled(self._mesh.device), self._section.memory
@@ -79,7 +79,7 @@ class Profile(AbstractContextManager["Profile"]):
             self._mesh.meet("writing of traces")
 
     @contextmanager
-    def _recorded_memory(self, step: int) -> Iterator[None]:
+    def _record_memory(self, step: int) -> Iterator[None]:
         """Write the changes of bytes by purpose in the block.
 
             {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
@@ -130,8 +130,8 @@ def _write(profiler: profile, path: Path) -> None:
         own = False
         with plain.open(encoding="utf-8") as lines, gzip.open(packed, "wt", encoding="utf-8", compresslevel=5) as out:
             for line in lines:
-                own = own or _NAME in line  # An event has its name before its row.
-                if own and _ROW.search(line):
-                    line, own = _ROW.sub('"units in backward"', line), False
+                own = own or _BACKWARD_NAME in line  # An event has its name before its row.
+                if own and _ROW_NUMBER.search(line):
+                    line, own = _ROW_NUMBER.sub('"units in backward"', line), False
                 out.write(line)
         packed.replace(path)

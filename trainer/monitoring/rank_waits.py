@@ -22,9 +22,9 @@ from zeromesh.files import read_whole
 
 Row = Mapping[str, Any]
 BUSY = ("data", "compute", "offload", "between")
-_PART, _LEAST_SECONDS = 0.15, 1e-3
+_LEAST_FRACTION, _LEAST_SECONDS = 0.15, 1e-3
 """The fraction of a step, and the seconds, above which a wait is reported."""
-_WORDS = {
+_PHASE_TEXTS = {
     "data": "data",
     "compute": "computation",
     "offload": "waiting for bytes of another tier",
@@ -34,14 +34,22 @@ _CAUSES = {"data": "data", "load": "disk", "save": "disk", "idle": "between step
 """The causes of waits for a rank by its activity; others are computation."""
 
 
-_EMPTY = {"rank": 0, "pid": 0, "step": 0, "doing": "", "failure": "", "seconds": 0.0, "seconds_without_progress": 0.0}
+_ROW_DEFAULTS = {
+    "rank": 0,
+    "pid": 0,
+    "step": 0,
+    "doing": "",
+    "failure": "",
+    "seconds": 0.0,
+    "seconds_without_progress": 0.0,
+}
 
 
 def read_ranks(path: Path) -> list[dict[str, Any]]:
     """Return the rows of `ranks.json`, in the order of ranks. Raises `OSError`, and `StorageError` for a file that is not as
     `StateMonitor` writes it."""
     try:
-        rows = [{**_EMPTY, **row, "rank": int(row["rank"])} for row in json.loads(read_whole(path))["ranks"]]
+        rows = [{**_ROW_DEFAULTS, **row, "rank": int(row["rank"])} for row in json.loads(read_whole(path))["ranks"]]
         for row in rows:
             waits = row.get("waits") or {"for": "", "ranks": ()}
             _ = waits["for"], ranks_text(waits["ranks"]), float(row["seconds"] + row["seconds_without_progress"])
@@ -71,7 +79,7 @@ def blames(rows: Sequence[Row]) -> list[Blame]:
     waiting: dict[int | str, list[int]] = {}
     for row in rows:
         if row.get("waits"):
-            for end in sorted(_ends(by_rank, row["rank"]), key=str):
+            for end in sorted(_chain_ends(by_rank, row["rank"]), key=str):
                 waiting.setdefault(end, []).append(row["rank"])
     found = []
     for end, ranks in sorted(waiting.items(), key=lambda item: -len(item[1])):
@@ -91,7 +99,7 @@ def blames(rows: Sequence[Row]) -> list[Blame]:
     return found
 
 
-def _ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
+def _chain_ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
     """Return the ranks at the ends of the chains of waits from a rank; `link` if all ranks have arrived."""
     ends: set[int | str] = set()
     seen, following = {rank}, [rank]
@@ -105,7 +113,7 @@ def _ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
                 seen.add(each)
             else:
                 ends.add(each)
-    # With a late rank at the end of a chain, transfers between others do not matter.
+    # If some chain ends at a late rank, that rank is the cause, and ends at the link are left out.
     return {each for each in ends if each != "link"} or ends or {"each other"}
 
 
@@ -142,18 +150,18 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
     if len(parts) < 2:
         return []
     step = max(sum(each.values()) for each in parts.values())
-    least = max(_PART * step, _LEAST_SECONDS)
+    least = max(_LEAST_FRACTION * step, _LEAST_SECONDS)
     slow, most, usual = _slowest({rank: sum(each[part] for part in BUSY) for rank, each in parts.items()})
 
-    def of_others(part: str) -> float:
+    def median_of_others(part: str) -> float:
         return statistics.median(each[part] for rank, each in parts.items() if rank != slow)
 
     lines = []
     if most - usual >= least:
-        cause = max(BUSY, key=lambda part: parts[slow][part] - of_others(part))
-        own, others = 1e3 * parts[slow][cause], 1e3 * of_others(cause)
+        cause = max(BUSY, key=lambda part: parts[slow][part] - median_of_others(part))
+        own, others = 1e3 * parts[slow][cause], 1e3 * median_of_others(cause)
         lines.append(
-            f"the others wait for rank {slow} {1e3 * (most - usual):,.0f} ms a step, because of {_WORDS[cause]}: "
+            f"the others wait for rank {slow} {1e3 * (most - usual):,.0f} ms a step, because of {_PHASE_TEXTS[cause]}: "
             f"{own:,.0f} ms there, {others:,.0f} ms elsewhere"
         )
     link = next(iter(parts.values()))["link"]
@@ -212,8 +220,8 @@ class Stragglers:
         """The mean seconds per step that this rank was at work since the last comparison."""
         return sum(self._busy_seconds) / max(1, len(self._busy_seconds))
 
-    def look(self, step: int, busy: Sequence[float]) -> str | None:
-        """Compare `busy` of each rank after enough steps; returns a line about a slow rank, when that is news."""
+    def compare(self, step: int, busy: Sequence[float]) -> str | None:
+        """Compare `busy` of all ranks every `_WINDOW` steps; returns a line about a slow rank, unless it has had one recently."""
         steps = len(self._busy_seconds)
         if steps < _WINDOW:
             return None

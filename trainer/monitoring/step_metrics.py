@@ -21,14 +21,14 @@ METRICS = "metrics.jsonl"
 EVALUATIONS = "evaluations.jsonl"
 """The file with a line per evaluation: its `step`, `eval_loss`, and its other values."""
 SAMPLES = "samples.jsonl"
-"""The file with a line per prompt of `run.prompts` and time: `step`, `prompt` and `completion`."""
+"""The file with a line per completion of a prompt of `run.prompts`: `step`, `prompt` and `completion`."""
 STARTS = "starts.jsonl"
-"""The file with a line per start or resume: `step` before it, `host` of rank 0, `hardware`, `parameters` of the model, what a
-script has `given`, and `versions` of packages."""
+"""The file with a line per start or resume: `step` before it, `host` of rank 0, `hardware`, `parameters` of the model, names
+of the arguments that a script has `given`, and `versions` of packages."""
 RANKS = "ranks.json"
 """The file with the present activity of every rank, which `StateMonitor` writes."""
 LOCK = "run.lock"
-"""The lock file of rank 0's process, which it names, even after a kill. After any other end it has the outcome of the run."""
+"""The lock file: it names rank 0's process while it runs and after a kill; after any other end it has the outcome of the run."""
 ENDED = "ended"
 
 

@@ -145,7 +145,7 @@ def require_free_names(values: Mapping[str, Any], whose: str) -> None:
 
 
 def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]:
-    """Return the peak memory of any rank so far, in bytes, and every rank's `busy`, its seconds at work in a step; all ranks call
+    """Return the largest peak memory of all ranks, in bytes, and every rank's `busy`, its seconds at work in a step; all ranks call
     it."""
     peak = device_memory(mesh.device).peak if is_accelerator(mesh.device) else peak_bytes()
     rows = mesh.world.gather_integers([peak, int(1e6 * busy)])

@@ -49,7 +49,7 @@ class RankRing:
     names: Sequence[str]
     clock: int
     wall: int
-    """The wall clock at the moment `clock`."""
+    """The wall clock in nanoseconds when the rank's own clock was at `clock`."""
     events: Sequence[tuple[int, int]]
 
 
@@ -141,7 +141,7 @@ def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
             {code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base)
         )
         differences = [others[step] - own[step] for step in own.keys() & others.keys()]
-        # Without a shared moment, the wall clocks have to do.
+        # Without a moment that all ranks share, clocks are aligned by the wall clocks of the hosts.
         walls = (base.clock - base.wall) - (ring.clock - ring.wall)
         offset = int(statistics.median(differences)) if differences else walls
     facts: dict[str, Any] = {}

@@ -1,6 +1,6 @@
 """`Tracking`: sends figures of a run from rank 0 to trackers, with one thread per tracker.
 
-    training thread    log, log, evaluated, log ...   puts rows into queues, and never waits
+    training thread    log, log, log_evaluation ...   puts rows into queues, and never waits
     tracking threads   start, then row by row         a tracker that fails or hangs is dropped: the others go on
 
 A resumed run keeps its id, and a tracker gets no row twice: rows that an earlier process has sent are not sent again, though this
@@ -31,14 +31,14 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, leaves, read_metrics, step_of, unstrict
-from zeromesh.trainer.trackers.backends import UNKNOWN, Place, TrackedRow, TrackedRun, Tracker, kind_of
+from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker, kind_of
 
 HAS_ALL = "metrics.jsonl has every step"
 NAME = "tracking.json"
 _CAPACITY = 10_000
 _FINISH_SECONDS = 30.0
 _ERROR_SECONDS = 5.0
-"""The wait for trackers after an error, which the other ranks hear of only then."""
+"""The seconds to wait for trackers after an error, before it is reported to the other ranks."""
 _ABANDON_SECONDS = 2.0
 _TIMEOUT_FRACTION = 0.7
 """The fraction of the collective timeout that the end of tracking may take."""
@@ -66,7 +66,7 @@ def step_row(line: Mapping[str, Any]) -> TrackedRow:
         if isinstance(value, int | float) and name not in ("step", "time"):
             path = "/".join([_NAMES.get(name, name), *map(str, keys)]).replace(" ", "-")
             values[path if keys else _NAMES.get(name, f"train/{name}")] = value
-    return TrackedRow(Place(line["step"]), values)
+    return TrackedRow(RowPosition(line["step"]), values)
 
 
 def evaluation_row(line: Mapping[str, Any]) -> TrackedRow:
@@ -79,10 +79,10 @@ def evaluation_row(line: Mapping[str, Any]) -> TrackedRow:
             short = name.removeprefix("eval_")
             own = next((each for each in sets if short.startswith(f"{each}_")), None)
             named["eval/" + (short if own is None else f"{own}/{short[len(own) + 1 :]}")] = value
-    return TrackedRow(Place(line["step"], evaluation=True), named)
+    return TrackedRow(RowPosition(line["step"], evaluation=True), named)
 
 
-def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
+def missed_rows(directory: Path, sent: RowPosition, through: int) -> list[TrackedRow]:
     """Return the rows up to step `through` that are in a run's files but that a killed process did not send to a tracker.
 
     The list is empty if the tracker's last row is unknown. Raises `StorageError` where a file cannot be read.
@@ -92,7 +92,7 @@ def missed_rows(directory: Path, sent: Place, through: int) -> list[TrackedRow]:
         if sent != UNKNOWN and (directory / name).exists():
             lines = [line for line in read_metrics(directory / name) if sent.step <= step_of(line) <= through]
             rows += [row_of(unstrict(line)) for line in lines]
-    return sorted((row for row in rows if row.place > sent), key=lambda row: row.place)
+    return sorted((row for row in rows if row.position > sent), key=lambda row: row.position)
 
 
 class Sender(threading.Thread):
@@ -116,9 +116,9 @@ class Sender(threading.Thread):
             missed = missed_rows(tracker.run.directory, tracker.sent, tracker.run.step)
             for row in itertools.chain(missed, iter(self.rows.get, None)):
                 what = f"ended after step {last}"
-                if row.place > tracker.sent:
+                if row.position > tracker.sent:
                     tracker.log(row)
-                last = row.place.step
+                last = row.position.step
             what = "did not end well"
             tracker.finish()
         except BaseException as error:  # noqa: BLE001 - other people's code, some of which exits; it must not end a run
@@ -175,7 +175,7 @@ class Tracking:
         section = config.tracking
         if not section.backends:
             return cls()
-        own_ident = _ident(directory / NAME, config.run.name, step, known, note) if mesh.rank == 0 else ""
+        own_ident = _tracking_id(directory / NAME, config.run.name, step, known, note) if mesh.rank == 0 else ""
         ident = mesh.world.gather_bytes(own_ident.encode(), "id of the run in trackers")[0].decode()
         if mesh.rank:
             return cls(ident=ident)
@@ -215,15 +215,15 @@ class Tracking:
         if self._senders:
             self._put(step_row(line))
 
-    def evaluated(self, line: Mapping[str, Any]) -> None:
+    def log_evaluation(self, line: Mapping[str, Any]) -> None:
         """Send the figures of an evaluation, given its line in `evaluations.jsonl`."""
         if self._senders:
             self._put(evaluation_row(line))
 
-    def sampled(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Send the completions after `step`: lines of `prompt` and `completion`."""
         samples = tuple((line["prompt"], line["completion"]) for line in lines)
-        self._put(TrackedRow(Place(step, evaluation=True), {}, samples))
+        self._put(TrackedRow(RowPosition(step, evaluation=True), {}, samples))
 
     def _put(self, row: TrackedRow) -> None:
         for sender in filter(Sender.is_alive, self._senders):
@@ -250,7 +250,7 @@ class Tracking:
         """Send the queued rows within at most `seconds` seconds, and end the trackers."""
         for sender in self._senders:
             sender.rows.put(None)
-        late = _joined(self._senders, seconds)
+        late = _join_senders(self._senders, seconds)
         self._show_warnings()
         for sender in self._senders:
             if sender.lost:
@@ -262,21 +262,21 @@ class Tracking:
             for sender in late:
                 with contextlib.suppress(Exception):
                     sender.tracker.abandon()
-            _joined(late, _ABANDON_SECONDS)
+            _join_senders(late, _ABANDON_SECONDS)
         elif self._senders:
             self._leave()
         self._senders = []
 
 
-def _joined(senders: Sequence[Sender], seconds: float) -> list[Sender]:
-    """Wait for trackers to end, for so many seconds in all; returns those that have not."""
+def _join_senders(senders: Sequence[Sender], seconds: float) -> list[Sender]:
+    """Wait for the threads of trackers to end, `seconds` in all; returns those that are still running."""
     end = time.monotonic() + seconds
     for sender in senders:
         sender.join(max(0.0, end - time.monotonic()))
     return [sender for sender in senders if sender.is_alive()]
 
 
-def _ident(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
+def _tracking_id(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
     """Return the id from the run's directory or the resumed checkpoint, or else a new one; it is stored in `path`."""
     found = ""
     if step:

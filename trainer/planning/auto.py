@@ -116,7 +116,7 @@ def set_auto(
         )
     best = plan.best.estimate
     note = f"auto: {best.layout}, the first row of the plan (zeromesh plan shows the others)"
-    return with_layout(config, best.layout, free).coming_from((*config.notes, note), config.folders), best
+    return with_layout(config, best.layout, free).with_notes((*config.notes, note), config.folders), best
 
 
 def _auto_keys(config: TrainerConfig) -> frozenset[str]:

@@ -21,7 +21,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.files import write_whole
 from zeromesh.settings.keys import Bytes, Count, NotNegative, Positive, Text
 from zeromesh.telemetry.step_recorder import Collective
-from zeromesh.trainer.config.messages import allowed, known_paths, shown, unknown_key
+from zeromesh.trainer.config.messages import allowed, known_paths, quote, unknown_key
 from zeromesh.trainer.config.sections.base import Section, Texts
 from zeromesh.trainer.config.trainer_config import CoreDumper
 from zeromesh.trainer.config.yaml_reader import read_yaml
@@ -358,7 +358,7 @@ def read_machine(path: Path) -> Machine:
     data = read_yaml(path, "no such machine file; zeromesh plan --measure writes one", where=where)
     if not isinstance(data, dict):
         raise ConfigError(
-            f"holds {shown('', data)}; allowed is a mapping of {', '.join(Machine.model_fields)}", where=where
+            f"holds {quote('', data)}; allowed is a mapping of {', '.join(Machine.model_fields)}", where=where
         )
     try:
         return Machine.model_validate(data)
@@ -378,5 +378,5 @@ def _problem(detail: Any) -> str:
     section, known = name.rpartition(".")[0], known_paths(Machine)
     if detail["type"] == "extra_forbidden":
         return unknown_key(name, {}, known)
-    given = "is missing" if detail["type"] == "missing" else f"got {shown('', detail['input'])}"
+    given = "is missing" if detail["type"] == "missing" else f"got {quote('', detail['input'])}"
     return f"{name}: {given}; allowed is {allowed(known.get(name) or known[section])}"

@@ -27,7 +27,7 @@ from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.operations import Work
 from zeromesh.trainer.planning.tracing.trace import Trace, Tracer
-from zeromesh.trainer.setup.engine_options import engine_options, exempted
+from zeromesh.trainer.setup.engine_options import engine_options, with_exempt_names
 from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.plan import ROOT, UnitPlan
 
@@ -50,7 +50,7 @@ class Subject:
         self.config, self.device = config, device
         self.model_name = type(model).__name__
         self.parameters = sum(each.numel() for each in model.parameters())
-        self.zero = exempted(engine_options(config, accumulation=1), config, model)
+        self.zero = with_exempt_names(engine_options(config, accumulation=1), config, model)
         meshes = [MeshShape(tensor=tensor, shard=shard) for tensor, shard in product((1, 2), (1, 2))]
         self._refused_meshes = {
             (mesh.tensor, mesh.shard): _refusal_of(partial(require_layout_fits, model, mesh, trains=True))[0]

@@ -50,7 +50,7 @@ from zeromesh.trainer.setup.engine_options import engine_options, require_direct
 from zeromesh.trainer.setup.model import build_trained_model
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 
-_OF_A_HOST = (
+_RANK_SPECIFIC_KEYS = (
     *("data.chat_template.", "data.eval.", "data.mixture.", "data.tokenizer.", "data.train."),
     *("model.source.", "offload.directory.", "run.output_dir.", "tracking."),
 )
@@ -65,7 +65,7 @@ def connect(config: TrainerConfig) -> Mesh:
     shape = MeshShape.resolve(environment.world_size, **{axis: getattr(parallel, axis) for axis in AXES})
     set_default("PYTORCH_ALLOC_CONF", accelerator.allocator_settings(), "PYTORCH_CUDA_ALLOC_CONF")
     if config.run.deterministic:
-        be_deterministic()
+        use_deterministic_kernels()
     device = pick_device(environment.local_rank)
     if parallel.numa_binding is not None:
         bind_near(device, environment.local_world_size, parallel.numa_binding)
@@ -87,8 +87,8 @@ def connect(config: TrainerConfig) -> Mesh:
     return mesh
 
 
-def set_products(config: TrainerConfig, device: torch.device) -> None:
-    """Set this process's fp32 matrix products by `precision.tf32`. Raises `ConfigError` for TF32 on a CPU."""
+def set_tf32(config: TrainerConfig, device: torch.device) -> None:
+    """Allow or forbid TF32 in this process's float32 products, by `precision.tf32`. Raises `ConfigError` for TF32 on a CPU."""
     if is_accelerator(device):
         round_float32_products(config.precision.tf32)
     elif config.precision.tf32:
@@ -98,16 +98,16 @@ def set_products(config: TrainerConfig, device: torch.device) -> None:
 
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_FIXED = (":4096:8", ":16:8")
+_DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
 """Deterministic cuBLAS workspaces by NVIDIA's manual: 8 of 4 MiB, which is fast, or of 16 KiB."""
 
 
-def be_deterministic() -> None:
+def use_deterministic_kernels() -> None:
     """Restrict this process to deterministic kernels; torch raises an error for an operation without one. Raises `ConfigError` if
     cuBLAS has other workspaces, or was initialised without a setting."""
     given = setting(_WORKSPACE)
-    if has_cublas() and given not in _FIXED:
-        cure = f"set {_WORKSPACE}={_FIXED[0]} before Python starts"
+    if has_cublas() and given not in _DETERMINISTIC_WORKSPACES:
+        cure = f"set {_WORKSPACE}={_DETERMINISTIC_WORKSPACES[0]} before Python starts"
         if given is not None:
             raise ConfigError(f"{_WORKSPACE} is {given!r}; {cure}, or leave it out", where="run.deterministic")
         if has_begun():
@@ -116,7 +116,7 @@ def be_deterministic() -> None:
                 f"run; {cure}",
                 where="run.deterministic",
             )
-        export({_WORKSPACE: _FIXED[0]})
+        export({_WORKSPACE: _DETERMINISTIC_WORKSPACES[0]})
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
@@ -132,13 +132,13 @@ def build_run(
     """Build the parts of a run; all ranks call it. Checks that need neither data nor a model come first. Raises a `ZeromeshError`
     for a run that cannot train, before anything large is allocated."""
     require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
-    config, workers, plan, options = _planned(config, mesh, inputs, console)
+    config, workers, plan, options = _plan_settings(config, mesh, inputs, console)
 
     # The data, and the settings that depend on its length.
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
     console.note(*data.notes, *map(Detail, workers.notes(data.train)), f"data     {data.row()}")
-    config, plan = _over_data(config, plan, data, console)
+    config, plan = _with_data_size(config, plan, data, console)
     made = inputs.lr_scheduler
     schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer) if made else schedule_of(config)
     described = data.description(shuffle=config.data.shuffle)
@@ -174,10 +174,10 @@ def build_run(
     )
 
 
-def _planned(
+def _plan_settings(
     config: TrainerConfig, mesh: Mesh, inputs: UserInputs, console: Console
 ) -> tuple[TrainerConfig, Workers, BatchPlan, ZeroOptions]:
-    """Return the configuration with pinned sources, and what follows from it alone; sets this process's matrix products."""
+    """Return the configuration with pinned sources, and its data workers, batch plan and engine options; allows or forbids TF32."""
     config = pin_sources(
         config,
         mesh,
@@ -186,7 +186,7 @@ def _planned(
         # The model that a callable builds is not known yet.
         reads_text=inputs.reads_text and isinstance(inputs.model, nn.Module | None),
     )
-    set_products(config, mesh.device)
+    set_tf32(config, mesh.device)
     workers = Workers.choose(config.data, mesh.device, mesh.environment.local_world_size)
     sizes = config.batch.model_dump(include={"global_size", "micro_size", "average"})
     plan = BatchPlan(**sizes, data_ranks=mesh.data.size)
@@ -214,14 +214,14 @@ def _planned(
 def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
     """Raise `ConfigError` where the configurations or the user's inputs differ between ranks."""
     flat = {".".join(keys): value for keys, value in leaves(config.model_dump(mode="json"))}
-    values = {key: value for key, value in flat.items() if not f"{key}.".startswith(_OF_A_HOST)} | dict(inputs)
+    values = {key: value for key, value in flat.items() if not f"{key}.".startswith(_RANK_SPECIFIC_KEYS)} | dict(inputs)
     if config.checkpoint.resume not in ("auto", "never"):
         values["checkpoint.resume"] = "a path"
     advice = "Give every rank the same configuration and arguments; what only one rank is to do belongs behind its rank's number"
     mesh.world.require_same(values, ConfigError, advice=advice)
 
 
-def _over_data(
+def _with_data_size(
     config: TrainerConfig, plan: BatchPlan, data: RunData, console: Console
 ) -> tuple[TrainerConfig, BatchPlan]:
     """Return the configuration with the classes and steps of the data, and the plan with its epochs. Raises `ConfigError` for a
@@ -261,15 +261,15 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     if train is not None or evaluation is not None:
         streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
         whole = {} if train is None or streams else {"train_dataset": train}
-        data = RunData(train=_streamed(train, config) if streams else train, eval=evaluation)
+        data = RunData(train=_make_streamed(train, config) if streams else train, eval=evaluation)
         for name, dataset in {**whole, **data.evaluation_sets()}.items():
             check_dataset(dataset, name=name)
-        return _limited(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
+        return _limit_eval_sets(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
     count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
     if config.data.rows.holds == "pictures":
         made, mode = image_processor(config.model, inputs.model)
         console.status("looking at the pictures")
-        return _limited(
+        return _limit_eval_sets(
             while_posting(mesh, lambda: load_pictures(config.data, inputs.processing_class or made, mode)), count
         )
     if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
@@ -294,10 +294,10 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
         mesh.meet("tokens of the text")
-    return _limited(loaded, count)
+    return _limit_eval_sets(loaded, count)
 
 
-def _limited(data: RunData, count: int | None) -> RunData:
+def _limit_eval_sets(data: RunData, count: int | None) -> RunData:
     """Limit each evaluation set to `count` samples, spread evenly."""
     if count is None or data.eval is None:
         return data
@@ -312,7 +312,7 @@ def _limited(data: RunData, count: int | None) -> RunData:
     return replace(data, eval=chosen, notes=(*data.notes, *notes), limited=bool(notes))
 
 
-def _streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
+def _make_streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
     least = config.data.shuffle_window if config.data.shuffle else 1
     size = config.batch.global_size
     if config.run.epochs is not None:

@@ -15,14 +15,14 @@ from zeromesh.settings.keys import OptimizerKeys
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
-# As `transformers.Trainer.get_decay_parameter_names` (a test compares them): searched for in lower-case names.
-_LEFT_OUT = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+# The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
+_NO_DECAY_PATTERNS = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
 def biases_and_norms(model: nn.Module) -> list[str]:
     """Return the names of parameters without weight decay: biases, normalisations by name or as `nn.LayerNorm`, and those with the
     mark `_no_weight_decay`, as in state space models."""
-    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_LEFT_OUT)))
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NO_DECAY_PATTERNS)))
     named = model.named_parameters()
     return [name for name, each in named if name not in decayed or getattr(each, "_no_weight_decay", False)]
 
@@ -55,7 +55,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     )
 
 
-def exempted(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
+def with_exempt_names(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
     """Return the options with the names of parameters that `optimizer.exempt` excludes from weight decay."""
     if config.optimizer.exempt == "none":
         return options

@@ -23,7 +23,7 @@ from zeromesh.zero.memory_model import MemoryBytes, MemoryModel
 _FRACTION_STEP = 0.05
 """The step between the tried fractions of offloaded states."""
 _TIGHT_DIVISOR = 10
-"""The divisor of a device's free memory below which the remainder for activations gives a warning."""
+"""The divisor of a device's free memory: if states leave less than the quotient for activations, there is a warning."""
 
 
 class _HostMemory:
@@ -71,7 +71,7 @@ class _HostMemory:
         best = min(higher, key=lambda stage: (higher[stage].critical, stage), default=options.stage)
         if higher and higher[best].critical < now:
             found.append(f"set zero.stage to {best}, which needs {human_bytes(higher[best].critical)}")
-        for keys, tier, offload in _offloads(options.offload, best, host=self.on_device):
+        for keys, tier, offload in _offload_changes(options.offload, best, host=self.on_device):
             needs = self.needs(replace(options, stage=best, offload=offload))
             if needs.critical < now and not needs.beyond(self.room):
                 stage = f"zero.stage to {best} and " if best != options.stage else ""
@@ -93,10 +93,10 @@ class _HostMemory:
         short = ""
         if needs.device > room.device:
             where = f"each {self.device.type.upper()} device"
-            short = f"{human_bytes(needs.device)} on {where} ({_listed(terms)}), and {human_bytes(room.device)}"
+            short = f"{human_bytes(needs.device)} on {where} ({_format_terms(terms)}), and {human_bytes(room.device)}"
         elif self.free and needs.host > room.host:
             beside = {purpose.value: nbytes for purpose, nbytes in rank.hosted.items()}
-            listed = _listed(beside if self.on_device else terms, self.ranks)
+            listed = _format_terms(beside if self.on_device else terms, self.ranks)
             short = f"{human_bytes(needs.host)} on this host ({listed}), and {human_bytes(self.free)}"
         if short:
             raise StorageError(
@@ -125,7 +125,7 @@ class _HostMemory:
             return
         where, room = ", ".join(map(str, self.directories)), human_bytes(self.room.disk)
         listed = {purpose.value: nbytes for purpose, nbytes in files.items()} | {Purpose.ACTIVATIONS.value: self.inputs}
-        shown, terms = human_bytes(disk), _listed(listed, self.ranks)
+        shown, terms = human_bytes(disk), _format_terms(listed, self.ranks)
         if self.options.offload.in_place:
             yield (
                 f"offload: {terms} rest on files: in the model's own where they lie there as they are, else in swap files in "
@@ -160,13 +160,13 @@ class _HostMemory:
                 )
 
 
-def _listed(terms: Mapping[str, int], ranks: int = 1) -> str:
+def _format_terms(terms: Mapping[str, int], ranks: int = 1) -> str:
     """Format one rank's bytes by purpose, multiplied by `ranks`."""
     return ", ".join(f"{human_bytes(ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
 
 
-def _offloads(offload: OffloadOptions, stage: int, *, host: bool) -> Iterator[tuple[str, str, OffloadOptions]]:
-    """Yield configuration keys, their new tier and the changed options; the nearest tier first."""
+def _offload_changes(offload: OffloadOptions, stage: int, *, host: bool) -> Iterator[tuple[str, str, OffloadOptions]]:
+    """Yield ways to offload more states: the configuration keys, their new tier and the changed options; the host before files."""
     tiers = [TierChoice(tier="host")] if host else []
     for away in (*tiers, TierChoice(tier="file")):
         optimizer = replace(offload, optimizer=away, gradients=None)

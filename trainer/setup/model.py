@@ -33,7 +33,7 @@ from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
-from zeromesh.trainer.generation.settings import end_also_at
+from zeromesh.trainer.generation.settings import add_end_tokens
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -48,16 +48,16 @@ from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
-from zeromesh.trainer.setup.engine_options import exempted
+from zeromesh.trainer.setup.engine_options import with_exempt_names
 from zeromesh.trainer.setup.memory_check import pinned_notes, require_memory
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
 
-_REDUCED = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
+_TRANSPORT_TEXTS = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
 """Names of the gradient transports in the notes at the start of a run."""
-_CHUNK = 64 * 2**20
-"""Bytes of a weight per message."""
+_MESSAGE_BYTES = 64 * 2**20
+"""The most bytes of a weight that one message to the other ranks holds."""
 
 
 def build_trained_model(
@@ -78,8 +78,8 @@ def build_trained_model(
     console.status("building the model")
     built = build_whole_model(inputs.model, config, data.tokenizer)
     model = built.model
-    _fit_to_data(model, config, data, console)
-    options, described = exempted(options, config, model), description_of(model)
+    _adapt_to_data(model, config, data, console)
+    options, described = with_exempt_names(options, config, model), description_of(model)
     with ExitStack() as undone:
         changes = undone.enter_context(ExitStack())
         changes.callback(keep_attributes(model))
@@ -88,8 +88,8 @@ def build_trained_model(
         tiers = open_tiers(mesh, options)
         undone.callback(tiers.close)
         require_layout_fits(model, mesh.shape, trains=True)
-        console.note(*begin_alike(built, mesh, config.run.seed))
-        whole: dict[str, Any] = {"flops": ModelFlops.of(model), "counted": counted_parameters(model)}
+        console.note(*synchronize_initial_values(built, mesh, config.run.seed))
+        whole: dict[str, Any] = {"flops": ModelFlops.of(model), "flop_parameters": counted_parameters(model)}
         whole |= {"parameters": sum(each.numel() for each in model.parameters()), "hub_form": HubForm(model)}
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
@@ -105,10 +105,10 @@ def build_trained_model(
         steps_made=lambda: progress.step,
         processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
         module=model,
-        described=described,
+        description=described,
         loss=loss,
         divided=divided,
-        put_back=changes.close,
+        restore_modules=changes.close,
         feeds=feeds,
         optimizer=options.optimizer,
         engine=engine,
@@ -162,8 +162,8 @@ def _make_engine(
     return engine
 
 
-def _fit_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
-    """Have generation end where answers of the data end. Raises `ConfigError` for a model without the data's tokens or classes."""
+def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
+    """Add the data's end tokens to the generation settings. Raises `ConfigError` if it lacks the data's tokens or classes."""
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
         raise ConfigError(
@@ -187,7 +187,7 @@ def _fit_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console
         if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
             inside.config.pad_token_id = data.tokenizer.padding
     if data.tokenizer is not None:
-        console.note(*end_also_at(model, data.answer_ends, data.tokenizer.decode_raw))
+        console.note(*add_end_tokens(model, data.answer_ends, data.tokenizer.decode_raw))
 
 
 def _loss_and_feeds(
@@ -214,7 +214,7 @@ def _loss_and_feeds(
             )
         masking = DataCollatorForLanguageModeling(data.processing_class, mlm_probability=config.data.mask_fraction)
         inputs = replace(inputs, collate=masking)
-    elif of_text and not all(each.joined for each in config.data.formats):  # Joined text has no padding.
+    elif of_text and not all(each.is_joined for each in config.data.formats):  # Joined text has no padding.
         length_multiple = config.parallel.tensor if config.parallel.sequence else 1
     feeds = Feeds(
         config=config,
@@ -236,7 +236,7 @@ def _loss_and_feeds(
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
     here = " on this rank" if trained.divided.pipeline is not None else ""
     units = f"{counted(len(engine.units), 'unit')}{here}"
-    reduced = f", gradients reduced {_REDUCED[engine.reduction.name]}" if trained.mesh.shard.size > 1 else ""
+    reduced = f", gradients reduced {_TRANSPORT_TEXTS[engine.reduction.name]}" if trained.mesh.shard.size > 1 else ""
     shown = f"{human_count(trained.parameters)} parameters"
     if learnt < trained.parameters:
         shown = f"trained {human_count(learnt)} of {shown} ({learnt / trained.parameters:.2%})"
@@ -250,10 +250,10 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
     ]
 
 
-def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
-    """Give buffers of an undivided model their values, and all ranks rank 0's in-memory weights and buffers; all ranks call it.
-    Returns notes. Meta parameters have no values yet, and are skipped. Raises `ConfigError` for buffers whose values are lost, and
-    `LayoutError` if models differ in parameters or buffers."""
+def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
+    """Initialize the buffers of an undivided model, and copy rank 0's in-memory weights and buffers to ranks that differ; all ranks
+    call it. Returns notes. Meta parameters have no values yet, and are skipped. Raises `ConfigError` for buffers whose values are
+    lost, and `LayoutError` if models differ in parameters or buffers."""
     model = built.model
     if lost := materialize_buffers(model, mesh.device, seed, source=built.source):
         raise ConfigError(
@@ -278,7 +278,7 @@ def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
         return []
     for tensor in map(held.__getitem__, differing):
         content = tensor_bytes(tensor).clone()
-        for part in torch.split(content, _CHUNK):
+        for part in torch.split(content, _MESSAGE_BYTES):
             layouts = on_one_rank(len(part), mesh.world_size, 0), replicated(len(part), mesh.world_size)
             given = part[:0] if mesh.world.index else part
             part.copy_(redistribute(given, *layouts, mesh.world, "initial weights of rank 0"))

@@ -25,7 +25,7 @@ from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.loop.context import UserInputs
 
 
-class _CalledAnew:
+class _RestartableGenerator:
     """An iterable that calls a generator function anew for each iteration."""
 
     def __init__(self, call: Callable[[], Iterator[Any]]) -> None:
@@ -70,7 +70,7 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
     return f"; nearest: {', '.join(near)}" if near else ""
 
 
-def _bound(named: NamedFunction, where: str, folders: Sequence[str], *, called: bool) -> Any:
+def _bind_arguments(named: NamedFunction, where: str, folders: Sequence[str], *, called: bool) -> Any:
     """Bind the arguments to a named object: with `called`, return a call without arguments; else return a function, or an instance
     of a class."""
     found, arguments = find_object(named, where, folders), named.arguments
@@ -91,10 +91,10 @@ def _bound(named: NamedFunction, where: str, folders: Sequence[str], *, called: 
 
 
 def _dataset(named: Any, where: str, folders: Sequence[str], *, trained: bool) -> Any:
-    call = _bound(named, where, folders, called=True)
+    call = _bind_arguments(named, where, folders, called=True)
     found = call()
     if inspect.isgenerator(found):
-        found = _CalledAnew(call)
+        found = _RestartableGenerator(call)
     if isinstance(found, str | bytes) or not (hasattr(found, "__getitem__") or hasattr(found, "__iter__")):
         raise ConfigError(
             f"{named.python} gave a {type(found).__name__}; allowed are samples (mappings of the model's arguments) as a Dataset, "
@@ -111,20 +111,20 @@ def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs,
     if inputs.model is None and config.model.named is not None:
         key, model = "model.python", find_object(config.model.named, "model.python", folders)
         own = isinstance(model, nn.Module) and not config.model.config
-        found["model"] = model if own else _bound(config.model.named, key, folders, called=True)
+        found["model"] = model if own else _bind_arguments(config.model.named, key, folders, called=True)
     for name, key, function in (
         ("collate", "data.collator", data.collator),
         ("compute_loss", "model.loss", config.model.loss),
     ):
         if isinstance(function, NamedFunction) and getattr(inputs, name) is None:
-            found[name] = _bound(function, key, folders, called=False)
+            found[name] = _bind_arguments(function, key, folders, called=False)
             if not callable(found[name]):
                 raise ConfigError(f"{function.python} is a {type(found[name]).__name__}; give a function", where=key)
     if inputs.train_dataset is None and inputs.eval_dataset is None and isinstance(data.train, NamedFunction):
         found["train_dataset"] = _dataset(data.train, "data.train", folders, trained=True)
-        sets = {key: _dataset(each, key, folders, trained=False) for key, each in data.evaluated().items()}
+        sets = {key: _dataset(each, key, folders, trained=False) for key, each in data.eval_sets().items()}
         if sets:
             named = {key.removeprefix(f"{EVAL}."): each for key, each in sets.items()}
             found["eval_dataset"] = named.get(EVAL, named)
-    callbacks = [_bound(each, "run.callbacks", folders, called=True)() for each in config.run.callbacks]
+    callbacks = [_bind_arguments(each, "run.callbacks", folders, called=True)() for each in config.run.callbacks]
     return replace(inputs, **found, named=frozenset(found)), callbacks

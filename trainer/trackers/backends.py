@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 GLOBAL_STEP = "train/global_step"
 """The name of the step in each row, as in transformers' own callback."""
-_EVALUATED = "eval/global_step"
+_EVALUATION_STEP = "eval/global_step"
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
 """Seconds. With the first, wandb's service writes a row at once, so that a kill loses none that `tracking-wandb.json` counts as
 sent."""
 _DYING_SECONDS = 2.0
-_EVENTS = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
+_EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 
 
-class Place(NamedTuple):
+class RowPosition(NamedTuple):
     """The position of a row among all rows: first that of a step, then that of the evaluation after it."""
 
     step: int
     evaluation: bool = False
 
 
-UNKNOWN = Place(-1)
+UNKNOWN = RowPosition(-1)
 """The position of a tracker whose last row is unknown."""
 
 
 class TrackedRow(NamedTuple):
     """Figures of a step, or of an evaluation after it."""
 
-    place: Place
+    position: RowPosition
     values: Mapping[str, float]
     samples: tuple[tuple[str, str], ...] = ()
     """Prompts and their completions, for trackers that show tables or text."""
@@ -74,7 +74,7 @@ class TrackedRun:
 
 
 class Tracker:
-    """One of accelerate's trackers in a run, by the calls that all have; `TRACKERS` has the arguments of each.
+    """One of accelerate's trackers in a run, by the methods that all of them have; `TRACKERS` has the constructors' arguments.
 
     Few trackers can be asked for their last row, so it is stored in a file of the run's directory. Any call may raise any error of
     the tracker's library.
@@ -92,13 +92,13 @@ class Tracker:
         folder = [run.folder(self.name)] if kind.requires_logging_directory else []
         self._make(run.project, *folder, **kind_of(self.name).arguments(run))
         self.tracker.store_init_configuration(dict(run.settings))
-        self.sent, _ = self._noted()
+        self.sent, _ = self._read_last_row()
 
     def log(self, row: TrackedRow) -> None:
         """Send a row."""
-        self._note(row.place)
+        self._record_row(row.position)
         if row.values:
-            self.tracker.log(dict(row.values), step=row.place.step)
+            self.tracker.log(dict(row.values), step=row.position.step)
 
     def finish(self) -> None:
         """Flush pending rows, and end."""
@@ -120,20 +120,20 @@ class Tracker:
         self.tracker = self._kind(*arguments, **keywords)
         self.tracker.start()
 
-    def _noted(self) -> tuple[Place, int]:
-        """Return the last row by the file, and the tracker's own number of it."""
+    def _read_last_row(self) -> tuple[RowPosition, int]:
+        """Return the position of the last row by the file, and the number that the tracker gave the row; -1: none."""
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             ident, step, evaluated, *number = json.loads(read_whole(self._file))
             if ident == self.run.ident and int(step) >= 0:
-                return Place(int(step), bool(evaluated)), int(*number or [-1])
+                return RowPosition(int(step), bool(evaluated)), int(*number or [-1])
         if self.run.step:
             return UNKNOWN, -1
-        self._note(Place(0))
-        return Place(0), -1
+        self._record_row(RowPosition(0))
+        return RowPosition(0), -1
 
-    def _note(self, place: Place, *number: int) -> None:
+    def _record_row(self, position: RowPosition, *number: int) -> None:
         """Record a row before it is sent: a kill in between loses the row rather than sending it twice."""
-        write_whole(self._file, json.dumps([self.run.ident, *place, *number]).encode(), sync=False)
+        write_whole(self._file, json.dumps([self.run.ident, *position, *number]).encode(), sync=False)
 
     @property
     def _file(self) -> Path:
@@ -159,7 +159,7 @@ class WandbTracker(Tracker):
     def start(self) -> None:
         import wandb
 
-        run, (sent, number) = self.run, self._noted()
+        run, (sent, number) = self.run, self._read_last_row()
         settings = wandb.Settings(
             silent=True,
             console="off",
@@ -196,14 +196,14 @@ class WandbTracker(Tracker):
             summary = dict(made.summary)  # The server's summary: the latest value of each name.
             step = summary.get(GLOBAL_STEP)
             if isinstance(step, int):
-                self.sent = Place(step, summary.get(_EVALUATED) == step)
+                self.sent = RowPosition(step, summary.get(_EVALUATION_STEP) == step)
 
     def log(self, row: TrackedRow) -> None:
         # Only the first row has a number: wandb counts from there, beside rows that callbacks log.
         first, self._next = self._next, None
-        step, evaluation = row.place
-        self._note(row.place, self.tracker.tracker.step if first is None else first)
-        where = {GLOBAL_STEP: step, **({_EVALUATED: step} if evaluation else {})}
+        step, evaluation = row.position
+        self._record_row(row.position, self.tracker.tracker.step if first is None else first)
+        where = {GLOBAL_STEP: step, **({_EVALUATION_STEP: step} if evaluation else {})}
         table: dict[str, Any] = {}
         if row.samples:
             import wandb
@@ -236,12 +236,12 @@ class TensorBoardTracker(Tracker):
     """TensorBoard, which supports purging the rows of earlier processes from a step on; they are written anew."""
 
     def start(self) -> None:
-        run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._noted()
+        run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._read_last_row()
         first = run.step + 1 if noted == UNKNOWN else min(noted.step, run.step + 1)
-        self.sent = Place(max(0, first - 1), first > 0)
+        self.sent = RowPosition(max(0, first - 1), first > 0)
         # TensorBoard sorts files by name, `events.out.tfevents.SECOND.HOST.PID...`: of two files of one second the later one could
         # sort first, and the other would purge its rows.
-        matches = [_EVENTS.match(path.name) for path in folder.glob("events.out.tfevents.*")]
+        matches = [_EVENT_FILE.match(path.name) for path in folder.glob("events.out.tfevents.*")]
         wait = max((int(match[1]) for match in matches if match), default=0) + 1 - time.time()
         if wait > _WAIT_SECONDS:
             raise RuntimeError(
@@ -257,7 +257,7 @@ class TensorBoardTracker(Tracker):
         super().log(row)
         for number, (prompt, completion) in enumerate(row.samples):
             shown = f"**{prompt}**\n\n{completion}"
-            self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.place.step)
+            self.tracker.tracker.add_text(f"samples/{number}", shown, global_step=row.position.step)
 
 
 def _clearml(run: TrackedRun) -> dict[str, Any]:
@@ -327,13 +327,13 @@ TRACKERS = {
             | {"resume": run.step > 0, "save_dvc_exp": False}
         )
     ),
-    # Its tags have names of few characters.
+    # A tag of MLflow has a name of few characters, so one tag holds all of them.
     "mlflow": TrackerKind(
         lambda run: {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}
     ),
     "swanlab": TrackerKind(_swanlab),
     "tensorboard": TrackerKind(make=TensorBoardTracker, modules=("tensorboard", "tensorboardX")),
-    # It identifies runs by name alone.
+    # Trackio identifies runs by name alone, so the name contains the id.
     "trackio": TrackerKind(
         lambda run: {"name": f"{run.name}-{run.ident}", "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
     ),

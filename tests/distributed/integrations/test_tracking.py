@@ -32,7 +32,7 @@ from zeromesh.trainer.monitoring import tracking as tracking_module
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
 from zeromesh.trainer.monitoring.tracking import Tracking, missed_rows
 from zeromesh.trainer.trackers import backends as kinds
-from zeromesh.trainer.trackers.backends import UNKNOWN, Place, TrackedRow, TrackedRun, Tracker
+from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker
 
 CASE = "tracking_cases:tracked"
 FIGURES = {
@@ -234,22 +234,22 @@ def test_what_is_missing_is_told_by_the_files_of_the_run(tmp_path: Path) -> None
             steps.write(metrics(step, phases={"data": math.inf if step == 4 else 0.5}))
         for step in (0, 3, 5, 6):
             evaluations.write({"step": step, "eval_loss": math.nan, "eval_words": "none"})
-    found = list(missed_rows(tmp_path, Place(3), 5))
-    assert [row.place for row in found] == [(3, True), (4, False), (5, False), (5, True)]
+    found = list(missed_rows(tmp_path, RowPosition(3), 5))
+    assert [row.position for row in found] == [(3, True), (4, False), (5, False), (5, True)]
     assert found[1].values["time/data"] == math.inf
     assert math.isnan(found[0].values["eval/loss"])
     assert found[0].values.keys() == {"eval/loss"}
-    assert [row.place.step for row in missed_rows(tmp_path, Place(5, evaluation=True), 9)] == [6, 6]
+    assert [row.position.step for row in missed_rows(tmp_path, RowPosition(5, evaluation=True), 9)] == [6, 6]
     assert not list(missed_rows(tmp_path, UNKNOWN, 5))  # nobody knows how much that would be
-    assert not list(missed_rows(tmp_path / "nowhere", Place(0), 5))
+    assert not list(missed_rows(tmp_path / "nowhere", RowPosition(0), 5))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"of": "none"}\n{"step": 7, "loss": "nan"}\n{"step": 8, "lo')
-    (lost,) = missed_rows(tmp_path, Place(6, evaluation=True), 9)
+    (lost,) = missed_rows(tmp_path, RowPosition(6, evaluation=True), 9)
     assert math.isnan(lost.values["train/loss"])
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(StorageError, match="cannot be read"):
-        missed_rows(tmp_path, Place(0), 9)
+        missed_rows(tmp_path, RowPosition(0), 9)
 
 
 @pytest.mark.parametrize("stops", [False, True])
@@ -361,7 +361,7 @@ def test_a_folder_of_the_same_name_is_no_package(monkeypatch: pytest.MonkeyPatch
 class Fake(Tracker):
     """A tracker that keeps rows, or does as it is told."""
 
-    def __init__(self, name: str = "fake", sent: Place = UNKNOWN, **calls: Callable[..., Any]) -> None:
+    def __init__(self, name: str = "fake", sent: RowPosition = UNKNOWN, **calls: Callable[..., Any]) -> None:
         run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=Path(), step=0, config={})
         super().__init__(name, run)
         self.sent, self.rows = sent, list[TrackedRow]()
@@ -388,8 +388,8 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
         for step in range(1, 6):
             tracking.log(metrics(step))
             values = {"loss": 0.5, "eval_accuracy": 0.25, "eval_text": "words", "eval_parts": [0.5]}
-            tracking.evaluated({"step": step, **values})
-    assert [row.place.step for row in good.rows if not row.place.evaluation] == [1, 2, 3, 4, 5]
+            tracking.log_evaluation({"step": step, **values})
+    assert [row.position.step for row in good.rows if not row.position.evaluation] == [1, 2, 3, 4, 5]
     assert good.rows[1].values == {"eval/loss": 0.5, "eval/accuracy": 0.25}
     assert len(said) == 4
     said.sort(key=lambda line: "first second third fourth".index(line.split()[3]))
@@ -412,7 +412,7 @@ def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted() -> N
             tracking.log(metrics(step))
         assert time.monotonic() - began < 1
         gate.set()
-    assert [row.place.step for row in slow.rows] == [1, 2, 3, 4]
+    assert [row.position.step for row in slow.rows] == [1, 2, 3, 4]
     assert said == ["WARNING: tracking by fake was too slow for 6 rows, which it misses; metrics.jsonl has every step"]
 
 
@@ -430,7 +430,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_the_end_for_a_bounded_time(w
             tracking.log(metrics(step))
         began = time.monotonic()
     assert 0.2 < time.monotonic() - began < 5
-    assert [row.place.step for row in good.rows] == [1, 2, 3]
+    assert [row.position.step for row in good.rows] == [1, 2, 3]
     assert said == ["WARNING: tracking by stuck did not end within 0.3 seconds; metrics.jsonl has every step"]
     gate.set()
 
@@ -452,7 +452,7 @@ def test_an_id_that_cannot_be_read_is_a_new_one(
 ) -> None:
     path, said = tmp_path / "tracking.json", []
     path.write_bytes(content)
-    found = tracking_module._ident(path, "run", 3, known, said.append)
+    found = tracking_module._tracking_id(path, "run", 3, known, said.append)
     assert found == kept or (kept is None and re.fullmatch("[0-9a-f]{8}", found))
     assert json.loads(path.read_text()) == {"id": found, "run": "run"}
     assert [each.name for each in tmp_path.iterdir()] == ["tracking.json"]
@@ -460,13 +460,13 @@ def test_an_id_that_cannot_be_read_is_a_new_one(
 
 
 def test_rows_that_a_tracker_has_are_left_out() -> None:
-    trained, evaluated = Fake(sent=Place(3)), Fake(sent=Place(3, evaluation=True))
+    trained, evaluated = Fake(sent=RowPosition(3)), Fake(sent=RowPosition(3, evaluation=True))
     with Tracking([trained, evaluated], ident="x") as tracking:
         for step in range(1, 5):
             tracking.log(metrics(step))
-            tracking.evaluated({"step": step, "loss": 1.0})
-    assert [row.place for row in trained.rows] == [(3, True), (4, False), (4, True)]
-    assert [row.place for row in evaluated.rows] == [(4, False), (4, True)]
+            tracking.log_evaluation({"step": step, "loss": 1.0})
+    assert [row.position for row in trained.rows] == [(3, True), (4, False), (4, True)]
+    assert [row.position for row in evaluated.rows] == [(4, False), (4, True)]
 
 
 def test_names_of_figures() -> None:
@@ -499,6 +499,6 @@ def test_names_of_figures() -> None:
 def test_without_trackers_nothing_is_started() -> None:
     with Tracking() as tracking:
         tracking.log(metrics(1))
-        tracking.evaluated({"step": 1, "loss": 1.0})
+        tracking.log_evaluation({"step": 1, "loss": 1.0})
     assert tracking.identity("run") == {}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tracking")]

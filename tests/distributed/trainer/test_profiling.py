@@ -24,7 +24,7 @@ from zeromesh.offload import WaitTime
 from zeromesh.telemetry.step_recorder import Collective, StepPhase, StepRecorder
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.loop.trained_model import ran_out
+from zeromesh.trainer.loop.trained_model import is_out_of_memory
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.planning.machine import find_machine
@@ -341,13 +341,13 @@ def test_memory_that_runs_out_leaves_a_file_that_says_what_held_it(
 def test_what_is_memory_that_ran_out() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 55, dtype=torch.uint8)
-    assert ran_out(caught.value)
-    assert ran_out(MemoryError())
-    assert ran_out(torch.OutOfMemoryError("CUDA out of memory"))
-    assert ran_out(StorageError("device tier, master weights: [enforce fail] can't allocate memory"))
-    assert not ran_out(CollectiveError("rank 1 failed with RuntimeError: can't allocate memory"))
-    assert not ran_out(RuntimeError("shapes differ"))
-    assert not ran_out(ValueError("out of memory"))
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(MemoryError())
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert is_out_of_memory(StorageError("device tier, master weights: [enforce fail] can't allocate memory"))
+    assert not is_out_of_memory(CollectiveError("rank 1 failed with RuntimeError: can't allocate memory"))
+    assert not is_out_of_memory(RuntimeError("shapes differ"))
+    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 # Utilisation

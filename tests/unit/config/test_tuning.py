@@ -11,7 +11,7 @@ import transformers as tf
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import make_parser
-from zeromesh.trainer.cli.train import _take_start
+from zeromesh.trainer.cli.train import _convert_start_arguments
 from zeromesh.trainer.config.load import load_config
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 30}
@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_
 
 def parsed(*words: str) -> argparse.Namespace:
     options = make_parser().parse_args(["train", *words])
-    _take_start(options)
+    _convert_start_arguments(options)
     return options
 
 

@@ -187,7 +187,7 @@ ADDED = (
         "trainer/config/sections/formats.py",
         "FORMATS = {\n",
         '    "quiz": RowFormat(("question", "reply"), parts=_quiz),\n',
-        'def _quiz(row):\n    return {"messages": _said("user", row["question"]) + _said("assistant", row["reply"])}\n\n\n',
+        'def _quiz(row):\n    return {"messages": _message("user", row["question"]) + _message("assistant", row["reply"])}\n\n\n',
     ),
     (
         "trainer/data/text_sources.py",

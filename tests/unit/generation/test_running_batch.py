@@ -55,7 +55,7 @@ def _run(
         most = max(most, batch.shape()[0])
         with torch.no_grad():
             batch.take(batch.choose(model(**batch.inputs()).logits[:, -1]))
-        batch.settle()
+        batch.remove_ended()
         for progress in batch.progress():
             tokens, logprobs, _ = made[progress.number]
             made[progress.number] = (tokens + progress.tokens, logprobs + progress.logprobs, progress.finish)
@@ -152,7 +152,7 @@ def test_a_request_leaves_when_it_is_cancelled() -> None:
         if batch.plan(eager=True) is not ForwardKind.IDLE:
             with torch.no_grad():
                 batch.take(batch.choose(model(**batch.inputs()).logits[:, -1]))
-            batch.settle()
+            batch.remove_ended()
         finishes |= {each.number: each.finish for each in batch.progress() if each.finish}
     assert finishes == {0: "cancelled", 1: "length", 2: "length"}
     assert not batch.busy

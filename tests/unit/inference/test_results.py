@@ -18,7 +18,7 @@ from zeromesh.trainer import Trainer
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.journal import SUFFIX, ResultJournal
-from zeromesh.trainer.trackers.backends import Place, TrackedRow, WandbTracker
+from zeromesh.trainer.trackers.backends import RowPosition, TrackedRow, WandbTracker
 
 
 def _row(number: int) -> dict[str, object]:
@@ -204,7 +204,7 @@ def test_wandb_gets_a_table(tmp_path: Path) -> None:
     library = SimpleNamespace(log=lambda row, **_: seen.append(row), tracker=SimpleNamespace(step=3))
     tracker = WandbTracker("wandb", run)
     tracker.tracker = library
-    tracker.log(TrackedRow(Place(4, evaluation=True), {}, (("2 times", " 2"),)))
+    tracker.log(TrackedRow(RowPosition(4, evaluation=True), {}, (("2 times", " 2"),)))
     assert seen[0]["samples"].columns == ["step", "prompt", "completion"]
     assert seen[0]["samples"].data == [[4, "2 times", " 2"]]
     assert json.loads((tmp_path / "tracking-wandb.json").read_text()) == ["x", 4, True, 3]

@@ -452,7 +452,7 @@ def test_headers_of_web_pages_and_such_as_are_there_twice_are_refused(
 
 
 def test_clients_beyond_the_descriptors_do_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_room", lambda: 3)
+    monkeypatch.setattr(app, "_most_open", lambda: 3)
     monkeypatch.setattr(app, "_REFUSED", 4)
     with Scene() as scene, ExitStack() as stack:
         held = [stack.enter_context(scene.line()) for _ in range(12)]
@@ -468,7 +468,7 @@ def test_the_soft_limit_of_descriptors_is_raised(monkeypatch: pytest.MonkeyPatch
     limits = []
     monkeypatch.setattr(app.resource, "getrlimit", lambda kind: (1024, 4096))
     monkeypatch.setattr(app.resource, "setrlimit", lambda kind, values: limits.append(values))
-    assert 3000 < app._room() < 4096
+    assert 3000 < app._most_open() < 4096
     assert limits == [(4096, 4096)]
     monkeypatch.setattr(app.resource, "getrlimit", lambda kind: (1024, 1024))
-    assert 512 < app._room() < 1024
+    assert 512 < app._most_open() < 1024

@@ -19,7 +19,7 @@ from zeromesh import Trainer
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 from zeromesh.trainer.tools.html_report import page
-from zeromesh.trainer.tools.html_report.charts import MOST_POINTS, charts_of, kept, smoothed
+from zeromesh.trainer.tools.html_report.charts import MOST_POINTS, charts_of, moving_average, thinned_indices
 from zeromesh.trainer.tools.html_report.page import element, page_of
 from zeromesh.trainer.tools.html_report.runs import read_runs
 
@@ -73,7 +73,7 @@ def shown(*paths: Path) -> Elements:
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=2000), st.integers(4, 300))
 def test_fewer_points_have_the_same_ends_and_extremes(values: list[float], most: int) -> None:
-    places = kept(values, most)
+    places = thinned_indices(values, most)
     assert len(places) <= max(most, 4)
     assert places == sorted(set(places))
     few = [values[place] for place in places]
@@ -82,11 +82,11 @@ def test_fewer_points_have_the_same_ends_and_extremes(values: list[float], most:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 50))
 def test_a_smooth_curve_stays_between_the_extremes_and_on_a_straight_line(values: list[float], window: int) -> None:
-    smooth = smoothed(values, window)
+    smooth = moving_average(values, window)
     assert len(smooth) == len(values)
     assert min(values) - 1e-3 <= min(smooth) <= max(smooth) <= max(values) + 1e-3
     line = [3.0 * place for place in range(len(values))]
-    assert smoothed(line, window) == pytest.approx(line)
+    assert moving_average(line, window) == pytest.approx(line)
 
 
 # Markup

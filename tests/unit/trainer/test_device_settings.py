@@ -15,7 +15,7 @@ from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import bind_near, pick_device
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup import build
-from zeromesh.trainer.setup.build import be_deterministic, set_products
+from zeromesh.trainer.setup.build import set_tf32, use_deterministic_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -52,17 +52,17 @@ def kept() -> Iterator[None]:
 @pytest.mark.usefixtures("kept")
 def test_products_are_rounded_where_that_is_asked_for() -> None:
     for on, name in ((True, "tf32"), (False, "ieee")):
-        set_products(load_config({"precision": {"tf32": on}}), GPU)
+        set_tf32(load_config({"precision": {"tf32": on}}), GPU)
         assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is on
         assert torch.backends.cuda.matmul.fp32_precision == name
         # By both of torch's interfaces.
         assert torch.get_float32_matmul_precision() == ("high" if on else "highest")
         assert (torch.backends.cudnn.conv.fp32_precision == "tf32") is on  # type: ignore[attr-defined]
     before = torch.get_float32_matmul_precision()
-    set_products(load_config({}), CPU)
+    set_tf32(load_config({}), CPU)
     assert torch.get_float32_matmul_precision() == before
     with pytest.raises(ConfigError, match=r"precision\.tf32: TF32 is a format of GPUs"):
-        set_products(load_config({"precision": {"tf32": True}}), CPU)
+        set_tf32(load_config({"precision": {"tf32": True}}), CPU)
 
 
 @pytest.mark.usefixtures("kept")
@@ -86,9 +86,9 @@ def test_the_same_bits_need_fixed_workspaces_before_a_gpu_is_used(
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = given
     if words:
         with pytest.raises(ConfigError, match=words):
-            be_deterministic()
+            use_deterministic_kernels()
         return
-    be_deterministic()
+    use_deterministic_kernels()
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == ((given or ":4096:8") if cublas else None)
 

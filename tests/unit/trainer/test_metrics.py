@@ -173,13 +173,13 @@ def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
 ) -> None:
     monkeypatch.setattr("zeromesh.trainer.monitoring.console._REFRESH_SECONDS", 0.0)
     with Console(terminal) as console:
-        console.evaluating(1, 3)
-        console.evaluating(3, 3)  # Before a run has begun, there is no other bar.
+        console.show_evaluation(1, 3)
+        console.show_evaluation(3, 3)  # Before a run has begun, there is no other bar.
         alone = terminal.getvalue()
         console.start(total_steps=10)
         console.step(metrics(4))
         for done in range(1, 4):
-            console.evaluating(done, 3)
+            console.show_evaluation(done, 3)
             console.note("a line meanwhile")
         console.step(metrics(5))
     assert "1/3" in alone
@@ -190,7 +190,7 @@ def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
     assert during.rindex("evaluating") < during.rindex("5/10")
     plain = io.StringIO()
     with Console(plain) as console:
-        console.evaluating(1, 3)
+        console.show_evaluation(1, 3)
     assert not plain.getvalue()
 
 
@@ -254,7 +254,7 @@ def test_a_tracker_has_the_values_of_each_evaluation_set_below_its_name() -> Non
     values = {"loss": 3.0, "a_loss": 1.0, "a_runtime": 0.5, "a_b_loss": 5.0, "a_b_runtime": 0.25}
     line = {f"eval_{name}": value for name, value in values.items()}
     row = evaluation_row({"step": 7, **line, "eval_a_text": "x", "time": 1.0})
-    assert row.place.step == 7
+    assert row.position.step == 7
     names = ("eval/loss", "eval/a/loss", "eval/a/runtime", "eval/a_b/loss", "eval/a_b/runtime")
     assert row.values == dict(zip(names, values.values(), strict=True))
     of_one_set = evaluation_row({"step": 1, "eval_loss": 1.0, "eval_runtime": 2.0})

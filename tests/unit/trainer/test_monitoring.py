@@ -82,7 +82,7 @@ def looks(busy: Sequence[float], count: int, steps: int = 1) -> dict[int, str]:
         for _ in range(steps):
             looker.add(0.4, 0.4 - busy[0])
         assert looker.busy == pytest.approx(busy[0])
-        lines[look] = looker.look(look * steps, busy)
+        lines[look] = looker.compare(look * steps, busy)
     return {look: line for look, line in lines.items() if line}
 
 

@@ -23,7 +23,7 @@ class RowFormat(NamedTuple):
     None takes the needed columns as they are."""
     holds: Literal["text", "messages", "either", "pictures"] = "messages"
     """The type of the contents."""
-    known_by: str | None = None
+    identifying_column: str | None = None
     """A column that identifies rows of this format."""
     label: str | None = None
     """The column of the class, which is then the training target in place of the next token."""
@@ -33,29 +33,29 @@ class RowFormat(NamedTuple):
         return (*self.needed, *self.optional, *((self.label,) if self.label else ()))
 
     @property
-    def joined(self) -> bool:
+    def is_joined(self) -> bool:
         """True if rows are documents that are joined and cut into sequences; else each row is whole in one sequence."""
         return self.holds == "text" and self.label is None
 
     @property
-    def answers(self) -> bool:
+    def has_answers(self) -> bool:
         """True if rows have answers, which may restrict the loss, and may share a sequence."""
         return self.holds in ("messages", "either")
 
 
 def _alpaca(row: Mapping[str, Any]) -> Parts:
-    asked = [*_said("user", row["instruction"], needed=True), *_said("user", row["input"])]
-    question = _said("user", "\n\n".join(each["content"] for each in asked))
-    turns = [*_said("system", row["system"]), *question, *_said("assistant", row["output"], needed=True)]
+    asked = [*_message("user", row["instruction"], needed=True), *_message("user", row["input"])]
+    question = _message("user", "\n\n".join(each["content"] for each in asked))
+    turns = [*_message("system", row["system"]), *question, *_message("assistant", row["output"], needed=True)]
     return {"messages": turns}
 
 
 def _sharegpt(row: Mapping[str, Any]) -> Parts:
-    turns = [_said(_ROLES[turn["from"]], turn["value"], needed=True) for turn in row["conversations"]]
-    return {"messages": [*_said("system", row["system"]), *chain(*turns)]}
+    turns = [_message(_ROLES[turn["from"]], turn["value"], needed=True) for turn in row["conversations"]]
+    return {"messages": [*_message("system", row["system"]), *chain(*turns)]}
 
 
-def _said(role: str, text: Any, *, needed: bool = False) -> Messages:
+def _message(role: str, text: Any, *, needed: bool = False) -> Messages:
     """Return a message, or none without text. Raises `TypeError` for other values, and for a missing text that is `needed`."""
     if not isinstance(text, str if needed else str | None):
         raise TypeError(f"what the {role} says is {type(text).__name__}, not text")
@@ -64,10 +64,10 @@ def _said(role: str, text: Any, *, needed: bool = False) -> Messages:
 
 FORMATS = {
     "text": RowFormat(("text",), holds="text"),
-    "chat": RowFormat(("messages",), known_by="messages"),
-    "sharegpt": RowFormat(("conversations",), ("system",), _sharegpt, known_by="conversations"),
-    "alpaca": RowFormat(("instruction", "output"), ("input", "system"), _alpaca, known_by="instruction"),
-    "pairs": RowFormat(("prompt", "completion"), holds="either", known_by="completion"),
+    "chat": RowFormat(("messages",), identifying_column="messages"),
+    "sharegpt": RowFormat(("conversations",), ("system",), _sharegpt, identifying_column="conversations"),
+    "alpaca": RowFormat(("instruction", "output"), ("input", "system"), _alpaca, identifying_column="instruction"),
+    "pairs": RowFormat(("prompt", "completion"), holds="either", identifying_column="completion"),
     "labels": RowFormat(("text",), holds="text", label="label"),
     "pictures": RowFormat(holds="pictures"),
 }
@@ -79,4 +79,4 @@ COLUMNS = (*dict.fromkeys(name for row in FORMATS.values() for name in row.colum
 
 def format_of(columns: Collection[str]) -> str:
     """Return the `data.format` whose identifying column is among `columns`, else text."""
-    return next((name for name, each in FORMATS.items() if each.known_by in columns), "text")
+    return next((name for name, each in FORMATS.items() if each.identifying_column in columns), "text")

@@ -154,12 +154,12 @@ class RunSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_not_given(cls, data: Any) -> Any:
+    def _drop_null_max_steps(cls, data: Any) -> Any:
         null = isinstance(data, dict) and "max_steps" in data and data["max_steps"] is None
         return {key: value for key, value in data.items() if key != "max_steps"} if null else data
 
     @model_serializer(mode="wrap")
-    def _null_for_what_epochs_say(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _serialize_max_steps(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = plain(self)
         return values | {"max_steps": None} if self.most_steps is None and "max_steps" in values else values
 

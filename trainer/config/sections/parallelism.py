@@ -31,11 +31,11 @@ class TierShare(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _tier_alone(cls, data: Any) -> Any:
+    def _parse_tier_name(cls, data: Any) -> Any:
         return {"tier": data} if isinstance(data, str) else data
 
     @model_serializer(mode="wrap")
-    def _shortest(self, plain: SerializerFunctionWrapHandler) -> Any:
+    def _serialize_tier(self, plain: SerializerFunctionWrapHandler) -> Any:
         return self.tier if self.fraction == 1 else plain(self)
 
 

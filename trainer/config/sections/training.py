@@ -149,7 +149,7 @@ class DataSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _python_is_for_training(cls, data: Any) -> Any:
+    def _move_python_to_train(cls, data: Any) -> Any:
         if isinstance(data, dict) and "python" in data and "train" not in data:
             return {name: each for name, each in data.items() if name != "python"} | {
                 "train": {"python": data["python"]}
@@ -163,7 +163,7 @@ class DataSection(Section):
         given = {name: part.model_dump(exclude={"weight"}, exclude_none=True) for name, part in self.mixture.items()}
         return {name: self.model_copy(update={"mixture": None, **part}) for name, part in given.items()}
 
-    def evaluated(self) -> dict[str, Any]:
+    def eval_sets(self) -> dict[str, Any]:
         """Return the data of `eval` by the config key of each set; empty for null."""
         if isinstance(self.eval, Mapping):
             return {f"{EVAL}.{name}": each for name, each in self.eval.items()}
@@ -174,7 +174,7 @@ class DataSection(Section):
         """The resolved `separate_documents`, with the default in place of null."""
         if self.separate_documents is not None:
             return self.separate_documents
-        return self.packing and any(each.answers for each in self.formats)
+        return self.packing and any(each.has_answers for each in self.formats)
 
     @property
     def rows(self) -> RowFormat:

@@ -122,7 +122,7 @@ def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any
     """Return the response parser of transformers' serving code for this kind of model; None where it knows none.
 
     Raises:
-        ConfigError: where that code is not as it is expected to be.
+        ConfigError: where that code has another interface than this module expects.
     """
     try:
         from transformers.cli.serving.utils import build_response_parser

@@ -71,12 +71,12 @@ class ServerOptions:
     grace_seconds: float = 10.0
 
 
-def _no_address(options: ServerOptions, error: OSError | UnicodeError) -> ConfigError:
+def _address_error(options: ServerOptions, error: OSError | UnicodeError) -> ConfigError:
     reason = getattr(error, "strerror", None) or error
     return ConfigError(f"--host {options.host} --port {options.port}: {reason}; give another one")
 
 
-def _room() -> int:
+def _most_open() -> int:
     """Raise the limit of open files as far as the system allows, and return the number of connections that it leaves room for."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if 0 <= hard < _DESCRIPTORS else _DESCRIPTORS
@@ -110,7 +110,7 @@ class HttpServer:
             self._socket.bind((options.host, options.port))
         except (OSError, UnicodeError) as error:
             self._socket.close()
-            raise _no_address(options, error) from error
+            raise _address_error(options, error) from error
         self.failure: BaseException | None = None
         """The error that ended the generator, if any."""
         self.name = name
@@ -128,10 +128,10 @@ class HttpServer:
         try:
             self._socket.listen(_BACKLOG)
         except OSError as error:
-            raise _no_address(options, error) from error
+            raise _address_error(options, error) from error
         config = uvicorn.Config(
             self.app,
-            http=type("Connection", (_Connection,), {"head_seconds": options.receive_seconds, "most": _room()}),
+            http=type("Connection", (_Connection,), {"head_seconds": options.receive_seconds, "most": _most_open()}),
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -189,7 +189,7 @@ class HttpServer:
         )
 
         async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            problem = _forbidden(Headers(scope=scope), self._options.token) if scope["type"] == "http" else None
+            problem = _access_refusal(Headers(scope=scope), self._options.token) if scope["type"] == "http" else None
             await (app if problem is None else _refusal(problem))(scope, receive, send)
 
         return guarded
@@ -302,7 +302,7 @@ class HttpServer:
             await JSONResponse(body(whole, first=True, usage=len(whole.tokens)))(scope, receive, send)
 
         async def reply(scope: Scope, receive: Receive, send: Send) -> None:
-            works = [asyncio.ensure_future(respond(scope, receive, send)), asyncio.ensure_future(_until_gone(receive))]
+            works = [asyncio.ensure_future(respond(scope, receive, send)), asyncio.ensure_future(_disconnect(receive))]
             try:
                 done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
                 if works[0] in done:
@@ -330,12 +330,12 @@ class _Connection(H11Protocol):
         elif len(self.connections) > most:
             error = RequestError(503, f"{most} connections are open, as many as are allowed", code="connections")
             self.app = _refusal(error, close=True)
-        self._await_head(None)
+        self._start_head_timer(None)
 
     def on_response_complete(self) -> None:
         answered = self.cycle
         super().on_response_complete()
-        self._await_head(answered)
+        self._start_head_timer(answered)
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # The request is answered already.
@@ -347,15 +347,15 @@ class _Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _await_head(self, answered: Any) -> None:
-        self.loop.call_later(self.head_seconds, self._abandon, answered)
+    def _start_head_timer(self, answered: Any) -> None:
+        self.loop.call_later(self.head_seconds, self._close_if_late, answered)
 
-    def _abandon(self, answered: Any) -> None:
+    def _close_if_late(self, answered: Any) -> None:
         if self.cycle is answered:
             self.transport.close()
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -371,7 +371,7 @@ def _refusal(error: RequestError, *, close: bool = False) -> Response:
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
-def _forbidden(headers: Headers, token: str | None) -> RequestError | None:
+def _access_refusal(headers: Headers, token: str | None) -> RequestError | None:
     """Return the refusal of a request without the token or, where there is none, without a Host header of this machine or with a
     foreign Origin: a web page of another host could otherwise send requests, or read answers through DNS rebinding."""
     for name in ("host", "origin", "authorization"):
@@ -390,12 +390,12 @@ def _forbidden(headers: Headers, token: str | None) -> RequestError | None:
     return None
 
 
-_PLACE = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z.-]+))(?::\d{1,5})?", re.IGNORECASE | re.ASCII)
+_HOST_PORT = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z.-]+))(?::\d{1,5})?", re.IGNORECASE | re.ASCII)
 
 
 def _is_loopback(place: str) -> bool:
     """Return True if `HOST:PORT` is loopback; a literal IPv6 address stands in brackets."""
-    found = _PLACE.fullmatch(place)
+    found = _HOST_PORT.fullmatch(place)
     if found is None or (found[1] is not None) != (":" in (found[1] or found[2])):
         return False
     return is_loopback(found[1] or found[2])

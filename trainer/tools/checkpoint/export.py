@@ -31,8 +31,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _PREFIX = "base_model.model."
 """The prefix of module names in PEFT's files, which adapters that are inserted in place lack."""
 
-Moved = Callable[[int], object]
-_Chosen = dict[str, tuple[TensorSpec, torch.dtype]]
+OnRead = Callable[[int], object]
+_ChosenTensors = dict[str, tuple[TensorSpec, torch.dtype]]
 """The stored tensor and the target dtype of every tensor of the model, in the order of reading."""
 
 
@@ -44,7 +44,7 @@ def export_checkpoint(
     the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where `out` exists, or the dtype cannot
     hold a weight; `CheckpointError` or `StorageError` when the checkpoint is damaged, or `out` cannot be written."""
     reader = CheckpointReader(directory)
-    chosen = _chosen(reader, dtype, ema=ema)
+    chosen = _choose_tensors(reader, dtype, ema=ema)
     adapted = ADAPTER_CONFIG in reader.manifest.files
     if merge and not adapted:
         raise ConfigError(f"--merge is for runs with adapters, and {directory} has none; leave it out")
@@ -61,7 +61,7 @@ def export_checkpoint(
             _convert_adapter(folder, _DTYPES.get(dtype))
             what = "the adapter alone"
         else:
-            write = _merged if merge else _plain
+            write = _merged_tensors if merge else _hub_tensors
             tensors, values = write(reader, chosen, folder, dtype, moved, console)
             if dtype != "keep" and (folder / "config.json").is_file():
                 # `from_pretrained` loads the weights in this dtype.
@@ -75,7 +75,7 @@ def export_checkpoint(
     console.note(f"{out}: step {reader.manifest.step}, {dtype}, {what}")
 
 
-def _chosen(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chosen:
+def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _ChosenTensors:
     kinds: tuple[str, ...] = ("model",) if dtype == "keep" else ("model", "master")
     kept = {t.name: t.dtype for t in reader.manifest.tensors if t.kind == "model"}
     # Frozen weights in their source directory may have another dtype than the compute dtype.
@@ -104,8 +104,8 @@ def _replace_dtype(content: dict[str, Any], dtype: str) -> None:
             _replace_dtype(value, dtype)
 
 
-def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Raises `ConfigError` where a number would become infinite."""
+def _convert(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in another dtype. Raises `ConfigError` where a finite number would become infinite."""
     found = tensor.to(dtype)
     if tensor.is_floating_point() and torch.finfo(dtype).max < torch.finfo(tensor.dtype).max:
         lost = tensor[found.isinf() & tensor.isfinite()].abs()
@@ -117,10 +117,10 @@ def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     return found
 
 
-def _plain(
-    reader: CheckpointReader, chosen: _Chosen, folder: Path, _dtype: str, moved: Moved, console: Console
+def _hub_tensors(
+    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, _dtype: str, moved: OnRead, console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Return the tensors of the model on the Hub, on the meta device by name, and an iterator of their values."""
+    """Return the model's tensors by their names on the Hub, on the meta device, and an iterator of names and values."""
     tensors = {name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
     names = HubNames.of_directory(folder, tensors)
     if names.note:
@@ -131,7 +131,7 @@ def _plain(
     places = sorted(names.groups, key=lambda each: (each.converted, 0 if each.converted else order[each.names[0]]))
     members = [name for group in places for name in group.names]
     read = read_tensors(reader, [chosen[name][0] for name in members], moved)
-    weights = ((name, _converted(name, each, chosen[name][1])) for name, (_, each) in zip(members, read, strict=True))
+    weights = ((name, _convert(name, each, chosen[name][1])) for name, (_, each) in zip(members, read, strict=True))
     return names.outputs, names.convert(weights)
 
 
@@ -146,15 +146,15 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         tensors = load_file(path)
         found = {
-            name: _converted(name, each, dtype) if each.is_floating_point() else each for name, each in tensors.items()
+            name: _convert(name, each, dtype) if each.is_floating_point() else each for name, each in tensors.items()
         }
         save_file(found, path, metadata={"format": "pt"})
 
 
-def _merged(
-    reader: CheckpointReader, chosen: _Chosen, folder: Path, dtype: str, moved: Moved, _console: Console
+def _merged_tensors(
+    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, dtype: str, moved: OnRead, _console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Do the same with adapters merged into the weights; the model's configuration replaces that of the adapter in `folder`."""
+    """Return the same as `_hub_tensors` with adapters merged into the weights; `folder` then has the model's configuration only."""
     peft = import_peft()
     cls, config, reason = read_class(folder / BASE_MODEL)
     if cls is None:
@@ -191,4 +191,4 @@ def _merged(
     widest = max((to.dtype for to, _ in chosen.values() if to.dtype.is_floating_point), key=lambda each: each.itemsize)
     pairs = ((names[stored.name], each) for stored, each in read)
     weights = form.convert(pairs, torch.promote_types(torch.float32, widest), CheckpointError)
-    return tensors, ((name, _converted(name, each, tensors[name].dtype)) for name, each in weights)
+    return tensors, ((name, _convert(name, each, tensors[name].dtype)) for name, each in weights)

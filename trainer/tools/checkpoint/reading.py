@@ -72,8 +72,8 @@ def part_text(reader: CheckpointReader) -> str:
 def read_tensors(
     reader: CheckpointReader, tensors: Iterable[TensorSpec], moved: Callable[[int], object]
 ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yield verified tensors of a checkpoint with their values, and read as many at once as fit into a window, or one. `moved`
-    gets the bytes of each window. Raises `CheckpointError` where the checkpoint is damaged."""
+    """Yield the specification and the verified value of each tensor; as many as fit into `WINDOW_BYTES`, but at least one, are read
+    at once, and `moved` is called with their bytes. Raises `CheckpointError` where the checkpoint is damaged."""
     window: list[tuple[TensorSpec, torch.Tensor]] = []
     nbytes = 0
     for tensor in (*tensors, None):
@@ -88,7 +88,7 @@ def read_tensors(
 
 
 class Throughput:
-    """Called with the bytes of each finished transfer, shows the progress of all; as text, their bytes and seconds."""
+    """A progress display that is called with the bytes of each finished transfer. Its text is the total bytes, seconds and rate."""
 
     def __init__(self, console: Console, what: str, total: int) -> None:
         self._console, self._what, self._total = console, what, human_bytes(total)
@@ -116,11 +116,11 @@ def list_checkpoints(path: Path, *, as_json: bool) -> str:
     store = store_at(path)
     found = [summary_of(store, step) for step in reversed(store.steps())]
     if as_json:
-        return _json({"directory": str(store.root), "checkpoints": found, "leftovers": store.leftovers()})
+        return _to_json({"directory": str(store.root), "checkpoints": found, "leftovers": store.leftovers()})
     rows = [summary_row(each) for each in found]
     lines = [str(store.root), *(table_lines(COLUMNS, rows, _NUMBERS) if rows else ["no checkpoints"])]
     what = "being written or removed, or left behind by a kill; the next start of the run removes it"
-    return _text([*lines, *(f"{name}: {what}" for name in store.leftovers())])
+    return _join_lines([*lines, *(f"{name}: {what}" for name in store.leftovers())])
 
 
 def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str
     }
     if pattern is not None:
         content["tensors"] = _tensors(manifest, pattern)
-    return _json(content) if as_json else _text(_lines(content, manifest, f"{directory}{part_text(reader)}"))
+    return _to_json(content) if as_json else _join_lines(_lines(content, manifest, f"{directory}{part_text(reader)}"))
 
 
 def _tensors(manifest: Manifest, pattern: str) -> list[dict[str, Any]]:
@@ -264,16 +264,16 @@ def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterato
         yield from ("", *table_lines(columns, rows, _NUMBERS))
 
 
-def _text(lines: Iterator[str] | Sequence[str]) -> str:
+def _join_lines(lines: Iterator[str] | Sequence[str]) -> str:
     return "".join(f"{printable(line)}\n" for line in lines)
 
 
-def _json(content: Mapping[str, Any]) -> str:
+def _to_json(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
 _SHOWN = 20
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = "(absent)"
 
 
@@ -290,7 +290,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     values = (
         read_tensors(reader, [held[key] for key in shared], moved) for reader, held in zip(readers, (a, b), strict=True)
     )
-    rows = (_compared(*here, *there) for here, there in zip(*values, strict=True))
+    rows = (_compare_tensors(*here, *there) for here, there in zip(*values, strict=True))
     apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
     differences = [
         [*_fact_lines(*readers, tolerance)],
@@ -312,11 +312,11 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     return False
 
 
-def _compared(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there: torch.Tensor) -> tuple[float, str]:
-    """Return minus the largest absolute difference of two elements, and a line with its place; an empty line for equal bits."""
+def _compare_tensors(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there: torch.Tensor) -> tuple[float, str]:
+    """Return the negative largest absolute difference of two tensors, to sort by, and a line about it, empty for equal bits."""
     text, same_dtype = f"{one.kind} {one.name}:", here.dtype == there.dtype
     if same_dtype:
-        bits = _BITS[here.dtype.itemsize]
+        bits = _INTEGER_DTYPES[here.dtype.itemsize]
         differ = here.view(bits) != there.view(bits)
     else:
         text += f" {DTYPE_NAMES[here.dtype]} in A, {DTYPE_NAMES[there.dtype]} in B;"
@@ -353,7 +353,7 @@ def _fact_lines(one: CheckpointReader, two: CheckpointReader, tolerance: float |
 
 
 def _tensor_lines(a: Mapping[tuple[str, str], TensorSpec], b: Mapping[tuple[str, str], TensorSpec]) -> Iterator[str]:
-    """Yield lines about tensors that only one checkpoint has, in one line for a kind that the other lacks, or of other shapes."""
+    """Yield a line for each tensor, or each whole kind of tensors, that one checkpoint lacks, and for each of different shapes."""
     for here, there, which in ((a, b, "A"), (b, a, "B")):
         kinds = {kind for kind, _ in there}
         absent = [f"{kind} {name}" if kind in kinds else kind for kind, name in here if (kind, name) not in there]

@@ -28,7 +28,7 @@ _SMOOTHED_FROM, _DOTS_UP_TO = 60, 40
 """The least points of a loss that is smoothed, and the most points of evaluations drawn as dots."""
 _LOG_FROM = 50.0
 """The ratio of the highest and the lowest value from which on a logarithmic axis is used."""
-_FAR, _FEW = 2.5, 2
+_OUTLIER_FACTOR, _MOST_OUTLIERS = 2.5, 2
 """The multiple of the median above which seconds of a step are cut off, and the most such steps, or a fiftieth of all."""
 
 _UNITS: dict[str, tuple[Callable[[float], str], str, str, str]] = {
@@ -69,7 +69,7 @@ LAYOUT: dict[str, Any] = {
     "xaxis": {**_AXIS, "showgrid": False, "showline": True, "unifiedhovertitle": {"text": "step %{x}"}},
     "yaxis": {**_AXIS, "nticks": 6, "showline": False},
 }
-_LOOKS: dict[str, dict[str, Any]] = {
+_TRACE_STYLES: dict[str, dict[str, Any]] = {
     "line": {"mode": "lines", "line_width": 1.8},
     "dashed": {"mode": "lines", "line_width": 1.8, "line_dash": "dash"},
     "faint": {"mode": "lines", "line_width": 1, "opacity": 0.4, "showlegend": False},
@@ -115,7 +115,7 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     return found
 
 
-def kept(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+def thinned_indices(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     """Return the indices of at most `most` (4 or more) values: the first, lowest, highest and last one of equally long
     stretches."""
     if len(values) <= most:
@@ -128,7 +128,7 @@ def kept(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
     return sorted(found)
 
 
-def smoothed(values: Sequence[float], window: int) -> list[float]:
+def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Return centered moving averages over `window` values; fewer at both ends, so that the curve does not lag."""
     sums = [0.0, *accumulate(values)]
     reaches = [min(window // 2, place, len(values) - 1 - place) for place in range(len(values))]
@@ -143,7 +143,7 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, lis
         prefix, values, finite = f"{run.name}, " * several, run.columns.get(("loss",), {}), run.column("loss")
         if len(finite) >= _SMOOTHED_FROM:
             losses.append(Line(f"{prefix}training", values, place, "faint"))
-            means = smoothed(list(finite.values()), max(5, len(finite) // 40))
+            means = moving_average(list(finite.values()), max(5, len(finite) // 40))
             losses.append(Line(f"{prefix}training, smoothed", values | dict(zip(finite, means, strict=True)), place))
         elif values:
             losses.append(Line(f"{prefix}training", values, place))
@@ -208,12 +208,12 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
     if stacked:
         steps = sorted({step for line in lines for step in line.values})
         tops = [(step, sum(line.values.get(step, 0.0) for line in lines)) for step in steps]
-        steps = [steps[place] for place in kept([top for _, top in tops], MOST_STACKED)]
+        steps = [steps[place] for place in thinned_indices([top for _, top in tops], MOST_STACKED)]
     values = [value for _, value in tops] or [0.0]
     notes, high, factor = [note] if note else [], max(values), 1.0
     usual = median(values)
-    near = [value for value in values if value <= _FAR * usual]
-    if unit == "seconds" and 0 < (far := len(values) - len(near)) <= max(_FEW, len(values) // 50):
+    near = [value for value in values if value <= _OUTLIER_FACTOR * usual]
+    if unit == "seconds" and 0 < (far := len(values) - len(near)) <= max(_MOST_OUTLIERS, len(values) // 50):
         step = max(tops, key=lambda top: top[1])[0]
         notes.append(f"{counted(far, 'value')} above the picture, the highest {shown(high)} in step {step}")
         high = max(near, default=high)
@@ -226,8 +226,8 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
     for line in lines:
         finite = {step: value for step, value in line.values.items() if isfinite(value)}
         good, bad = list(finite), [step for step in line.values if step not in finite]
-        broken.update(bad := [bad[place] for place in kept(bad)])
-        xs = steps if stacked else sorted([*bad, *(good[place] for place in kept(list(finite.values())))])
+        broken.update(bad := [bad[place] for place in thinned_indices(bad)])
+        xs = steps if stacked else sorted([*bad, *(good[place] for place in thinned_indices(list(finite.values())))])
         ys = [float(f"{line.values.get(x, 0.0) / factor:.7g}") for x in xs]
         last = shown([nan, *finite.values()][-1])
         if line.look == "levels":
@@ -244,7 +244,7 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
             legendgroup=str(line.color),
             line_color=color,
             fillcolor=color,
-            **_LOOKS[line.look],
+            **_TRACE_STYLES[line.look],
         )
     if broken:
         notes.append(f"not finite in {counted(len(broken), 'step')} (red)")

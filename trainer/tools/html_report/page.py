@@ -54,15 +54,15 @@ def page_of(runs: Sequence[RunRecord]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     charts = charts_of(runs)
     sections = {
-        "": _figures(runs),
+        "": _summary(runs),
         "What differs": _differences(runs),
-        "Notes": _each(runs, _notes),
+        "Notes": _for_each_run(runs, _notes),
         "Over the steps": charts,
-        "Plan": _each(runs, lambda run: run.planned and table_of(*run.planned, numbers=(1, 2, 3))),
-        "Mesh": _each(runs, _mesh),
-        "Communication of a step": _each(runs, _communication),
-        "Checkpoints": _each(runs, _checkpoints),
-        "Configuration": _each(runs, _configuration),
+        "Plan": _for_each_run(runs, lambda run: run.planned and table_of(*run.planned, numbers=(1, 2, 3))),
+        "Mesh": _for_each_run(runs, _mesh),
+        "Communication of a step": _for_each_run(runs, _communication),
+        "Checkpoints": _for_each_run(runs, _checkpoints),
+        "Configuration": _for_each_run(runs, _configuration),
     }
     return document(title, sections, charts, ", ".join(str(run.path) for run in runs))
 
@@ -110,7 +110,7 @@ def _file(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _each(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> list[Html]:
+def _for_each_run(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> list[Html]:
     """Return the results of `make` for all runs, with the run's name above each if there are several runs."""
     made = [(run, content) for run in runs if (content := make(run)) is not None]
     return [each for run, content in made for each in ([element("h3", run.name)] * (len(runs) > 1) + [content])]
@@ -127,22 +127,22 @@ def table_of(columns: Sequence[object], rows: Sequence[Sequence[object]], number
     return element("div", table, class_="scroll") if rows else None
 
 
-def _heads(runs: Sequence[RunRecord]) -> list[Html]:
+def _run_labels(runs: Sequence[RunRecord]) -> list[Html]:
     colors = [element("i", style=f"background:{COLORS[place % len(COLORS)]}") for place in range(len(runs))]
     return [element("span", color, run.name, class_="run") for color, run in zip(colors, runs, strict=True)]
 
 
-def _figures(runs: Sequence[RunRecord]) -> list[Html | None]:
-    figures = [_figures_of(run) for run in runs]
+def _summary(runs: Sequence[RunRecord]) -> list[Html | None]:
+    figures = [_summary_of(run) for run in runs]
     names = list(dict.fromkeys(name for each in figures for name in each))
     if len(runs) > 1:
-        return [table_of(["", *_heads(runs)], [[name, *(each.get(name) for each in figures)] for name in names])]
+        return [table_of(["", *_run_labels(runs)], [[name, *(each.get(name) for each in figures)] for name in names])]
     long = [name for name in names if name in ("start", "hardware", "versions")]
     cards = [element("div", element("dt", name), element("dd", figures[0][name])) for name in names if name not in long]
     return [element("dl", cards, class_="cards"), *(element("p", f"{name}: {figures[0][name]}") for name in long)]
 
 
-def _figures_of(run: RunRecord) -> dict[str, object]:
+def _summary_of(run: RunRecord) -> dict[str, object]:
     last = run.lines[-1] if run.lines else {}
     unit = "samples" if last.get("unit") == "samples" else "tokens"
     section, facts = run.config.get("run"), run.starts[-1] if run.starts else {}
@@ -272,4 +272,4 @@ def _differences(runs: Sequence[RunRecord]) -> Html | None:
     settings = [settings_of(run) for run in runs]
     values = {path: [each.get(path, ("(none)",))[0] for each in settings] for each in settings for path in each}
     rows = [[element("code", each) for each in (path, *words)] for path, words in values.items() if len({*words}) > 1]
-    return table_of(["key", *_heads(runs)], rows)
+    return table_of(["key", *_run_labels(runs)], rows)

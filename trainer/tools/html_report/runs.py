@@ -12,7 +12,7 @@ from typing import Any
 from zeromesh.errors import ConfigError, LayoutError, ZeromeshError, counted
 from zeromesh.files import read_whole
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
-from zeromesh.trainer.config.messages import shown
+from zeromesh.trainer.config.messages import quote
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.monitoring.plan_check import PlanTable, comparison_table
@@ -179,6 +179,6 @@ def settings_of(run: RunRecord) -> dict[str, tuple[str, str | None]]:
     found = {}
     for keys, value in leaves(run.config):
         path = ".".join(keys)
-        default = shown(path, defaults[path]).strip("'") if path in defaults else "(none)"
-        found[path] = shown(path, value).strip("'"), None if value == defaults.get(path, ...) else default
+        default = quote(path, defaults[path]).strip("'") if path in defaults else "(none)"
+        found[path] = quote(path, value).strip("'"), None if value == defaults.get(path, ...) else default
     return found
