@@ -514,7 +514,7 @@ def experts_halved(take: Any, self: GradientReducer, bucket: Bucket, index: int)
 def input_of_another_block(unpack: Any, self: ActivationStore, saved: Any) -> torch.Tensor:
     """The store of activations gives a block the input of the block before it."""
     before = saved.call.before() if saved.call is not None and saved.call.before is not None else None
-    return unpack(self, before.alive()[0] if before is not None and before.alive() else saved)
+    return unpack(self, before.alive_tensors()[0] if before is not None and before.alive_tensors() else saved)
 
 
 @seeded(

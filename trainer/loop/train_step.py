@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload.accelerator import is_accelerator, numbers
+from zeromesh.offload.accelerator import is_accelerator, read_scalars
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
 from zeromesh.rng import Streams
@@ -227,7 +227,7 @@ class Stepper:
                 if not go_on(done, rounds):
                     return None
         sums = torch.zeros(2, dtype=torch.float64)
-        for values in _with_values(computed, numbers(_tensors_in(computed))):
+        for values in _with_values(computed, read_scalars(_tensors_in(computed))):
             sums += torch.tensor(values, dtype=torch.float64)
         self._mesh.world.all_reduce(sums, "sum of the evaluation loss")
         targets = int(sums[1])

@@ -35,15 +35,15 @@ def machine_here(name: str | None, devices: int = 1) -> Machine:
     Raises:
         ConfigError: for a machine that is not known.
     """
-    if name is None and accelerator.found() is not None:
-        name = named_in(accelerator.device_name(accelerator.begin()[0]))
+    if name is None and accelerator.current_accelerator() is not None:
+        name = named_in(accelerator.device_name(accelerator.initialize()[0]))
     return find_machine(name, devices=devices)
 
 
 def ranks_here(machine: Machine | None = None) -> int:
     """Return the number of this host's accelerators, or else its cores; for another kind of machine, its ranks per host."""
-    if accelerator.found() is not None and not (machine and machine.is_cpu):
-        return len(accelerator.begin())
+    if accelerator.current_accelerator() is not None and not (machine and machine.is_cpu):
+        return len(accelerator.initialize())
     return available_cores() if machine is None or machine.is_cpu else machine.host.devices
 
 

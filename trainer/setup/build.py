@@ -17,12 +17,12 @@ from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator, reuse_freed_memory
 from zeromesh.offload.accelerator import (
-    bind_near,
-    has_begun,
+    allow_tf32,
+    bind_to_near_cpus,
     has_cublas,
     is_accelerator,
+    is_initialized,
     pick_device,
-    round_float32_products,
 )
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
@@ -68,7 +68,7 @@ def connect(config: TrainerConfig) -> Mesh:
         be_deterministic()
     device = pick_device(environment.local_rank)
     if parallel.numa_binding is not None:
-        bind_near(device, environment.local_world_size, parallel.numa_binding)
+        bind_to_near_cpus(device, environment.local_world_size, parallel.numa_binding)
     if device.type == "cpu":
         reuse_freed_memory()
         take_product_buffers()
@@ -90,7 +90,7 @@ def connect(config: TrainerConfig) -> Mesh:
 def set_products(config: TrainerConfig, device: torch.device) -> None:
     """Set this process's fp32 matrix products by `precision.tf32`. Raises `ConfigError` for TF32 on a CPU."""
     if is_accelerator(device):
-        round_float32_products(config.precision.tf32)
+        allow_tf32(config.precision.tf32)
     elif config.precision.tf32:
         raise ConfigError(
             "TF32 is a format of GPUs, and this run computes on the CPU; leave it out", where="precision.tf32"
@@ -110,7 +110,7 @@ def be_deterministic() -> None:
         cure = f"set {_WORKSPACE}={_FIXED[0]} before Python starts"
         if given is not None:
             raise ConfigError(f"{_WORKSPACE} is {given!r}; {cure}, or leave it out", where="run.deterministic")
-        if has_begun():
+        if is_initialized():
             raise ConfigError(
                 f"this process has used its GPU before the run began, and without {_WORKSPACE} products may differ from run to "
                 f"run; {cure}",

@@ -19,7 +19,7 @@ from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
+from zeromesh.offload import Tier, Tiers, tensor_bytes, trim_heap
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, ParallelOptions, divide
@@ -158,7 +158,7 @@ def _make_engine(
     inputs = elements * width * options.precision.compute.itemsize
     engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=inputs)
     if mesh.device.type == "cpu":
-        settle_heap()
+        trim_heap()
     return engine
 
 

@@ -89,7 +89,7 @@ class DeviceWorks:
         self._flying.append(_Flight(done=self._event(), peers=peers, what=what))
 
     def _event(self) -> Callable[[], bool]:
-        return accelerator.record(accelerator.current_stream(self.device)).query
+        return accelerator.record_event(accelerator.current_stream(self.device)).query
 
     def wait(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Block the host until the device has finished a collective. Raises `CollectiveError` when the collective fails or cannot

@@ -297,7 +297,7 @@ def _recorder_of(device: torch.device) -> StepRecorder:
         return StepRecorder()
 
     def mark() -> torch.Event:
-        return accelerator.record(accelerator.current_stream(device), timed=True)
+        return accelerator.record_event(accelerator.current_stream(device), timed=True)
 
     def between(end: torch.Event, begin: torch.Event) -> float | None:
         return begin.elapsed_time(end) / 1e3 if end.query() else None
@@ -316,7 +316,7 @@ def exchange_locations(
     refuse later with a less clear error."""
     location = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
     wanted = {name: str(value) for name, value in requested.items()}
-    found = _everyones(store, "location", process, processes, [location, wanted, accelerator.identity(device)])
+    found = _everyones(store, "location", process, processes, [location, wanted, accelerator.device_identifier(device)])
     different = differences([each[1] for each in found], range(processes))
     if different:
         raise ConfigError(
@@ -363,7 +363,7 @@ def island_of(device: torch.device) -> int:
     direct access to each other's memory, numbered by its lowest device.
     """
     if is_accelerator(device):
-        return min([*accelerator.neighbours(device), device.index or 0])
+        return min([*accelerator.peer_devices(device), device.index or 0])
     own_cores = os.sched_getaffinity(0)
     for folder in sorted(_NODES.glob("node[0-9]*")):
         cores = {int(core.name.removeprefix("cpu")) for core in folder.glob("cpu[0-9]*")}

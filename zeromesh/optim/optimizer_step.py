@@ -193,10 +193,10 @@ def try_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: i
     for _ in range(_ROUNDS):
         began = time.perf_counter()
         stream.run(rows, compute)
-        stream.settle()
+        stream.wait_for_writes()
         accelerator.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    tiers.pinned.give(tiers.pinned.used - pinned)
+    tiers.pinned.release(tiers.pinned.used - pinned)
     return min(seconds) * 1e9 / elements
 
 
@@ -276,7 +276,7 @@ class OptimizerStep:
         for optimizer in self._optimizers.values():
             optimizer.follow()
         if len(self._optimizers) > known:
-            self._stream.forget()
+            self._stream.drop_read_ahead()
             device = self._stream.device
             self._tiers.ledger.add(_memory_of(device), Purpose.STAGING, -self._stream.nbytes)
             self._stream = self._make_stream(device)
@@ -335,7 +335,7 @@ class OptimizerStep:
         measured = self._updated
         if not self._options.optimizer_in_backward:
             measured = [(bucket, self.gradients.shards.norm(bucket)) for bucket in self._buckets]
-        found = accelerator.numbers([*scalars, *(norm for _, norm in measured)])
+        found = accelerator.read_scalars([*scalars, *(norm for _, norm in measured)])
         values, norms = found[: len(scalars)], found[len(scalars) :]
         self._norms = [(bucket, norm) for (bucket, _), norm in zip(measured, norms, strict=True)]
         counts = self.gradients.sharing.counts
@@ -373,7 +373,7 @@ class OptimizerStep:
                 self.gradients.shards.wait()
             for number, bucket in enumerate(due):
                 self._update(bucket, factor, due[number + 1 :])
-        self._stream.settle()  # Includes updates inside backward, so that states can be read between steps.
+        self._stream.wait_for_writes()  # Includes updates inside backward, so that states can be read between steps.
         self.drop_gradients()
         if skip:
             return
@@ -385,7 +385,7 @@ class OptimizerStep:
                     uses = [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in modes]
                     rows = list(self._stream.rows(id(bucket), bucket.length, uses))
                     self._stream.run(rows, lambda _row, tensors: averages.blend(tensors[1], tensors[0]))
-            self._stream.settle()
+            self._stream.wait_for_writes()
             averages.count += 1
         self.updates += 1
 
@@ -419,7 +419,7 @@ class OptimizerStep:
     def abandon(self) -> None:
         """Abandon a step that has ended before it changed anything."""
         self._ready.clear()
-        self._stream.forget()
+        self._stream.drop_read_ahead()
         self.gradients.abandon(self._buckets)
 
     def _retire(self, units: Iterable[Unit]) -> None:

@@ -67,7 +67,7 @@ _Moment = float | torch.Event
 def _now(device: torch.device) -> _Moment:
     if not is_accelerator(device):
         return time.perf_counter()
-    return accelerator.record(accelerator.current_stream(device), timed=True)
+    return accelerator.record_event(accelerator.current_stream(device), timed=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

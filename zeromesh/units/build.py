@@ -175,7 +175,7 @@ def kept_buckets(
     always gathered while others are, and units at rest in the dtype of the gather. Buckets used in place on a single rank always
     are.
     """
-    away, budget = options.offload.parameters.leaves(device), options.gathered_budget
+    away, budget = options.offload.parameters.leaves_device(device), options.gathered_budget
     alone = kind == "local" and not away
     if options.placements.parameters is Placement.REPLICATED or (alone and budget == "auto"):
         return [[True] * len(unit) for unit in units]
@@ -249,7 +249,7 @@ def _stored(
             if place is None:
                 return None
             start = piece.in_shard.start + run.local - piece.in_parameter.start
-            slot, begin = tiers.file().stored(place[0]), place[1] // first.dtype.itemsize
+            slot, begin = tiers.file().open_stored(place[0]), place[1] // first.dtype.itemsize
             runs.append(TieredPart(start=start, end=start + run.length, tier=Tier.FILE, slot=slot, first=begin))
     return runs
 

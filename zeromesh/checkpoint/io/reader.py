@@ -171,7 +171,7 @@ class CheckpointReader:
                     piece, buffer, future = in_flight.popleft()
                     wait([future])
                     yield piece, buffer[: piece.end - piece.begin], future
-                    pool.give(buffer)
+                    pool.give_back(buffer)
                     if piece.path not in [each.path for each, *_ in in_flight]:
                         _close(opened.pop(piece.path))
             finally:

@@ -58,7 +58,7 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, accelerator, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import PositionalFile
-from zeromesh.offload.io.transfer import StagingPool, pages
+from zeromesh.offload.io.transfer import StagingPool, allocate_pages
 from zeromesh.telemetry.step_recorder import Collective
 
 CPU = torch.device("cpu")
@@ -234,7 +234,7 @@ class ShardWriter:
         """Begin to write in a thread; the future is done when all writing has ended."""
         launched = None
         if is_accelerator(self._device):
-            launched = accelerator.record(accelerator.current_stream(self._device))
+            launched = accelerator.record_event(accelerator.current_stream(self._device))
         self._written = in_thread("save", partial(self._write_all, launched), daemon=True)
         return self._written
 
@@ -266,8 +266,10 @@ class ShardWriter:
         try:
             with ExitStack() as stack, ThreadPoolExecutor(_IO_THREADS) as threads:
                 if launched is not None:
-                    stack.enter_context(accelerator.beside(launched))
-                pool = StagingPool(STAGING_BUFFERS, GRID, pages if launched is None else accelerator.pinned)
+                    stack.enter_context(accelerator.launching_on_new_stream(launched))
+                pool = StagingPool(
+                    STAGING_BUFFERS, GRID, allocate_pages if launched is None else accelerator.allocate_pinned
+                )
                 files = {
                     path: stack.enter_context(PositionalFile(self._directory / path, write=True))
                     for path in {piece.path for piece in self._pieces}
@@ -312,7 +314,7 @@ class ShardWriter:
             digest = checksum(data)
             file.write(data, where.start)
         finally:
-            pool.give(buffer)
+            pool.give_back(buffer)
         row = ChecksumPiece(path=piece.path, begin=where.start, end=where.end, checksum=digest, rank=self._rank)
         with self._changed:
             self._checksums.append(row)
