@@ -222,7 +222,7 @@ def head_next_shard(init: Any, self: Any, hidden: Any, weight: Any, *rest: Any, 
     init(self, hidden, weight, *rest, first=first + weight.shape[0], **settings)
 
 
-@seeded(parallelize_module, "lookup_own", _TENSOR, "embed_tokens")
+@seeded(parallelize_module, "lookup_sharded_embedding", _TENSOR, "embed_tokens")
 def embedding_next_shard(lookup: Any, own: Any, tokens: Interval, exchange: Any, ids: torch.Tensor) -> Any:
     """The vocabulary-parallel embedding looks tokens up that the next rank holds."""
     start = (tokens.start + tokens.length) % (tokens.length * exchange.size)

@@ -128,7 +128,7 @@ class Stepper:
         moved = self._to_device(batches, counts)
         streams = [Streams(engine.options.seed, step, each.first_sample) for each in microbatches]
         work = [
-            MicrobatchWork(batch=each, seed=own, streams=drawn, around=each.present)
+            MicrobatchWork(batch=each, seed=own, streams=drawn, forward_context=each.present)
             for each, own, drawn in zip(moved, seeds, streams, strict=True)
         ]
         self._driver.train(engine, work, self._loss_of, end)
@@ -192,7 +192,7 @@ class Stepper:
         """
         feed = loader.feed
         rounds = feed.plan.accumulation
-        at_once = self._driver.at_once
+        at_once = self._driver.evaluation_microbatches
         computed: list[tuple[Tensor, int | Tensor]] = []
         with in_evaluation_mode(self._model):
             for start in range(0, rounds, at_once):
@@ -262,7 +262,7 @@ class Stepper:
             return loss
 
         work = [
-            MicrobatchWork(batch=batch, seed=0.0, streams=drawn, around=batch.present)
+            MicrobatchWork(batch=batch, seed=0.0, streams=drawn, forward_context=batch.present)
             for batch, drawn in zip(batches, streams, strict=True)
         ]
         if self._engine is not None:

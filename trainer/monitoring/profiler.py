@@ -76,7 +76,7 @@ class Profile(AbstractContextManager["Profile"]):
             yield
         if self._profiler is not None and number == self.steps[-1]:
             self._stop()
-            self._mesh.meet("writing of traces")
+            self._mesh.wait_for_all_ranks("writing of traces")
 
     @contextmanager
     def _recorded_memory(self, step: int) -> Iterator[None]:

@@ -142,7 +142,7 @@ def build_run(
     made = inputs.lr_scheduler
     schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer) if made else schedule_of(config)
     described = data.description(shuffle=config.data.shuffle)
-    mesh.meet("comparison of data")
+    mesh.wait_for_all_ranks("comparison of data")
     decided_by_data = {f"data.{name}": value for name, value in described.items()}
     decided_by_data |= {"run.max_steps": config.run.max_steps, "schedule": schedule.factor(0)}
     decided_by_data |= {"schedule.warmup_steps": config.schedule.warmup_steps}
@@ -288,12 +288,12 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
 
     trained = {name: part.train for name, part in config.data.parts().items()}
     if mesh.environment.local_rank:
-        mesh.meet("tokens of the text")
+        mesh.wait_for_all_ranks("tokens of the text")
     elif names := [path for path in paths_of({"": config.data.eval, **trained}) if path.startswith(HUB)]:
         while_posting(mesh, lambda: find_text(names, where="data.train"))
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
-        mesh.meet("tokens of the text")
+        mesh.wait_for_all_ranks("tokens of the text")
     return _limited(loaded, count)
 
 

@@ -266,7 +266,7 @@ def begin_alike(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
         name: f"{list(t.shape)} {t.dtype} {'trained' if t.requires_grad else 'frozen'}" for name, t in tensors.items()
     }
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
-    mesh.meet("comparison of models")
+    mesh.wait_for_all_ranks("comparison of models")
     mesh.world.require_same({"model": type(model).__name__, **plan}, LayoutError, advice=advice)
     if mesh.world_size == 1:
         return []
@@ -315,7 +315,7 @@ def fill_engine(
     offloaded inputs of recomputed blocks. Raises `StorageError` if memory or disk is short."""
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
     console.note(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=divided.cuts))
-    mesh.meet("start of the run")
+    mesh.wait_for_all_ranks("start of the run")
     release, done, total = built.source.release, 0, sum(1 for _ in model.parameters())
 
     def released(fqn: str) -> None:

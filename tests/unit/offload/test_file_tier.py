@@ -208,7 +208,7 @@ def test_whole_blocks_go_past_the_page_cache_without_a_detour(tier: FileTier, ch
 @checked
 def test_nothing_goes_through_the_page_cache(tier: FileTier, moved: Moved, checksums: bool) -> None:
     """Whatever bytes are moved, from wherever: it would fill with what nobody reads twice. Also more than is moved at once."""
-    straight = file_tier._STRAIGHT
+    straight = file_tier._LARGE_PIECE
     slot = tier.allocate(2 * straight + 300, "some")
     model = torch.zeros(slot.nbytes, dtype=torch.uint8)
     near = ((0, 3 * BLOCK + 100, 8), (0, 2 * BLOCK, 1000), (5, 50, 0), (BLOCK, 3 * BLOCK, 0))
@@ -595,7 +595,9 @@ def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
     transfer = slot.read(0, out)
     transfer.on_end(ended.set)
     wait_for(lambda: len(reads.began) == 2)
-    waiting = threading.Thread(target=transfer.end, daemon=True)  # Somebody waits already when pieces are given up.
+    waiting = threading.Thread(
+        target=transfer.wait_for_end, daemon=True
+    )  # Somebody waits already when pieces are given up.
     waiting.start()
     assert not ended.wait(A_MOMENT / 4)
     closing = threading.Thread(target=tier.close, daemon=True)
