@@ -180,9 +180,7 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def measured_seconds(
-    call: Callable[[], object], device: torch.device, *, rounds: int = 5, fill: float = 0.005
-) -> float:
+def time_call(call: Callable[[], object], device: torch.device, *, rounds: int = 5, fill: float = 0.005) -> float:
     """Return the seconds that one `call` takes: the minimum over `rounds` measurements, each of as many calls as take about `fill`
     seconds, after a warm-up call. On a CPU this is the thread's processor time, since other processes may use the processor."""
     clock = time.perf_counter if is_accelerator(device) else time.thread_time
@@ -270,7 +268,7 @@ def device_name(device: torch.device) -> str:
     return str(_module(device).get_device_name(device))
 
 
-def device_identifier(device: torch.device) -> str:
+def device_uuid(device: torch.device) -> str:
     """Return a unique identifier of a device, independent of its number in a process; empty if unknown. Empty for AMD devices:
     parts of one GPU, each of which is a device, may report the same identifier."""
     if not is_accelerator(device) or torch.version.hip:
@@ -348,9 +346,7 @@ def pin(address: int, nbytes: int, device: torch.device) -> Callable[[], object]
         return None
     if int(runtime().cudaHostRegister(address, nbytes, 0)) == 0:
         return partial(runtime().cudaHostUnregister, address)
-    with suppress(
-        RuntimeError
-    ):  # This launch takes the error of the refusal, which the driver would report at the next one.
+    with suppress(RuntimeError):  # This launch takes the refusal's error, which the next one would raise.
         torch.zeros(1, device=device)
     return None
 

@@ -351,8 +351,7 @@ class ActivationStore:
         return Reservation(self._ended, partial(self._tiers.ledger.add, tier, Purpose.ACTIVATIONS, -nbytes))
 
     def _advance_transfers(self) -> None:
-        """Begin and finish copies and writes as far as possible without waiting, and run queued frees. Raises `StorageError` if a
-        write has failed."""
+        """Begin and finish copies and writes without waiting, and run queued frees. Raises `StorageError` if a write failed."""
         while self._copying and self._copying[0][2].query():
             self._end_copy()
         for write in self._writes:

@@ -65,9 +65,7 @@ class TierChoice:
 
     def is_whole_on(self, numel: int, device: torch.device) -> bool:
         """Return True if all elements of a tensor of `numel` lie in one piece in the memory of `device`."""
-        return self.offloaded_numel(numel) == 0 or (
-            self.offloaded_numel(numel) == numel and not self.leaves_device(device)
-        )
+        return self.offloaded_numel(numel) in ((0,) if self.leaves_device(device) else (0, numel))
 
     def offloaded_numel(self, numel: int) -> int:
         """Return the number of leading elements of a tensor of `numel` that rest on the tier, the host or files."""
@@ -258,8 +256,7 @@ class FileSettings:
 
 @dataclass(kw_only=True, slots=True)
 class Tiers:
-    """Allocates the tensors of a process that computes on `device`, on any tier. Swap files are opened at their first use and freed
-    by `close`."""
+    """Allocates tensors on any tier, for a process that computes on `device`. Swap files open at first use; `close` frees them."""
 
     device: torch.device
     ledger: Ledger

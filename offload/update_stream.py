@@ -55,8 +55,7 @@ class StreamRow:
 
 @dataclass(kw_only=True, slots=True)
 class _RowInFlight:
-    """A row whose operands are being read: `tensors` has one for each operand; `buffers` and `reads`, by operand number, have the
-    staging buffer that the tensor views and the transfer that fills it, for operands outside the device's memory."""
+    """A row being read: a tensor per operand; by operand number, the staging buffer that a tensor views, and the buffer's read."""
 
     row: StreamRow
     tensors: list[torch.Tensor] = field(default_factory=list)

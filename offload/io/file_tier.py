@@ -210,8 +210,7 @@ class FileSlot:
             self._wait_for_writes(0, self.nbytes)
 
     def _wait_for_writes(self, begin: int, end: int) -> None:
-        """Wait for writes that share a grain (a block, or with checksums a piece) with bytes [begin, end). Raises `StorageError` if
-        one has failed; a failed write stays listed, so that later reads of its bytes fail too."""
+        """Wait for writes that share a block (with checksums, a piece) with bytes [begin, end); raises again if one has failed."""
         begin, end = begin - begin % self._grain, end + -end % self._grain
         near = [transfer for first, last, transfer in self._writing if first < end and last > begin]
         for transfer in near:
@@ -243,8 +242,7 @@ class FileSlot:
         return data.numel() - data.numel() % BLOCK if whole and len(self.tier.paths) == 1 else 0
 
     def _grains_around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Return the first byte of the grains that contain the piece `data` at byte `at`, and memory for them: `data` itself if it
-        is whole aligned grains, else a part of the thread's buffer."""
+        """Return the first byte of the whole grains around a piece at byte `at`, and memory for them: `data` or a buffer."""
         if self._file is not None and is_block_aligned(data, at):
             return at, data
         begin, end = at - at % self._grain, at + data.numel()

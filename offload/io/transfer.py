@@ -222,8 +222,7 @@ class _TransferToDevice(Transfer):
 
 
 class _TransferToHost(Transfer):
-    """A transfer from a device to the host. `kept` has source and target, referenced until the copy ends; `order` drops the
-    source."""
+    """A transfer from a device to the host, which references `kept`, source and target; `order` drops the source."""
 
     crosses_devices = True
 

@@ -20,8 +20,7 @@ _FIXED_VERSION = (2, 38)
 """The first glibc version that reuses aligned free blocks, instead of splitting small objects' blocks off large ones."""
 
 _CACHE_SIZES = struct.pack("NN", 64, 1032)
-"""Two adjacent words of glibc's parameters: the number of size classes in a thread's cache, and its largest size in bytes. The next
-word is the number of blocks per size class."""
+"""Two adjacent words of glibc's parameters: the number of size classes in a thread's cache, and its largest size in bytes."""
 _MOST_CACHED = (1 << 16) - 1
 _caches: list[ctypes.c_size_t] = []
 """The word with the number of size classes, remembered once found, since `trim_heap` sets it to 0 and a search would fail."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.offload.accelerator import device_name, is_accelerator, measured_seconds
+from zeromesh.offload.accelerator import device_name, is_accelerator, time_call
 from zeromesh.trainer.machines.cards import peak_of
 from zeromesh.trainer.models.user_model import positive, text_part
 
@@ -102,7 +102,7 @@ def _measured(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     def seconds(size: int) -> float:
         left = torch.ones(size, size, dtype=dtype, device=device)
         out = torch.empty_like(left)
-        return measured_seconds(lambda: torch.mm(left, left, out=out), device, rounds=_TRIES, fill=0.0)
+        return time_call(lambda: torch.mm(left, left, out=out), device, rounds=_TRIES, fill=0.0)
 
     if not is_accelerator(device):
         size = 512 * max(1, math.isqrt(threads // 2))

@@ -116,8 +116,7 @@ def fill_shards(
 
 
 def places_of(reader: CheckpointReader, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
-    """Yield where the elements of shards are in the checkpoint's files: one object per shard that is whole columns of a tensor's
-    rows, else one per contiguous run of elements."""
+    """Yield the file positions of shards' elements: one object per shard of columns of a tensor, else one per contiguous run."""
     for shard in shards:
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:

@@ -254,8 +254,7 @@ class Saver:
         self._mesh.post(Activity.SAVE)
 
     def poll(self) -> Saved | None:
-        """Go on to the next stage of the save in flight if the background tasks of all ranks are done. All ranks call this between
-        steps. Returns the result of the save once it has ended, else None."""
+        """Go to the next stage of the save in flight if all ranks' tasks are done; returns its result once it has ended."""
         if self._remaining is None:
             return None
         busy = torch.tensor([int(not self._task.done())])

@@ -179,8 +179,7 @@ class Leader:
         return self._nodes.rest_seconds if self._stopping else None
 
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
-        """Wait until the ranks of other hosts have ended, as those of this host have (`failure`: their error). Returns this host's
-        ranks in the next start, or the result of the run."""
+        """Wait until other hosts' ranks have ended, as this host's have; returns its ranks in the next start, or the result."""
         if failure is not None:
             self._stop()
         while any(each.running for each in self._members):

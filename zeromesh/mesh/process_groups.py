@@ -125,8 +125,7 @@ class MeshGroups:
         return next(filter(None, links), None)
 
     def separate(self, ranks: tuple[int, ...], name: str) -> SetGroups | None:
-        """Create groups of these ranks that no other set shares, to be left by `leave_named`; returns None on other ranks, which
-        make the same call."""
+        """Create groups of these ranks alone, until `leave_named`; returns None on other ranks, which make the same call."""
         return self.create(ranks, ["data"] if self.works is not None else [], name=name)
 
     def leave_named(self, name: str) -> None:

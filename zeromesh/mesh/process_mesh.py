@@ -132,7 +132,7 @@ class ProcessMesh:
         store.set_timeout(usual)
         self.processes = rank_order(locations, order)
         if dist.is_initialized():  # The numbering of an existing default group can no longer be changed.
-            ranks = _gather_values(store, "rank-of", process, self.world_size, dist.get_rank())
+            ranks = _gather_all(store, "rank-of", process, self.world_size, dist.get_rank())
             found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
             if order != "topology" and found != self.processes:
                 raise ConfigError(
@@ -316,9 +316,7 @@ def exchange_locations(
     refuse later with a less clear error."""
     location = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
     wanted = {name: str(value) for name, value in requested.items()}
-    found = _gather_values(
-        store, "location", process, processes, [location, wanted, accelerator.device_identifier(device)]
-    )
+    found = _gather_all(store, "location", process, processes, [location, wanted, accelerator.device_uuid(device)])
     different = differences([each[1] for each in found], range(processes))
     if different:
         raise ConfigError(
@@ -337,7 +335,7 @@ def exchange_locations(
     return [ProcessLocation(**each[0]) for each in found]
 
 
-def _gather_values(store: Store, key: str, process: int, processes: int, own: Any) -> list[Any]:
+def _gather_all(store: Store, key: str, process: int, processes: int, own: Any) -> list[Any]:
     """Return every process's value `own`, which JSON can express, in the order of the launch. Process 0 stores all values under one
     key, so that the store answers 2 `processes` reads instead of their square."""
     store.set(f"{key}/{process}", json.dumps(own))

@@ -300,8 +300,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
             return None if colour is None else made[f"{name} {colour}"]
 
     def remove(self, removed: ProcessSet | str) -> None:
-        """Remove a set and destroy its process groups. All ranks call this, when the set has no collective in flight; a later call
-        on the set raises `CollectiveError`."""
+        """Destroy the groups of a set, on all ranks, when it has nothing in flight. Using the set afterwards is an error."""
         name = removed if isinstance(removed, str) else removed.name
         with self._lock:
             self._agree(f"to remove {name!r}")

@@ -126,13 +126,11 @@ def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS)
         ) from error
     listener.listen(environment.world_size)
     others = set(range(1, environment.world_size))
-    threading.Thread(
-        target=_send_descriptors, args=(listener, made, others), name="zeromesh-store", daemon=True
-    ).start()
+    threading.Thread(target=_send_fds, args=(listener, made, others), name="zeromesh-store", daemon=True).start()
     return _DESCRIPTORS.setdefault(environment, made)
 
 
-def _send_descriptors(listener: socket.socket, descriptors: tuple[int, int], others: set[int]) -> None:
+def _send_fds(listener: socket.socket, descriptors: tuple[int, int], others: set[int]) -> None:
     """Send the two file descriptors to each of the ranks `others` that connects, but to no process of another user."""
     with listener:
         while others:

@@ -165,7 +165,7 @@ class _Run:
     signatures: Sequence[Hashable]
     channels: Channels
     _waiting: dict[Message, Incoming] = field(default_factory=dict)
-    _sent_to_self: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
+    _to_self: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
     """The tensors that this rank sends to itself, where it has two consecutive stages, by message."""
     _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
     """The specs of the gradient messages that will follow, by receiving stage and microbatch, from the activations' specs."""
@@ -177,7 +177,7 @@ class _Run:
         received: list[torch.Tensor] = []
         if awaited is not None:
             if awaited.source == self.rank == awaited.target:
-                received = self._sent_to_self.pop(awaited)
+                received = self._to_self.pop(awaited)
             else:
                 while awaited not in self._waiting:
                     self._receive_next()
@@ -198,9 +198,7 @@ class _Run:
         if message is not None:
             known = self._specs(message, outputs)
             if message.target == message.source:
-                self._sent_to_self[message] = [
-                    tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs
-                ]
+                self._to_self[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]
             else:
                 while self.unlaunched[0][1] != message:
                     self._receive_next()

@@ -151,13 +151,12 @@ def run_sharded_experts(
     return autograd_collectives.all_reduce_output(out, None, exchange)
 
 
-def project_latent_and_rotary(
+def project_latent(
     forward: Callable[[torch.Tensor], torch.Tensor], latent: int, exchange: Exchange, x: torch.Tensor
 ) -> torch.Tensor:
     """Return the outputs [..., latent + rotary] of an undivided projection `forward` (multi-head latent attention, DeepSeek-V2).
 
-    The rotary outputs go to this rank's heads directly, so their gradient is summed over ranks here; column layers read the latent
-    outputs and sum that gradient.
+    Column layers read the latent outputs and sum their gradient over ranks; that of the rotary outputs is summed here.
     """
     out = forward(x)
     rotary = autograd_collectives.copy_input(out[..., latent:], exchange)

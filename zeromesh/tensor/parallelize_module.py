@@ -28,7 +28,7 @@ from zeromesh.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     lookup_sharded_embedding,
-    project_latent_and_rotary,
+    project_latent,
     run_sharded_experts,
 )
 from zeromesh.tensor.plan.attention_split import forward_source
@@ -107,9 +107,7 @@ class Parallelized:
             self._set(module, "forward", partial(run_sharded_experts, module.forward, exchange))
         elif style is Style.LATENT:
             attention: Any = self._model.get_submodule(layer.parent)
-            self._set(
-                module, "forward", partial(project_latent_and_rotary, module.forward, attention.kv_lora_rank, exchange)
-            )
+            self._set(module, "forward", partial(project_latent, module.forward, attention.kv_lora_rank, exchange))
         elif style is Style.EMBEDDING:
             # The lookup takes local token numbers, as it took global ones before.
             (tokens,), padding = layer.shares[index], module.padding_idx
@@ -203,8 +201,7 @@ class Parallelized:
 def _with_narrow_input(
     forward: Callable[..., Any], source: SharedInput, width: int, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run an attention whose code takes the width of its heads from its input's shape: it gets an input cut to the `width` of this
-    rank's heads, in place of which its projections read the whole one (`SharedInput.narrow_for_shape`)."""
+    """Run an attention that reads its heads' width from its input's shape, on an input cut to `width`; layers read all of it."""
     args, kwargs = _map_hidden_states(args, kwargs, lambda x: source.narrow_for_shape(x, width))
     return forward(*args, **kwargs)
 
@@ -267,8 +264,7 @@ def _run_block(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a block's `forward` on this rank's share of the sequence, with this rank's dropout: the `first` block of a stack splits
-    the whole sequence, and the `last` one gathers it."""
+    """Run a block on a share of the sequence, with this rank's dropout; a stack's `first` block splits, the `last` one gathers."""
     if first and shares.decide(_hidden(args, kwargs).shape[1]):
         args, kwargs = _map_hidden_states(args, kwargs, lambda x: autograd_collectives.split(x, 1, shares.exchange))
     if not shares.active:
@@ -276,9 +272,7 @@ def _run_block(
     # Without dropout nothing is drawn, and sampling continues with the random numbers of a single process.
     with randomness.sharded() if block.training else nullcontext():
         output = forward(*args, **kwargs)
-    return (
-        _map_first_output(output, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange)) if last else output
-    )
+    return _map_first(output, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange)) if last else output
 
 
 def _run_on_whole_sequence(
@@ -307,7 +301,7 @@ def _run_on_whole_sequence(
         own = autograd_collectives.split(out.view(shape), 1, shares.exchange)
         return own if out.dim() == len(shape) else own.flatten(0, 1)
 
-    return _map_first_output(forward(*args, **kwargs), shared)
+    return _map_first(forward(*args, **kwargs), shared)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -327,7 +321,7 @@ def _map_hidden_states(
     return ((changed, *args[1:]), kwargs) if args else (args, {**kwargs, _HIDDEN: changed})
 
 
-def _map_first_output(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _map_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply `change` to an output tensor, or to the first element of a tuple or list."""
     if isinstance(output, torch.Tensor):
         return change(output)

@@ -84,8 +84,7 @@ class SharedInput:
     _narrow: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def record_gathered(self, whole: torch.Tensor, share: torch.Tensor) -> None:
-        """Remember until `forget` that `whole`, which the layers read, is the concatenation of the ranks' shares, this rank's being
-        `share`; backward then keeps the share only."""
+        """Record that `whole`, which layers read until `forget`, is the concatenation of the ranks' shares, here `share`."""
         self._gathered = (whole, share)
 
     def narrow_for_shape(self, x: torch.Tensor, features: int) -> torch.Tensor:

@@ -78,9 +78,8 @@ class CheckpointReader:
 
     def path_of(self, path: str) -> Path:
         """Return the path of a file of the manifest: in the checkpoint, or in the source of the frozen weights."""
-        if self.manifest.is_elsewhere(path):  # Links are resolved, since the Hub's cache has links to its files.
-            return (self.source / path.removeprefix(manifests.SOURCE)).resolve()
-        return self.directory / path
+        away = self.manifest.is_elsewhere(path)  # Links are resolved, since the Hub's cache has links to its files.
+        return (self.source / path.removeprefix(manifests.SOURCE)).resolve() if away else self.directory / path
 
     def pieces(self) -> list[ChecksumPiece]:
         """List every piece of every file, in order within each file."""

@@ -81,8 +81,7 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
 
 
 def _anatomy(model: nn.Module, body: str, blocks: str, inputs: Mapping[str, Any]) -> Anatomy:
-    """Return the anatomy of a model with the block list `blocks`. A module outside the blocks whose children the model calls
-    directly is replaced by these children."""
+    """Return the anatomy of a model with this block list. Modules outside it whose children run directly count as the children."""
     opened: set[str] = set()
     while True:
         recorder = _Recorder(model, body, blocks, _outside(model, blocks, opened))

@@ -20,8 +20,6 @@ from zeromesh.intervals import Interval, balanced
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShare:
-    """One rank's query heads and key-value heads."""
-
     queries: Interval
     keys: Interval
 

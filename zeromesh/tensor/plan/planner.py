@@ -261,8 +261,7 @@ class _Planner:
                     )
 
     def parameters_of_attentions(self) -> None:
-        """Plan the norms of queries and keys, which transformers' plans may lack, and attention sinks. Raises `LayoutError` for any
-        other parameter that an attention holds itself."""
+        """Plan the norms of queries and keys, and attention sinks; an attention with other parameters of its own is refused."""
         for parent in self.attentions:
             attention = self.modules[parent]
             if whole := [each for each in inspect.signature(attention.forward).parameters if _OF_HEADS.fullmatch(each)]:

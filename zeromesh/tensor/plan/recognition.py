@@ -22,8 +22,7 @@ KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", 
 FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
 """The names of layers that project queries, keys or values, or (`FUSED`) all three, which shapes alone cannot tell apart."""
 _BY_SHAPE = ("phi3",)
-"""The model types divided by the shapes of their layers, since transformers' plan gathers outputs that the next layer could
-take divided."""
+"""Model types divided by their layers' shapes, as transformers' plan gathers outputs that the next layer could take divided."""
 EXTRA_RULES: Mapping[str, Rules] = {
     "deepseek_v3": {
         **dict.fromkeys(("*.self_attn.q_proj", "*.self_attn.q_b_proj", "*.self_attn.kv_b_proj"), "colwise"),
