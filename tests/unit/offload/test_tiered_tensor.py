@@ -123,7 +123,7 @@ def test_what_lies_in_files_is_read_from_there(tiers: Tiers, tmp_path: Path, mon
     paths = [tmp_path / "one", tmp_path / "two"]
     for path, header in zip(paths, (2 * BLOCK, 38), strict=True):  # In whole blocks, and beside them.
         path.write_bytes(b"h" * header + stored.view(torch.uint8).numpy().tobytes())
-    one, other = map(tiers.file().stored, paths)
+    one, other = map(tiers.file().open_stored, paths)
     runs = [
         TieredPart(start=64, end=64 + 4 * GRAIN, tier=Tier.FILE, slot=one, first=BLOCK),
         TieredPart(start=64 + 4 * GRAIN, end=69 + 4 * GRAIN, tier=Tier.FILE, slot=other, first=19 + 9 * GRAIN),
