@@ -17,7 +17,7 @@ from zeromesh.offload.memory.allocation import (
     pinnable_bytes,
     tensor_bytes,
 )
-from zeromesh.offload.memory.glibc_malloc import reuse_freed_memory, settle_heap
+from zeromesh.offload.memory.glibc_malloc import reuse_freed_memory, trim_heap
 from zeromesh.offload.memory.ledger import (
     Ledger,
     Purpose,
@@ -59,8 +59,8 @@ __all__ = [
     "resident_bytes",
     "reuse_freed_memory",
     "run_whole",
-    "settle_heap",
     "stream_bytes",
     "swap_bytes",
     "tensor_bytes",
+    "trim_heap",
 ]

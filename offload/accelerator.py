@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, supported_activities
 from zeromesh.errors import ConfigError, summary
 
 _MOST_ALLOCATIONS = 100_000
-"""The number of latest allocations that are recorded; a step of a large model has some ten thousand."""
+"""The number of latest allocations that `record_allocations` keeps; a step of a large model has some ten thousand."""
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -35,19 +35,19 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
     return is_accelerator(tensor.device)
 
 
-def found() -> torch.device | None:
-    """Return the type of accelerator that this process sees, without an index; None on a machine that has only CPUs."""
+def current_accelerator() -> torch.device | None:
+    """Return the accelerator type that this process sees, as a device without an index; None on a machine that has only CPUs."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def built_for() -> str:
+def build_platform() -> str:
     """Return the platform that torch was built for beside CPUs, such as `CUDA 13.0`; empty without one."""
     versions = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": torch.version.xpu}
     kind = torch.accelerator.current_accelerator()
     return next((f"{name} {version}" for name, version in versions.items() if version), kind.type if kind else "")
 
 
-def begin() -> list[torch.device]:
+def initialize() -> list[torch.device]:
     """Initialize the accelerator that torch was built for; returns the devices that this process sees. Raises `RuntimeError` with
     what the driver says, when it refuses."""
     kind = torch.accelerator.current_accelerator()
@@ -57,17 +57,17 @@ def begin() -> list[torch.device]:
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
 
 
-def has_begun() -> bool:
+def is_initialized() -> bool:
     """Return True if this process has initialized its accelerator, whose libraries have then read their environment variables."""
-    return _begun() is not None
+    return _initialized_module() is not None
 
 
 def has_cublas() -> bool:
     """Return True if cuBLAS multiplies matrices on an accelerator that this process sees."""
-    return torch.version.cuda is not None and found() is not None
+    return torch.version.cuda is not None and current_accelerator() is not None
 
 
-def round_float32_products(on: bool) -> None:
+def allow_tf32(on: bool) -> None:
     """Enable or disable TF32 (10 bits of fraction) for products and convolutions of float32 matrices on the device. The older of
     torch's two interfaces is used: torch and its compiler can always read its settings, but not always those of the newer one."""
     torch.set_float32_matmul_precision("high" if on else "highest")
@@ -75,12 +75,12 @@ def round_float32_products(on: bool) -> None:
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Return the accelerator of this process's local rank, made current, if there is one; else the CPU.
+    """Make the accelerator of this process's local rank the current device and return it; return the CPU without accelerators.
 
     If a launcher shows each process a single device (as Slurm does with `--gpus-per-task=1`), that device is taken. Raises
     `ConfigError` when the host has fewer accelerators than ranks.
     """
-    kind = found()
+    kind = current_accelerator()
     if kind is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
@@ -94,8 +94,8 @@ def pick_device(local_rank: int) -> torch.device:
     return torch.device(kind.type, index)
 
 
-def bind_near(device: torch.device, ranks: int, mode: str) -> None:
-    """Bind all threads of this process to CPUs near `device`, on a host where `ranks` processes do so.
+def bind_to_near_cpus(device: torch.device, ranks: int, mode: str) -> None:
+    """Bind all threads of this process to the CPUs near `device`, on a host on which `ranks` ranks bind themselves like this.
 
     torch finds the CPUs, as for torchrun's `--numa-binding`: `mode` is `node`, `socket`, `exclusive` or `core-complex`. Memory
     that a thread writes first is then on its own NUMA node. Raises `ConfigError` for a device that torch cannot bind to, or if
@@ -141,34 +141,34 @@ def launching_on(stream: torch.Stream) -> Iterator[None]:
 
 
 @contextmanager
-def beside(launched: torch.Event) -> Iterator[None]:
-    """Launch this thread's work inside the block on a new stream, which waits for `launched` and nothing else."""
+def launching_on_new_stream(launched: torch.Event) -> Iterator[None]:
+    """Launch this thread's work inside the block on a new stream, which waits for the event `launched` and for nothing else."""
     stream = torch.Stream(launched.device)
     stream.wait_event(launched)
     with launching_on(stream):
         yield
 
 
-def use(device: torch.device) -> None:
+def make_current(device: torch.device) -> None:
     """Make `device` current in this thread, which would otherwise initialize the first device and take memory there."""
     if is_accelerator(device) and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
-def end_of(stream: torch.Stream) -> Callable[[], None]:
+def host_wait_for(stream: torch.Stream) -> Callable[[], None]:
     """Return a function that waits for all work launched on `stream` so far, asleep if the device can wake the thread. A
     `torch.Event` ignores its `blocking` argument, but device-specific events, such as CUDA's, support it."""
     try:
         ending = _module(stream.device).Event(blocking=True)
-    except TypeError:  # Its events have no such choice.
-        return record(stream).synchronize
+    except TypeError:  # This device's events have no argument `blocking`.
+        return record_event(stream).synchronize
     with launching_on(stream):
         ending.record()
     return ending.synchronize  # type: ignore[no-any-return]
 
 
-def record(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
-    """Record an event after all work launched on `stream` so far. A thread that waits for it spins; `end_of` lets it sleep."""
+def record_event(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
+    """Record an event after all work launched on `stream` so far. A thread that waits for this event spins, see `host_wait_for`."""
     made = torch.Event(stream.device, enable_timing=timed)
     made.record(stream)
     return made
@@ -180,9 +180,9 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def seconds_of(call: Callable[[], object], device: torch.device, *, rounds: int = 5, fill: float = 0.005) -> float:
-    """Measure a call after a warm-up call: the least seconds per call of `rounds`, each of as many calls as take `fill` seconds.
-    On a CPU this is the thread's processor time, since other processes may use the processor meanwhile."""
+def time_call(call: Callable[[], object], device: torch.device, *, rounds: int = 5, fill: float = 0.005) -> float:
+    """Return the seconds that one `call` takes: the minimum over `rounds` measurements, each of as many calls as take about `fill`
+    seconds, after a warm-up call. On a CPU this is the thread's processor time, since other processes may use the processor."""
     clock = time.perf_counter if is_accelerator(device) else time.thread_time
 
     def taken(count: int) -> float:
@@ -200,12 +200,12 @@ def seconds_of(call: Callable[[], object], device: torch.device, *, rounds: int 
     return min(taken(count) for _ in range(rounds)) / count
 
 
-def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Read tensors of one element, for which the host waits once in total; those on a CPU need no wait."""
+def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of tensors of one element each; the host waits for the device once for all of them together."""
     there = [scalar.detach().reshape(()) for scalar in scalars if on_accelerator(scalar)]
     if not there:
         return [float(scalar) for scalar in scalars]
-    # Not every device has float64, which integers may need.
+    # Integers may need float64 to keep their value, but some devices lack that dtype, so it is used only where it is needed.
     narrow = all(scalar.is_floating_point() and scalar.itemsize <= 4 for scalar in there)
     found = iter(torch.stack([scalar.to(torch.float32 if narrow else torch.float64) for scalar in there]).tolist())
     return [next(found) if on_accelerator(scalar) else float(scalar) for scalar in scalars]
@@ -213,8 +213,8 @@ def numbers(scalars: Sequence[torch.Tensor]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device: of all processes (`free`, `total`), and of this process's tensors: `allocated`, `peak` since its reset,
-    and `reserved`, which includes the allocator's cache."""
+    """Bytes of a device's memory: `free` and `total` count all processes; of this process, `allocated` are the bytes of tensors,
+    `peak` is their maximum since its last reset, and `reserved` includes the cache of torch's allocator."""
 
     free: int
     total: int
@@ -236,9 +236,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def allocator_settings() -> str:
-    """Return the settings for torch's allocator of this process's accelerator, to be set before it starts; empty for none. With
-    expandable segments, memory freed by activations of one length fits those of another without fragmentation."""
-    kind = found()
+    """Return the settings of torch's memory allocator for the accelerator that this process sees, empty for none; they must be set
+    before torch allocates. With expandable segments, memory freed by activations of one length fits those of another length."""
+    kind = current_accelerator()
     return "expandable_segments:True" if kind is not None and kind.type == "cuda" and torch.version.hip is None else ""
 
 
@@ -268,7 +268,7 @@ def device_name(device: torch.device) -> str:
     return str(_module(device).get_device_name(device))
 
 
-def identity(device: torch.device) -> str:
+def device_uuid(device: torch.device) -> str:
     """Return a unique identifier of a device, independent of its number in a process; empty if unknown. Empty for AMD devices:
     parts of one GPU, each of which is a device, may report the same identifier."""
     if not is_accelerator(device) or torch.version.hip:
@@ -296,57 +296,57 @@ def multiplies_float8(device: torch.device) -> bool:
 
 def collectives_library() -> str:
     """Return the library of collectives between devices and its version, such as `NCCL 2.27.3`; empty if torch names none."""
-    library = getattr(_module(found() or torch.device("cpu")), "nccl", None)
+    library = getattr(_module(current_accelerator() or torch.device("cpu")), "nccl", None)
     if library is None:
         return ""
     return f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, library.version()))}"
 
 
-def profiled(device: torch.device) -> list[ProfilerActivity]:
+def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
     """Return the activities that torch's profiler records on `device`: CPU operators, and the device's kernels if supported."""
     known = supported_activities()  # type: ignore[no-untyped-call]
     return [each for each in known if each.name in ("CPU", device.type.upper())]
 
 
-def neighbours(device: torch.device) -> list[int]:
-    """List the indices of devices before this one whose memory it accesses directly (NVLink, or one PCIe switch)."""
-    reaches = getattr(_module(device), "can_device_access_peer", None)
-    own = device.index or 0
-    return [other for other in range(own) if reaches is not None and reaches(own, other)]
+def peer_devices(device: torch.device) -> list[int]:
+    """List the indices, lower than this device's, of the devices whose memory it accesses directly (NVLink or a PCIe switch)."""
+    can_access = getattr(_module(device), "can_device_access_peer", None)
+    index = device.index or 0
+    return [other for other in range(index) if can_access is not None and can_access(index, other)]
 
 
 def seed(number: int) -> None:
     """Seed the generators of all devices that this process has initialized."""
-    if module := _begun():
+    if module := _initialized_module():
         module.manual_seed_all(number)
 
 
 def generator_state() -> torch.Tensor | None:
     """Return the state of the current device's generator; None without an initialized accelerator."""
-    module = _begun()
+    module = _initialized_module()
     return None if module is None else module.get_rng_state()
 
 
 def set_generator_state(state: torch.Tensor | None) -> None:
     """Set the current device's generator to a state that `generator_state` has returned."""
-    if state is not None and (module := _begun()):
+    if state is not None and (module := _initialized_module()):
         module.set_rng_state(state)
 
 
-def pinned(nbytes: int) -> torch.Tensor:
+def allocate_pinned(nbytes: int) -> torch.Tensor:
     """Allocate pinned host memory, `[nbytes]` uint8. torch caches it for later allocations."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> Callable[[], object] | None:
-    """Have the driver pin host memory; returns a call that unpins it, or None if the driver refuses. The driver is not bound by
-    RLIMIT_MEMLOCK, so its own answer is the only one that counts."""
+    """Have the driver pin host memory; returns a call that unpins it, or None if the driver refuses. RLIMIT_MEMLOCK is not checked
+    here, since it does not limit the driver."""
     runtime = getattr(_module(device), "cudart", None)
     if runtime is None:
         return None
     if int(runtime().cudaHostRegister(address, nbytes, 0)) == 0:
         return partial(runtime().cudaHostUnregister, address)
-    with suppress(RuntimeError):  # The driver would otherwise report the refusal at the next launch.
+    with suppress(RuntimeError):  # This launch takes the refusal's error, which the next one would raise.
         torch.zeros(1, device=device)
     return None
 
@@ -355,8 +355,8 @@ def _module(device: torch.device) -> ModuleType:
     return torch.get_device_module(device)  # type: ignore[no-any-return]
 
 
-def _begun() -> ModuleType | None:
-    """Return torch's module for the accelerator if initialized, since a query would otherwise initialize it and take memory."""
+def _initialized_module() -> ModuleType | None:
+    """Return torch's module of the accelerator (such as `torch.cuda`); None before it is initialized, as a query would do that."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     module = None if kind is None else _module(kind)
     return module if module is not None and module.is_initialized() else None

@@ -1,14 +1,13 @@
-"""Offload of the saved inputs of recomputed blocks to the host or to files: they leave in forward, and return before backward
-uses them.
+"""Offload of the saved inputs of recomputed blocks to the host or to files in forward, and their return before backward.
 
     forward     block 0   block 1   block 2 ...    an input is copied, and written while the next blocks compute
-    backward    ... block 2   block 1   block 0    block 1's input is read from when block 2's is asked for on
+    backward    ... block 2   block 1   block 0    the read of block 1's input starts when backward gets block 2's
 
-`ActivationStore.keeping` surrounds a call of `torch.utils.checkpoint.checkpoint`. The inputs that the call saves become saved
+`ActivationStore.saving_inputs` surrounds a call of `torch.utils.checkpoint.checkpoint`. The inputs that the call saves become saved
 tensors held by autograd; when autograd drops one, for whatever reason, its memory and file space are free again.
 
-A tensor that leaves is copied to pinned memory beside an accelerator, or to a slot of a file; a tensor that stays is kept as it
-is, or as a copy in the memory of the CPU that computes.
+An offloaded input is copied to the host (pinned, for an accelerator) or to a slot of a file. Any other input is kept as it is, or
+where a CPU computes as a copy outside the heap.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
-from zeromesh.offload.io.direct_io import whole_blocks
+from zeromesh.offload.io.direct_io import round_up_to_blocks
 from zeromesh.offload.io.file_tier import FileSlot
 from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer, copy_streams_of
 from zeromesh.offload.memory.allocation import allocate_lasting, tensor_bytes
@@ -37,12 +36,12 @@ from zeromesh.offload.tiers import TierChoice, Tiers
 
 _LABEL = Purpose.ACTIVATIONS.value
 _IN_FLIGHT = 2
-"""The most tensors on their way out at once: one is written while the next waits. Each has memory until written."""
+"""The most tensors that are being offloaded at once, each of which occupies memory until it is copied or written."""
 
 
 class Reservation:
-    """Memory, or space in a file, that is freed with the last reference to this object. That may be in any thread at any moment,
-    so the work of freeing is only queued for the store."""
+    """Memory, or space in a file, that is freed after the last reference to this object is dropped. As that may happen in any
+    thread, the calls that free it are only queued; the store makes them later."""
 
     memory: torch.Tensor
     """The reserved host memory, if the reservation is one of memory."""
@@ -57,8 +56,8 @@ class Reservation:
 
 
 class SavedTensor:
-    """A tensor that autograd keeps for backward. `start()` begins to bring it back, if needed, and returns a call that waits for
-    it; both raise `StorageError` if it cannot be read."""
+    """The object that autograd saves for backward in place of a tensor. `start()` starts to read the tensor, if it was offloaded,
+    and returns a function that waits for it and returns it; both raise `StorageError` if it cannot be read."""
 
     call: BlockCall | None = None
 
@@ -67,11 +66,11 @@ class SavedTensor:
         self._finish: Callable[[], torch.Tensor] | None = None
 
     def fetch(self) -> None:
-        """Start to bring the tensor back."""
+        """Start to read the tensor to the compute device, unless that has started."""
         self._finish = self._finish or self._start()
 
     def get(self) -> torch.Tensor:
-        """Return the tensor, possibly several times."""
+        """Wait for the tensor and return it; a later call reads it again."""
         finish, self._finish = self._finish or self._start(), None
         return finish()
 
@@ -80,37 +79,37 @@ class SavedTensor:
 class BlockCall:
     """The inputs saved by one call of a block. `before` is the call whose inputs backward needs after this one's."""
 
-    away: bool
+    offloaded: bool
     before: weakref.ref[BlockCall] | None = None
     saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
     """Weak references, since a saved input keeps its call alive rather than the other way round."""
     inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """Inputs and their versions, until the call is over."""
+    """The inputs and their version counters when saved, until the block's forward has ended."""
 
-    def alive(self) -> list[SavedTensor]:
+    def alive_tensors(self) -> list[SavedTensor]:
         """List the saved tensors that are still referenced, in the order in which backward needs them."""
         return [saved for ref in self.saved if (saved := ref()) is not None]
 
 
-def _unmoved(tensor: torch.Tensor, reservation: Reservation | None = None) -> SavedTensor:
-    """Keep a tensor in the memory of the compute device; `reservation` counts its bytes, if they are counted."""
-    finish = partial(_unchanged, tensor, tensor._version, reservation)
+def _keep_on_device(tensor: torch.Tensor, reservation: Reservation | None = None) -> SavedTensor:
+    """Save a tensor without moving it. `reservation` holds the count of its bytes in the ledger, if they are counted there."""
+    finish = partial(_checked, tensor, tensor._version, reservation)
     return SavedTensor(lambda: finish)
 
 
-def _unchanged(tensor: torch.Tensor, version: int, _reservation: Reservation | None) -> torch.Tensor:
+def _checked(tensor: torch.Tensor, version: int, _reservation: Reservation | None) -> torch.Tensor:
     require_unchanged(tensor, version, "after the block that it is an input of was computed")
     return tensor
 
 
 def _read_file(
-    on_host: Callable[[], Reservation], write: PendingWrite, device: torch.device
+    reserve: Callable[[], Reservation], write: PendingWrite, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Start to read a copy from a file, or take it from the memory from which it is still being written. `on_host` reserves host
-    memory for the tensor."""
-    still_here = write.sources[:1]
-    reservation = still_here[0] if still_here else on_host()
-    read = DONE if still_here else write.read(tensor_bytes(reservation.memory))
+    """Start to read a tensor from its file, or use the host memory from which it is still being written. `reserve` reserves host
+    memory for the tensor; the returned function waits for the read and returns the tensor on `device`."""
+    unwritten = write.sources[:1]
+    reservation = unwritten[0] if unwritten else reserve()
+    read = DONE if unwritten else write.read(tensor_bytes(reservation.memory))
 
     def finish() -> torch.Tensor:
         _wait(read)
@@ -135,9 +134,8 @@ def _copy_back(streams: CopyStreams, reservation: Reservation, device: torch.dev
 
 @dataclass(eq=False, slots=True)
 class PendingWrite:
-    """A write from memory to a file slot, which begins when `copied` has occurred. `sources` holds the memory until the write
-    ends. The file space is reserved as long as this object, and any read from it, lives. The writer keeps this object until the
-    write ends."""
+    """A write of host memory (`sources`, released when it ends) to a file slot, which begins once the device event `copied` has
+    occurred. `room` reserves the file space until neither this object nor a read from the slot exists."""
 
     sources: list[Reservation]
     slot: FileSlot
@@ -150,10 +148,10 @@ class PendingWrite:
         copied = self.copied is None or self.copied.query()
         if copied and self._transfer is None:
             self._transfer = self.slot.write(0, tensor_bytes(self.sources[0].memory))
-            self._transfer.on_end(self.sources.clear)  # A method of this object would keep itself alive.
+            self._transfer.on_end(self.sources.clear)  # A bound method of this object would keep the object alive.
 
-    def over(self) -> bool:
-        """Return True if `finish` would return at once."""
+    def is_over(self) -> bool:
+        """Return True if the write has ended, so that `finish` does not wait."""
         return self._transfer is not None and self._transfer.done()
 
     def finish(self) -> None:
@@ -174,7 +172,7 @@ class PendingWrite:
 
 
 def require_unchanged(tensor: torch.Tensor, version: int, when: str) -> None:
-    """Raise `RuntimeError` if a tensor's version counter has changed; `when` says in the message what may have changed it."""
+    """Raise `RuntimeError` if a tensor's version counter is not `version`; `when` is the message's words for the time of change."""
     if tensor._version != version:
         raise RuntimeError(
             f"a tensor {list(tensor.shape)} of {tensor.dtype} that recomputation needs was changed in place {when}; "
@@ -207,8 +205,8 @@ class FreeRanges:
                 return begin
         return None
 
-    def give(self, begin: int, end: int) -> None:
-        """Free the range [begin, end), which was taken."""
+    def free(self, begin: int, end: int) -> None:
+        """Add [begin, end), which was taken, to the free ranges, and join it with its neighbours."""
         at = bisect_left(self._ranges, (begin, begin))
         before, after = self._ranges[max(0, at - 1) : at], self._ranges[at : at + 1]
         first = at - 1 if before and before[0][1] == begin else at
@@ -216,18 +214,17 @@ class FreeRanges:
         joined = [*self._ranges[first:at], (begin, end), *self._ranges[at:last]]
         self._ranges[first:last] = [(joined[0][0], joined[-1][1])]
 
-    def reaching(self, end: int) -> int:
+    def length_before(self, end: int) -> int:
         """Return the length of the free range that ends at `end`; 0 without one."""
         return end - self._ranges[-1][0] if self._ranges and self._ranges[-1][1] == end else 0
 
 
 class ActivationStore:
-    """Keeps the inputs of recomputed blocks on a tier: of the first blocks of a pass, the fraction `choice.fraction`.
+    """Stores the inputs of recomputed blocks on a tier; of the blocks of a pass, the fraction `choice.fraction` is offloaded.
 
-    Inputs of the last blocks, which backward needs first, stay on the device. On a CPU, host memory is the device's: there `host`
-    keeps them as they would be without a store. The store needs no closing: its files are those of `tiers`. Raises `StorageError`
-    when there is no directory for files that can be used; from forward or backward, where the disk is full or something cannot be
-    written or read.
+    These are the first blocks, since backward needs the inputs of the last ones first. On a CPU the tier `host` keeps inputs in the
+    same memory as without a store. The store needs no closing: its files are those of `tiers`. Raises `StorageError` when no
+    directory for files can be used, and in forward or backward when the disk is full or cannot be read or written.
     """
 
     def __init__(self, tiers: Tiers, choice: TierChoice) -> None:
@@ -238,18 +235,18 @@ class ActivationStore:
         self._writes: deque[PendingWrite] = deque()
         self._ended: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._latest: weakref.ref[BlockCall] | None = None
-        if choice.away and choice.tier == "file":
+        if choice.uses_tier and choice.tier == "file":
             tiers.file()  # A directory that cannot be used is an error before anything is computed.
 
-    def away_of(self, blocks: int) -> int:
-        """Return the number of a pass's `blocks` whose inputs leave the device: the first ones."""
-        return max(1, round(blocks * self._choice.fraction)) if self._choice.away else 0
+    def offloaded_count(self, blocks: int) -> int:
+        """Return the number of blocks, the first ones of the `blocks` recomputed blocks of a pass, whose inputs are offloaded."""
+        return max(1, round(blocks * self._choice.fraction)) if self._choice.uses_tier else 0
 
     @contextmanager
-    def keeping(self, *, away: bool) -> Iterator[None]:
-        """Save the tensors that autograd keeps inside the block here, `away` or on the device, as the inputs of one call. Raises
-        `RuntimeError` where the block has changed its input in place, so that it could not be computed again."""
-        call = BlockCall(away=away)
+    def saving_inputs(self, *, offloaded: bool) -> Iterator[None]:
+        """Save the tensors that autograd saves inside the `with` block in this store, as the inputs of one call; `offloaded`: to
+        the tier rather than the device. Raises `RuntimeError` where the call has changed its input in place."""
+        call = BlockCall(offloaded=offloaded)
         try:
             with saved_tensors_hooks(partial(self._pack, call), self.unpack):
                 yield
@@ -258,28 +255,28 @@ class ActivationStore:
         finally:
             call.inputs.clear()
 
-    def moves(self, value: object) -> bool:
-        """Return True if the store copies a value: hidden states, but neither parameters nor masks."""
+    def copies(self, value: object) -> bool:
+        """Return True if the store copies `value` when it is saved: for hidden states, but neither for parameters nor for masks."""
         if type(value) is not torch.Tensor or value.layout is not torch.strided or not value.numel():
-            return False  # Subclasses and sparse tensors are more than their bytes.
+            return False  # Subclasses and sparse tensors cannot be restored from their bytes alone.
         return value.requires_grad and not value.is_leaf and value.device.type == self._tiers.device.type
 
     def unpack(self, saved: SavedTensor) -> torch.Tensor:
-        """Return the saved tensor, contiguous; the tensors that backward needs next are then being fetched."""
-        self._settle()
+        """Return the saved tensor, contiguous, and start to fetch the tensors that backward needs next."""
+        self._advance_transfers()
         saved.fetch()
         if saved.call is not None:
             # Next are the remaining inputs of the same call, then those of the call before it.
-            alive, before = saved.call.alive(), saved.call.before and saved.call.before()
-            for later in (*alive[alive.index(saved) + 1 :], *(before.alive() if before else ())):
+            alive, before = saved.call.alive_tensors(), saved.call.before and saved.call.before()
+            for later in (*alive[alive.index(saved) + 1 :], *(before.alive_tensors() if before else ())):
                 later.fetch()
         return saved.get()
 
     def _pack(self, call: BlockCall, tensor: torch.Tensor) -> SavedTensor:
-        if not self.moves(tensor):
-            return _unmoved(tensor)
-        self._settle()
-        saved = self._save(tensor.detach(), call.away)
+        if not self.copies(tensor):
+            return _keep_on_device(tensor)
+        self._advance_transfers()
+        saved = self._save(tensor.detach(), call.offloaded)
         if not call.saved:
             call.before, self._latest = self._latest, weakref.ref(call)
         saved.call = call
@@ -287,38 +284,38 @@ class ActivationStore:
         call.inputs.append((tensor, tensor._version))
         return saved
 
-    def _save(self, tensor: torch.Tensor, away: bool) -> SavedTensor:
-        if away and self._choice.tier == "file":
+    def _save(self, tensor: torch.Tensor, offloaded: bool) -> SavedTensor:
+        if offloaded and self._choice.tier == "file":
             return self._write(tensor)
-        if away and self._streams is not None:
-            reservation = self._on_host(tensor.shape, tensor.dtype)
+        if offloaded and self._streams is not None:
+            reservation = self._reserve_host_memory(tensor.shape, tensor.dtype)
             self._copy_out(tensor, reservation.memory)
             return SavedTensor(partial(_copy_back, self._streams, reservation, tensor.device))
-        reservation = self._count(Tier.HOST if away else Tier.DEVICE, tensor.nbytes)
+        reservation = self._reserve(Tier.HOST if offloaded else Tier.DEVICE, tensor.nbytes)
         if self._streams is None:
             # Kept on separate pages outside the heap, as without a store: docs/decisions/0009-kept-inputs-outside-the-heap.md
             tensor = allocate_lasting(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
-        return _unmoved(tensor, reservation)
+        return _keep_on_device(tensor, reservation)
 
     def _write(self, tensor: torch.Tensor) -> SavedTensor:
         while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
-        self._recount()
-        tier, length = self._tiers.file(), whole_blocks(tensor.nbytes)
+        self._run_queued_frees()
+        tier, length = self._tiers.file(), round_up_to_blocks(tensor.nbytes)
         while (begin := self._free.take(length)) is None:
-            missing = length - self._free.reaching(tier.nbytes)
+            missing = length - self._free.length_before(tier.nbytes)
             tier.allocate(missing, _LABEL)
             self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
-            self._free.give(tier.nbytes - missing, tier.nbytes)
+            self._free.free(tier.nbytes - missing, tier.nbytes)
         slot = FileSlot(tier, begin, tensor.nbytes, _LABEL)
-        room = Reservation(self._ended, partial(self._free.give, begin, begin + length))
-        on_host = partial(self._on_host, tensor.shape, tensor.dtype)
-        source = on_host()
+        room = Reservation(self._ended, partial(self._free.free, begin, begin + length))
+        reserve = partial(self._reserve_host_memory, tensor.shape, tensor.dtype)
+        source = reserve()
         copied = self._copy_out(tensor, source.memory)
         write = PendingWrite([source], slot, room, copied)
         self._writes.append(write)
         write.advance()
-        return SavedTensor(partial(_read_file, on_host, write, tensor.device))
+        return SavedTensor(partial(_read_file, reserve, write, tensor.device))
 
     def _copy_out(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Event | None:
         """Copy a tensor to `out` in host memory: at once on a CPU, else asynchronously until the returned event."""
@@ -338,31 +335,31 @@ class ActivationStore:
         accelerator.current_stream(self._tiers.device).wait_event(event)
         require_unchanged(tensor, version, "while it was copied to the host")
 
-    def _on_host(self, shape: torch.Size, dtype: torch.dtype) -> Reservation:
+    def _reserve_host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Reservation:
         nbytes, pinned = shape.numel() * dtype.itemsize, self._tiers.pinned
-        reservation = self._count(Tier.HOST, nbytes)
-        if pinned.take(nbytes, self._tiers.device):
+        reservation = self._reserve(Tier.HOST, nbytes)
+        if pinned.reserve(nbytes, self._tiers.device):
             # torch caches pinned blocks: pinning new pages for each input would take longer than the copy.
-            reservation.memory = accelerator.pinned(nbytes).view(dtype).view(shape)
-            reservation.ends.append(partial(pinned.give, nbytes))
+            reservation.memory = accelerator.allocate_pinned(nbytes).view(dtype).view(shape)
+            reservation.ends.append(partial(pinned.release, nbytes))
         else:
             reservation.memory = allocate_lasting(shape, dtype, torch.device("cpu"))
         return reservation
 
-    def _count(self, tier: Tier, nbytes: int) -> Reservation:
+    def _reserve(self, tier: Tier, nbytes: int) -> Reservation:
         self._tiers.ledger.add(tier, Purpose.ACTIVATIONS, nbytes)
         return Reservation(self._ended, partial(self._tiers.ledger.add, tier, Purpose.ACTIVATIONS, -nbytes))
 
-    def _settle(self) -> None:
-        """Run queued frees, and advance writes in flight. Raises `StorageError` if a write has failed."""
+    def _advance_transfers(self) -> None:
+        """Begin and finish copies and writes without waiting, and run queued frees. Raises `StorageError` if a write failed."""
         while self._copying and self._copying[0][2].query():
             self._end_copy()
         for write in self._writes:
             write.advance()
-        while self._writes and self._writes[0].over():
+        while self._writes and self._writes[0].is_over():
             self._writes.popleft().finish()
-        self._recount()
+        self._run_queued_frees()
 
-    def _recount(self) -> None:
+    def _run_queued_frees(self) -> None:
         while not self._ended.empty():
             self._ended.get_nowait()()

@@ -28,7 +28,7 @@ from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
 STAGING_BYTES = 64 << 20
 TierName = Literal["none", "host", "file"]
 GRAIN = 2048
-"""A multiple of elements at which parts begin: whole file blocks in any dtype, and whole processor vectors."""
+"""The number of elements of which each part's beginning is a multiple: whole disk blocks and processor vectors in any dtype."""
 _CONVERTED = 1 << 20
 """The number of elements that are converted to another dtype at a time."""
 
@@ -48,35 +48,35 @@ class TierChoice:
             raise ConfigError(f"fraction of tier {self.tier} is {self.fraction}; it must be from 0 to 1")
 
     @property
-    def away(self) -> bool:
-        """True if a part leaves the device."""
+    def uses_tier(self) -> bool:
+        """True if some elements rest on the host or in files instead of the device."""
         return self.tier != "none" and self.fraction > 0
 
-    def leaves(self, device: torch.device) -> bool:
-        """Return True if a part leaves the memory of `device`. A CPU's own memory is the host's."""
-        return self.away and (self.tier == "file" or is_accelerator(device))
+    def leaves_device(self, device: torch.device) -> bool:
+        """Return True if some elements rest outside the memory of `device`; with the tier `host` a CPU's elements do not."""
+        return self.uses_tier and (self.tier == "file" or is_accelerator(device))
 
-    def on(self, tier: Tier, numel: int) -> int:
-        """Return the number of elements, of `numel`, that rest on a tier."""
-        cut = self.cut(numel)
+    def numel_on(self, tier: Tier, numel: int) -> int:
+        """Return the number of elements of a tensor of `numel` that rest on `tier`."""
+        cut = self.offloaded_numel(numel)
         if tier is Tier.DEVICE:
             return numel - cut
         return cut if tier.value == self.tier else 0
 
-    def in_reach(self, numel: int, device: torch.device) -> bool:
-        """Return True if `numel` elements lie in one piece in the memory of `device`."""
-        return self.cut(numel) == 0 or (self.cut(numel) == numel and not self.leaves(device))
+    def is_whole_on(self, numel: int, device: torch.device) -> bool:
+        """Return True if all elements of a tensor of `numel` lie in one piece in the memory of `device`."""
+        return self.offloaded_numel(numel) in ((0,) if self.leaves_device(device) else (0, numel))
 
-    def cut(self, numel: int) -> int:
-        """Return the number of leading elements, of `numel`, that rest on the tier."""
-        if not self.away:
+    def offloaded_numel(self, numel: int) -> int:
+        """Return the number of leading elements of a tensor of `numel` that rest on the tier, the host or files."""
+        if not self.uses_tier:
             return 0
         return numel if self.fraction >= 1 else min(numel, -(-int(numel * self.fraction) // GRAIN) * GRAIN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TieredPart:
-    """Elements [start, end): in `memory`, or in the `slot` of a file from element `first` on."""
+    """Elements [start, end) of a tiered tensor: either in `memory`, or in a file's range `slot` from its element `first` on."""
 
     start: int
     end: int
@@ -91,7 +91,7 @@ class TieredPart:
 
 
 class TieredTensor:
-    """A tensor `[numel]` of `dtype`, in consecutive parts."""
+    """A flat tensor, `[numel]` of `dtype`, whose consecutive parts rest on different tiers (device, host, file)."""
 
     def __init__(self, dtype: torch.dtype, parts: Sequence[TieredPart]) -> None:
         self.dtype = dtype
@@ -100,7 +100,7 @@ class TieredTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> TieredTensor:
-        """Make a tiered tensor that views a flat tensor."""
+        """Make a tiered tensor of one part, which views `tensor`, 1-D; `tier` is the tier that the part is said to rest on."""
         length = tensor.numel()
         return cls(tensor.dtype, [TieredPart(start=0, end=length, tier=tier, memory=tensor)] if length else [])
 
@@ -133,7 +133,7 @@ class TieredTensor:
         return self.parts[0].memory if len(self.parts) == 1 and self.parts[0].lies_on(device) else None
 
     def slice(self, start: int, end: int) -> TieredTensor:
-        """Return elements [start, end) as a view. Raises `ValueError` if they are not this tensor's."""
+        """Return elements [start, end) as a tiered tensor on the same memory and files. Raises `ValueError` outside [0, numel]."""
         if not 0 <= start <= end <= self.numel:
             raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
         parts = []
@@ -158,29 +158,29 @@ class TieredTensor:
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
         if len(self.parts) == 1 and not start and data.numel() == self.numel:
             return _move(self.dtype, self.parts[0], data, write=write)
-        # Parts in the same memory go first: a copy from elsewhere begins after them, so work ordered after it has both.
+        # Parts in the memory of `data` come first: a copy from another tier is launched after them, so waiting for it is enough.
         parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.lies_on(data.device))
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
         moves = [move for move in started if move is not DONE]
-        if len(moves) > 1 and not any(move.crosses for move in moves):
-            return Transfer.together(moves)
+        if len(moves) > 1 and not any(move.crosses_devices for move in moves):
+            return Transfer.combine(moves)
         if len(moves) > 1:
-            # A file and another device's memory, which only checkpoints move together. After an error none is in flight.
+            # A file's part and a copy between devices have no common wait; only checkpoints move both. All end before any error.
             for move in moves:
-                move.end(counted=False)
+                move.wait_for_end(counted=False)
             for move in moves:
                 move.wait()
             return DONE
         return moves[0] if moves else DONE
 
-    def settle(self) -> None:
-        """Wait until all writes have arrived. Raises `StorageError` if one has failed."""
+    def wait_for_writes(self) -> None:
+        """Wait until all writes to files have ended. Raises `StorageError` if one has failed."""
         for part in self.parts:
             if part.slot is not None:
-                part.slot.settle()
+                part.slot.wait_for_writes()
 
     def load(self, device: torch.device) -> torch.Tensor:
-        """Return all elements on `device`, `[numel]`: a view if they rest there, else a new tensor."""
+        """Return all elements as a tensor `[numel]` on `device`: a view if they rest there, else a copy."""
         found = self.whole(device)
         if found is None:
             found = torch.empty(self.numel, dtype=self.dtype, device=device)
@@ -199,10 +199,10 @@ class TieredTensor:
                 launched = accelerator.current_stream(part.memory.device) if on_accelerator(part.memory) else launched
             else:
                 transfer = self.read(part.start, target)
-                transfer.end(counted=False)  # A checkpoint's thread waits beside training.
+                transfer.wait_for_end(counted=False)  # This is a checkpoint's thread, for which training does not wait.
                 transfer.wait()
         if launched is not None:
-            accelerator.end_of(launched)()
+            accelerator.host_wait_for(launched)()
 
     def copy_from(self, other: TieredTensor | torch.Tensor) -> None:
         """Copy all elements from `other`, of the same number, converted. Raises `StorageError`."""
@@ -247,7 +247,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> Transfer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileSettings:
-    """The directories and settings of the file tier. `label` becomes part of its files' names."""
+    """The directories of the swap files, the `label` in these files' names, and whether reads are verified by checksums."""
 
     directories: tuple[Path, ...] = ()
     label: str = "states"
@@ -256,7 +256,7 @@ class FileSettings:
 
 @dataclass(kw_only=True, slots=True)
 class Tiers:
-    """The memory of one process, which computes on `device`. The file tier opens on its first use; `close` frees its files."""
+    """Allocates tensors on any tier, for a process that computes on `device`. Swap files open at first use; `close` frees them."""
 
     device: torch.device
     ledger: Ledger
@@ -271,7 +271,7 @@ class Tiers:
     ) -> TieredTensor:
         """Allocate zeros, `[numel]`. `label` names them in errors. Raises `StorageError` where there is no room, or no directory
         to make it in."""
-        cut, away = choice.cut(numel), Tier.FILE if choice.tier == "file" else Tier.HOST
+        cut, away = choice.offloaded_numel(numel), Tier.FILE if choice.tier == "file" else Tier.HOST
         parts: list[TieredPart] = []
         for start, end, tier in ((0, cut, away), (cut, numel, Tier.DEVICE)):
             length, memory, slot = end - start, None, None
@@ -299,8 +299,8 @@ class Tiers:
         return TieredTensor(dtype, parts)
 
     def stored(self, numel: int, dtype: torch.dtype, runs: Sequence[TieredPart], purpose: Purpose) -> TieredTensor:
-        """Make a read-only tensor, `[numel]`, of data in existing files, see `FileTier.stored`; between the runs, which are in
-        order, it is zero."""
+        """Make a read-only tensor, `[numel]`, of `runs`, ascending parts in existing files (see `FileTier.open_stored`). Elements
+        between the runs are zero."""
         parts: list[TieredPart] = []
         at = 0
         for run in (*runs, None):
@@ -317,7 +317,7 @@ class Tiers:
         """Make a buffer `[nbytes]`, uint8, on `device` for transfers with another tier; on the host it has its own pages."""
         if is_accelerator(device):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
-        return self.pinned.pages(nbytes, self.device)
+        return self.pinned.allocate_pages(nbytes, self.device)
 
     def file(self) -> FileTier:
         """Return the file tier, opened on first use. Raises `StorageError` without a directory for it."""
@@ -340,6 +340,6 @@ class Tiers:
         return {Tier.FILE: self.waits.take()} if self._file is not None else {}
 
     def close(self) -> None:
-        """Free the files of the file tier, and so its data."""
+        """Close the file tier, if it is open, which deletes the data in its swap files."""
         if self._file is not None:
             self._file.close()

@@ -15,7 +15,7 @@ from itertools import islice, pairwise
 
 import torch
 
-from zeromesh.offload.io.transfer import DONE, PAGE, Memory, StagingPool, Transfer, WaitTime, pages
+from zeromesh.offload.io.transfer import DONE, PAGE, AllocateBuffer, StagingPool, Transfer, WaitTime, allocate_pages
 from zeromesh.offload.tiers import GRAIN, TieredTensor
 
 _DEPTH = 2
@@ -28,7 +28,7 @@ _GRAIN_BYTES = GRAIN * 8
 
 
 class Access(Enum):
-    """The access of a row to a tensor: the row reads it, updates it, or overwrites it."""
+    """The access of a computed row to an interval of a tensor: it only reads it, updates it in place, or overwrites all of it."""
 
     READ = "read"
     UPDATE = "update"
@@ -37,7 +37,7 @@ class Access(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamOperand:
-    """A tensor that the rows of a stream cut into intervals, one for each row, and what they do with them."""
+    """A tensor that a stream processes row by row, one interval of elements per row, and the access of the rows to it."""
 
     tensor: TieredTensor
     mode: Access
@@ -45,7 +45,7 @@ class StreamOperand:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamRow:
-    """Elements [start, end) of each operand. Rows of one key have the same operand tensors."""
+    """A step of a stream: elements [start, end) of each operand. Rows with equal keys have the same operands."""
 
     key: tuple[int, int]
     start: int
@@ -55,7 +55,7 @@ class StreamRow:
 
 @dataclass(kw_only=True, slots=True)
 class _RowInFlight:
-    """A row that is being read: a tensor for each operand, and by operand number the buffer it views, and its read."""
+    """A row being read: a tensor per operand; by operand number, the staging buffer that a tensor views, and the buffer's read."""
 
     row: StreamRow
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -64,19 +64,19 @@ class _RowInFlight:
 
 
 def buffer_bytes(width: int, longest: int, nbytes: int) -> int:
-    """Return the bytes of each of a stream's buffers, for the arguments of `UpdateStream`."""
+    """Return the bytes of one buffer of an `UpdateStream` with these arguments."""
     share = nbytes // max(1, width * _IN_FLIGHT) // PAGE * PAGE
     return max(_LEAST_BYTES, min(share, -(-longest // _GRAIN_BYTES) * _GRAIN_BYTES))
 
 
 def stream_bytes(width: int, longest: int, nbytes: int) -> int:
-    """Return the bytes of all buffers of a stream."""
+    """Return the bytes of all buffers of an `UpdateStream` with these arguments."""
     return width * _IN_FLIGHT * buffer_bytes(width, longest, nbytes)
 
 
 class UpdateStream:
-    """Computes on `device`. A row has at most `width` tensors outside its memory, and the longest tensor has `longest` bytes.
-    `nbytes` bounds the bytes of all buffers, which are no longer than needed, and no shorter than is useful."""
+    """Reads tensors row by row, computes each row on `device`, and writes it back. A row has at most `width` tensors outside the
+    memory of `device`, and the longest of these has `longest` bytes. All buffers together have about `nbytes` bytes at most."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class UpdateStream:
         longest: int,
         nbytes: int,
         waits: WaitTime,
-        memory: Memory = pages,
+        memory: AllocateBuffer = allocate_pages,
     ) -> None:
         """`memory` allocates buffers on `device`, and `waits` counts the time spent waiting for them."""
         self.device = device
@@ -100,11 +100,11 @@ class UpdateStream:
         self._crossing: list[Transfer] = []
 
     def rows(self, key: int, length: int, operands: Sequence[StreamOperand]) -> Iterator[StreamRow]:
-        """Cut [0, length) into rows as long as the buffers, with each operand's elements of a row on one tier."""
-        away = [each.tensor for each in operands if each.tensor.whole(self.device) is None] if self._width else []
-        widest = max([tensor.dtype.itemsize for tensor in away], default=0)
-        step = self._buffer_bytes // widest // GRAIN * GRAIN if away else length
-        cuts = sorted({0, length, *[part.end for tensor in away for part in tensor.parts if part.end < length]})
+        """Cut elements [0, length) of the operands into rows that fit the buffers; each operand's part of a row is on one tier."""
+        offloaded = [each.tensor for each in operands if each.tensor.whole(self.device) is None] if self._width else []
+        widest = max([tensor.dtype.itemsize for tensor in offloaded], default=0)
+        step = self._buffer_bytes // widest // GRAIN * GRAIN if offloaded else length
+        cuts = sorted({0, length, *[part.end for tensor in offloaded for part in tensor.parts if part.end < length]})
         whole = StreamRow(key=(key, len(operands)), start=0, end=length, operands=tuple(operands))
         for first, last in pairwise(cuts):
             for start in range(first, last, max(1, step)):
@@ -118,14 +118,14 @@ class UpdateStream:
     ) -> None:
         """Call `compute(row, tensors)` for each row, in order, with `[end - start]` of each tensor, to be changed in place.
 
-        `ahead` are the rows of the next calls, as far as known. Their first ones are read already, so call `forget` before
-        changing them by other means. Writes may go on after this returns: readers of a file wait for them, later work of a device
-        is ordered after them, and `settle` waits on behalf of readers of host memory. After an error nothing is read ahead, and
-        all buffers are free. Raises `StorageError` when something cannot be read. A failed write is raised for the next reader.
+        `ahead` are the rows of the next calls, as far as known, whose first ones are read already: call `drop_read_ahead` before
+        anything else changes their tensors. Writes may go on after this returns: a later read of a file waits for them, and later
+        device work is ordered after them; before reading host memory, call `wait_for_writes`. After an error nothing is read ahead
+        and all buffers are free. Raises `StorageError` when something cannot be read. A failed write is raised for the next reader.
         """
         planned = [*rows, *islice(ahead, _DEPTH)]
         if any(flight.row != row for flight, row in zip(self._flights, planned, strict=False)):
-            self.forget()
+            self.drop_read_ahead()
         coming = deque(planned[len(self._flights) :])
         try:
             for row in rows:
@@ -134,33 +134,33 @@ class UpdateStream:
                 flight = self._flights[0]
                 for read in flight.reads.values():
                     read.wait()
-                # Uses free buffers only; those of writes in flight are not waited for.
+                # Reading ahead takes only buffers that are free now, so that computing does not wait for writes in flight.
                 while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._pool.free:
                     self._start(coming.popleft())
                 compute(row, [*flight.tensors])
                 self._write(flight)
                 self._flights.popleft()
-            # Later device work comes after the transfers to the device; `settle` waits for those to the host.
+            # Later device work comes after the transfers to the device; `wait_for_writes` waits for those to the host.
             for write in self._crossing:
                 if write.on_device:
                     write.wait()
             self._crossing = [write for write in self._crossing if not write.on_device and not write.done()]
         except BaseException:
-            self.forget()
+            self.drop_read_ahead()
             raise
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait until all results of `run` have been written. Raises `StorageError` if a write has failed."""
         crossing, self._crossing = self._crossing, []
         for write in crossing:
             write.wait()
 
-    def forget(self) -> None:
-        """Give back the buffers of rows that were read ahead but will not be computed."""
+    def drop_read_ahead(self) -> None:
+        """Return the buffers of rows that were read ahead to the pool, without computing these rows."""
         while self._flights:
             flight = self._flights.popleft()
             for number, buffer in flight.buffers.items():
-                flight.reads.get(number, DONE).on_end(partial(self._pool.give, buffer))
+                flight.reads.get(number, DONE).on_end(partial(self._pool.give_back, buffer))
 
     def _missing(self, row: StreamRow) -> int:
         """Count the operands of a row that are not in the memory of the device."""
@@ -187,9 +187,9 @@ class UpdateStream:
         for number in list(flight.buffers):
             operand, tensor = flight.row.operands[number], flight.tensors[number]
             write = DONE if operand.mode is Access.READ else operand.tensor.write(flight.row.start, tensor)
-            if write.crosses:
+            if write.crosses_devices:
                 self._crossing.append(write)
-            write.on_end(partial(self._pool.give, flight.buffers.pop(number)))
+            write.on_end(partial(self._pool.give_back, flight.buffers.pop(number)))
 
 
 def run_whole(
@@ -197,10 +197,10 @@ def run_whole(
     compute: Callable[[StreamRow, list[torch.Tensor]], None],
     device: torch.device,
 ) -> None:
-    """Call `compute` as `UpdateStream.run` does, once, with all elements of the operands in the memory of `device`, which does
-    not bound them."""
+    """Call `compute` as `UpdateStream.run` does, but once, with all elements of all operands in the memory of `device` at the same
+    time, however much that takes."""
     tensors = []
-    for each in operands:  # What is only written need not be read.
+    for each in operands:  # An operand that is only written need not be read.
         found = each.tensor.whole(device) if each.mode is Access.WRITE else each.tensor.load(device)
         length, dtype = each.tensor.numel, each.tensor.dtype
         tensors.append(torch.empty(length, dtype=dtype, device=device) if found is None else found)

@@ -222,13 +222,13 @@ class PlacedModel(ModelOnMesh):
         """
         self.require_sound()
         watch = self.mesh.watch
-        begun = watch.begun
+        begun = watch.operations_begun
         try:
             with self.mesh.call(call) if call else nullcontext():
                 yield
         except BaseException as error:
             shown = self.explain(error)
-            half_done = watch.begun != begun or watch.in_doubt
+            half_done = watch.operations_begun != begun or watch.may_hang
             if half_done:
                 self.mesh.fail(shown)
             if half_done or (self.engine is not None and not self.engine.abandon_pass()):

@@ -213,7 +213,7 @@ class ZeroOptions(ZeroKeys):
         budget: object = self.gathered_budget
         if budget not in ("auto", None) and not (isinstance(budget, int) and budget >= 0):
             problems.append(f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None")
-        if self.offload.parameters.away and self.stage != 3:
+        if self.offload.parameters.uses_tier and self.stage != 3:
             problems.append(
                 f"offload.parameters is {self.offload.parameters.tier} at stage {self.stage}: only stage 3 gathers "
                 "parameters around their use; set zero.stage to 3, or offload.parameters to none"
@@ -244,7 +244,7 @@ class ZeroOptions(ZeroKeys):
     def gradients_stay(self, device: torch.device) -> bool:
         """Return True if gradient shards keep memory from step to step on `device`: sums over several microbatches, and shards
         offloaded to another tier. Otherwise they use memory just freed by activations."""
-        resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves(device)
+        resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves_device(device)
         return self.accumulation > 1 or resting
 
     @property

@@ -27,7 +27,7 @@ _Bytes = npt.NDArray[np.uint8]
 BLOCK = 4096
 """The block size in bytes. Offsets, lengths and addresses that are multiples of it bypass the page cache."""
 _NEAR = 1 << 14
-"""The bytes that are copied in about the time of a system call."""
+"""The largest gap between columns, in bytes, that is read and discarded; copying it takes about as long as a system call."""
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
 _READ_AHEAD_BYTES = 1 << 18
 """Bytes that one call reads ahead, few enough to stay in the processor's cache."""
@@ -35,13 +35,13 @@ IN_MEMORY = ("tmpfs", "ramfs")
 """Types of file systems in memory."""
 
 
-def whole_blocks(nbytes: int) -> int:
+def round_up_to_blocks(nbytes: int) -> int:
     """Round `nbytes` up to a multiple of `BLOCK`."""
     return -(-nbytes // BLOCK) * BLOCK
 
 
-def lies_alike(data: torch.Tensor, offset: int) -> bool:
-    """Return True if block boundaries of `data`, uint8 on the CPU, coincide with those of a file that has it at `offset`."""
+def is_block_aligned(data: torch.Tensor, offset: int) -> bool:
+    """Return True if `data`, uint8 on the CPU, and byte `offset` of a file are equally far from a block boundary (O_DIRECT)."""
     return data.device.type == "cpu" and (data.data_ptr() - offset) % BLOCK == 0
 
 
@@ -79,14 +79,14 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         if direct:
             with suppress(OSError):  # The file system has no O_DIRECT.
                 self._direct = open_regular(self.path, flags & ~os.O_CREAT | os.O_DIRECT)
-        self._identity = _identity(self._buffered) if constant else None
+        self._identity = _change_marks(self._buffered) if constant else None
 
-    def _require_constant(self) -> None:
+    def _require_unchanged(self) -> None:
         before = self._identity
-        if before is None or (found := _identity(self._buffered)) == before:
+        if before is None or (found := _change_marks(self._buffered)) == before:
             return
         self._identity = found
-        # Giving a file another name, or setting its modification time back, changes its status time alone.
+        # If only the status time differs, the file was renamed or its modification time was set back; its bytes are the same.
         if found[:-1] != before[:-1] or (os.path.exists(self.path) and os.stat(self.path).st_ino == found[0]):
             raise StorageError(
                 f"{self.path!r} has changed since it was opened, and weights are read from it as long as this process runs; "
@@ -120,15 +120,15 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         view = data.numpy()
         begin, end = offset, offset + len(view)
         with disk_call(name, self.path), refusals(self.path, f"{done_to} ({len(view):,} bytes at {offset:,})"):
-            if self.direct and lies_alike(data, offset):
-                # The part before the first whole block.
-                begin = min(whole_blocks(offset), end)
-                self._buffered_part(done_to, move, [view[: begin - offset]], offset, begin)
-                begin += self._direct_part(move, view[begin - offset :], begin)
-            self._buffered_part(done_to, move, [view[begin - offset :]], begin, end)
-            self._require_constant()
+            if self.direct and is_block_aligned(data, offset):
+                # The bytes before the first whole block go through the page cache, the whole blocks past it.
+                begin = min(round_up_to_blocks(offset), end)
+                self._move_buffered(done_to, move, [view[: begin - offset]], offset, begin)
+                begin += self._move_direct(move, view[begin - offset :], begin)
+            self._move_buffered(done_to, move, [view[begin - offset :]], begin, end)
+            self._require_unchanged()
 
-    def _buffered_part(
+    def _move_buffered(
         self, done_to: str, move: Callable[..., int], pieces: list[_Bytes], begin: int, end: int
     ) -> None:
         """Move bytes [`begin`, `end`) of the file, which are the concatenated `pieces`, through the page cache."""
@@ -147,12 +147,11 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
     def read_rows(
         self, data: torch.Tensor, offset: int, *, rows: int, columns: Sequence[tuple[int, int]], stride: int
     ) -> int:
-        """Fill the start of `data`, 1-D uint8 on CPU, with columns of `rows` rows, one row after another; returns the number of
-        bytes.
+        """Fill the start of `data`, 1-D uint8 on CPU, with some columns of `rows` rows, row after row; returns the bytes filled.
 
-        Rows begin every `stride` bytes from `offset` on, and `columns` has the place in a row and the length of each, in order.
-        Reads go through the page cache. Bytes between columns that are near each other are read and discarded, which takes less
-        time than a system call for each column.
+        Rows begin every `stride` bytes of the file from `offset` on. `columns` are pairs of a column's first byte in the row and
+        its length in bytes, ascending. Reads go through the page cache. Short gaps between columns are read and discarded, which
+        takes less time than a system call for each column.
         """
         starts, lengths = zip(*columns, strict=True)
         following = (*starts[1:], starts[0] + stride)
@@ -178,28 +177,28 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
 
     def _read_pieces(self, pieces: list[_Bytes], offset: int, nbytes: int) -> None:
         with disk_call("read", self.path), refusals(self.path, f"read ({nbytes:,} bytes at {offset:,})"):
-            self._buffered_part("read", os.preadv, pieces, offset, offset + nbytes)
-            self._require_constant()
+            self._move_buffered("read", os.preadv, pieces, offset, offset + nbytes)
+            self._require_unchanged()
 
     def in_memory(self, offset: int) -> bool:
-        """Return True if the page cache has the byte at `offset`, as far as the system tells."""
+        """Return True if the page cache holds the byte at `offset`; False too if the system cannot tell."""
         try:
             return os.preadv(self._buffered, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
         except OSError:
             return False
 
     def read_ahead(self, offset: int, length: int) -> None:
-        """Read bytes into the page cache that will be read soon. Reading makes the system use larger reads and pages than advice
-        does (`POSIX_FADV_WILLNEED`)."""
+        """Bring bytes into the page cache by reading and discarding them, since the system then uses larger reads and pages than
+        after the advice `POSIX_FADV_WILLNEED`."""
         scrap = memoryview(bytearray(_READ_AHEAD_BYTES))
         for at in range(offset, offset + length, _READ_AHEAD_BYTES):
             os.preadv(self._buffered, [scrap[: offset + length - at]], at)
 
-    def forget(self, offset: int, length: int) -> None:
+    def drop_from_cache(self, offset: int, length: int) -> None:
         """Drop bytes from the page cache that are on the disk and will not be read soon."""
         os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
-    def _direct_part(self, move: Callable[..., int], view: _Bytes, offset: int) -> int:
+    def _move_direct(self, move: Callable[..., int], view: _Bytes, offset: int) -> int:
         """Move the whole blocks of `view`, which begins at a block boundary, past the page cache; returns the bytes moved."""
         whole = len(view) - len(view) % BLOCK
         done = 0
@@ -231,14 +230,14 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         self.close()
 
 
-def _identity(descriptor: int) -> tuple[int, ...]:
-    """Return numbers from an open file's status, of which one changes when the file is written to."""
+def _change_marks(descriptor: int) -> tuple[int, ...]:
+    """Return an open file's inode, size, and modification and status times (ns), of which a write to the file changes one."""
     found = os.fstat(descriptor)
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Wait until the names in a directory are on the disk. Raises `StorageError`."""
+    """Sync a directory's entries (file names) to the disk. Raises `StorageError`."""
     with disk_call("fsync", path), refusals(path, "brought to the disk"):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -267,7 +266,7 @@ def mount_of(directory: Path) -> tuple[str, str]:
         return found
     for line in lines:
         device, point, name, *_ = line.split(" ")
-        # Of several mounts at one place, the last one hides the others.
+        # Among mounts at the same mount point, the last one hides the others.
         if len(point) >= len(best) and (path == point or path.startswith(point.rstrip("/") + "/")):
             best, found = point, (device, name)
     return found

@@ -28,26 +28,26 @@ import xxhash
 from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import on_accelerator
-from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, lies_alike, whole_blocks
-from zeromesh.offload.io.transfer import Memory, Transfer, WaitTime, copy_streams_of, pages
+from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, is_block_aligned, round_up_to_blocks
+from zeromesh.offload.io.transfer import AllocateBuffer, Transfer, WaitTime, allocate_pages, copy_streams_of
 
 PIECE = 1 << 20
 """Bytes that one thread moves at a time, and that one checksum covers."""
 STRIPE = 1 << 20
-"""Consecutive bytes in one directory before the next directory's turn."""
+"""The bytes of a stripe: consecutive stripes lie in the files of consecutive directories, round robin."""
 THREADS = 8
 THREAD_BYTES = THREADS * PIECE
-"""Bytes of the threads' own buffers."""
+"""Bytes of all threads' staging buffers, one of `PIECE` bytes for each thread."""
 _LARGE_PIECE = 4 << 20
 """Bytes that one thread moves at a time if they need no buffer and have no checksum."""
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]
 _CPU = torch.device("cpu")
 _UNWRITTEN = 0
-"""The checksum entry of a grain that was never written and reads as zeros."""
+"""The checksum recorded for a piece of a slot that was never written, and so reads as zeros."""
 
 
 def _open_swap_file(directory: Path, label: str) -> PositionalFile:
-    """Create an empty file of this process alone; `label` is part of the file name that errors show."""
+    """Create an empty swap file and unlink it at once; `label` is part of its name, which errors show. Raises `StorageError`."""
     path = directory / f"zeromesh-{label}-{secrets.token_hex(8)}.swap"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class FileTier:
         checksums: bool = False,
         threads: int = THREADS,
         waits: WaitTime | None = None,
-        memory: Memory = pages,
+        memory: AllocateBuffer = allocate_pages,
         device: torch.device = _CPU,
     ) -> None:
         """`label` becomes part of the files' names, `memory` allocates the threads' buffers, `waits` counts the callers' waiting
@@ -86,7 +86,7 @@ class FileTier:
         self.checksums = checksums
         self.nbytes = 0
         """Bytes that are reserved."""
-        with ExitStack() as opened, _named():
+        with ExitStack() as opened, _naming_the_tier():
             self._files = [opened.enter_context(_open_swap_file(directory, label)) for directory in directories]
             self._opened = opened.pop_all()
         self.paths = [file.path for file in self._files]
@@ -96,28 +96,28 @@ class FileTier:
         self._reserved = [0] * len(directories)
         self._buffers = list(torch.split(memory(threads * PIECE), PIECE))
         self._threads = ThreadPoolExecutor(
-            threads, thread_name_prefix="zeromesh-swap", initializer=partial(accelerator.use, device)
+            threads, thread_name_prefix="zeromesh-swap", initializer=partial(accelerator.make_current, device)
         )
         self._local = threading.local()
 
     def allocate(self, nbytes: int, label: str) -> FileSlot:
         """Reserve a range, which reads as zeros. Raises `StorageError` when a disk is full."""
         begin, count = self.nbytes, len(self._files)
-        end = begin + whole_blocks(nbytes)
+        end = begin + round_up_to_blocks(nbytes)
         stripes = -(-end // STRIPE)
         for number, file in enumerate(self._files):
             length = end if count == 1 else (stripes - number + count - 1) // count * STRIPE
             if length > self._reserved[number]:
-                with _named(label):
+                with _naming_the_tier(label):
                     file.reserve(self._reserved[number], length - self._reserved[number])
                 self._reserved[number] = length
         self.nbytes = end
         return FileSlot(self, begin, nbytes, label)
 
-    def stored(self, path: Path) -> FileSlot:
+    def open_stored(self, path: Path) -> FileSlot:
         """Open an existing file as a slot, which is only read. Raises `StorageError` if it cannot be opened."""
         if path not in self._stored:
-            with _named():
+            with _naming_the_tier():
                 file = self._opened.enter_context(PositionalFile(path, constant=True))
             self._stored[path] = FileSlot(self, 0, file.size(), file.path, file)
         return self._stored[path]
@@ -145,16 +145,16 @@ class FileTier:
 
     def read(self, data: torch.Tensor, offset: int) -> None:
         """Fill `data`, 1-D uint8, from the files synchronously. Raises `StorageError`."""
-        for file, at, part in self._parts(data, offset):
+        for file, at, part in self._locate(data, offset):
             file.read(part, at)
 
     def write(self, data: torch.Tensor, offset: int) -> None:
         """Write `data`, 1-D uint8, to the files synchronously. Raises `StorageError`."""
-        for file, at, part in self._parts(data, offset):
+        for file, at, part in self._locate(data, offset):
             file.write(part, at)
 
-    def _parts(self, data: torch.Tensor, offset: int) -> Iterator[tuple[PositionalFile, int, torch.Tensor]]:
-        """Yield the places of the bytes of `data`, which begin at `offset`: file, offset in the file, and part of `data`."""
+    def _locate(self, data: torch.Tensor, offset: int) -> Iterator[tuple[PositionalFile, int, torch.Tensor]]:
+        """Split `data`, which begins at byte `offset` of the tier, at stripes; yields file, offset in the file, and part."""
         if len(self._files) == 1:
             yield self._files[0], offset, data
             return
@@ -168,8 +168,8 @@ class FileTier:
 
 
 class FileSlot:
-    """`nbytes` bytes of a file tier, or of another `file`, which is only read. Reads wait for earlier writes; bytes that are being
-    read must not be written. Threads may share a slot: a checkpoint is written beside training."""
+    """A range of `nbytes` bytes in a file tier's swap files, or in an existing `file`, which is only read. Reads wait for earlier
+    writes; bytes that are being read must not be written. Threads may share a slot: a checkpoint is written beside training."""
 
     def __init__(
         self, tier: FileTier, offset: int, nbytes: int, label: str, file: PositionalFile | None = None
@@ -179,7 +179,7 @@ class FileSlot:
         self.label = label
         self._offset = offset
         self._file = file
-        self._room = whole_blocks(nbytes) if file is None else nbytes
+        self._room = round_up_to_blocks(nbytes) if file is None else nbytes
         checked = tier.checksums and file is None
         self._grain = PIECE if checked else BLOCK
         count = -(-nbytes // PIECE) if checked else 0
@@ -204,17 +204,17 @@ class FileSlot:
             self._writing.append((begin, begin + data.numel(), transfer))
         return transfer
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait until all writes are in the file. Raises `StorageError` if one has failed."""
         with self._order:
-            self._settle(0, self.nbytes)
+            self._wait_for_writes(0, self.nbytes)
 
-    def _settle(self, begin: int, end: int) -> None:
-        """Wait for writes that share a grain with [begin, end). A failed write stays, since its bytes cannot be read."""
+    def _wait_for_writes(self, begin: int, end: int) -> None:
+        """Wait for writes that share a block (with checksums, a piece) with bytes [begin, end); raises again if one has failed."""
         begin, end = begin - begin % self._grain, end + -end % self._grain
         near = [transfer for first, last, transfer in self._writing if first < end and last > begin]
         for transfer in near:
-            transfer.end()
+            transfer.wait_for_end()
         self._writing = [each for each in self._writing if not each[2].done() or each[2].failed()]
         for transfer in near:
             transfer.wait()
@@ -224,9 +224,9 @@ class FileSlot:
         if not 0 <= begin <= end <= self.nbytes:
             raise ValueError(f"bytes [{begin}, {end}) do not lie in the {self.nbytes} of {self.label}")
         try:
-            self._settle(begin, end)
+            self._wait_for_writes(begin, end)
         except StorageError as error:  # Raised by `wait`: the caller may have other transfers in flight.
-            return Transfer.failing(error)
+            return Transfer.with_error(error)
         copy = copy_streams_of(data.device).copy_later() if on_accelerator(data) else torch.Tensor.copy_
         first = self._unbuffered_bytes(begin, data)
         parts = (*_pieces(begin, data[:first], _LARGE_PIECE), *_pieces(begin + first, data[first:], PIECE))
@@ -236,42 +236,42 @@ class FileSlot:
     def _unbuffered_bytes(self, begin: int, data: torch.Tensor) -> int:
         """Return the number of leading bytes that need neither a thread's buffer nor a checksum."""
         if self._file is not None:  # Unaligned ends may come through the page cache, as nobody writes.
-            return data.numel() if lies_alike(data, begin) else 0
-        whole = not self._checksums and begin % BLOCK == 0 and lies_alike(data, begin)
-        # With several stripes, which lie on several disks, each one is moved by a separate thread.
+            return data.numel() if is_block_aligned(data, begin) else 0
+        whole = not self._checksums and begin % BLOCK == 0 and is_block_aligned(data, begin)
+        # With several directories, each stripe is one piece, so that several threads keep several disks busy.
         return data.numel() - data.numel() % BLOCK if whole and len(self.tier.paths) == 1 else 0
 
-    def _around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Return begin and memory of the whole grains around a piece: `data` if it is aligned, else the thread's buffer."""
-        if self._file is not None and lies_alike(data, at):
+    def _grains_around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Return the first byte of the whole grains around a piece at byte `at`, and memory for them: `data` or a buffer."""
+        if self._file is not None and is_block_aligned(data, at):
             return at, data
         begin, end = at - at % self._grain, at + data.numel()
         end = min(end + -end % self._grain, self._room)  # The last grain ends with the slot's room.
         whole = (begin, end) == (at, at + data.numel())
-        return begin, data if whole and lies_alike(data, at) else self.tier.buffer()[: end - begin]
+        return begin, data if whole and is_block_aligned(data, at) else self.tier.buffer()[: end - begin]
 
     def _read_piece(self, copy: _Copy, at: int, out: torch.Tensor) -> None:
         with self._locks[at // PIECE] if self._locks else contextlib.nullcontext():
-            begin, memory = self._around(at, out)
-            self._fetch(begin, memory)
+            begin, memory = self._grains_around(at, out)
+            self._read_grains(begin, memory)
         if memory is not out:
             copy(out, memory[at - begin : at - begin + out.numel()])
 
     def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
         # The data of a piece and its checksum change together.
         with self._locks[at // PIECE] if self._locks else contextlib.nullcontext():
-            begin, memory = self._around(at, data)
+            begin, memory = self._grains_around(at, data)
             if memory is not data:
                 last = at + data.numel()
                 if begin < at or (last < begin + memory.numel() and last < self.nbytes):
-                    self._fetch(begin, memory)
+                    self._read_grains(begin, memory)
                 else:
                     memory[last - begin :].zero_()
                 copy(memory[at - begin : last - begin], data)
-            self._put(begin, memory)
+            self._write_grains(begin, memory)
 
-    def _fetch(self, begin: int, data: torch.Tensor) -> None:
-        with _named("" if self._file else self.label):  # The error of another file names it.
+    def _read_grains(self, begin: int, data: torch.Tensor) -> None:
+        with _naming_the_tier("" if self._file else self.label):  # An error of `self._file` has its path already.
             (self._file or self.tier).read(data, self._offset + begin)
         if self._checksums:
             recorded = self._checksums[begin // PIECE]
@@ -282,15 +282,15 @@ class FileSlot:
                     f"(xxh3 {found:016x}, {recorded:016x} was recorded; {', '.join(self.tier.paths)})"
                 )
 
-    def _put(self, begin: int, data: torch.Tensor) -> None:
+    def _write_grains(self, begin: int, data: torch.Tensor) -> None:
         if self._checksums:
             self._checksums[begin // PIECE] = _checksum(data)
-        with _named(self.label):
+        with _naming_the_tier(self.label):
             self.tier.write(data, self._offset + begin)
 
 
 @contextlib.contextmanager
-def _named(label: str = "") -> Iterator[None]:
+def _naming_the_tier(label: str = "") -> Iterator[None]:
     try:
         yield
     except StorageError as error:
@@ -298,7 +298,7 @@ def _named(label: str = "") -> Iterator[None]:
 
 
 def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cut `data` at multiples of `step` in the slot, so that no two pieces share a grain."""
+    """Cut `data`, which begins at byte `begin` of a slot, at the slot's multiples of `step` bytes; yields first byte and piece."""
     done = 0
     while done < data.numel():
         length = min(step - (begin + done) % step, data.numel() - done)

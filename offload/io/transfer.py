@@ -32,7 +32,7 @@ from zeromesh.offload.accelerator import on_accelerator
 
 
 class WaitTime:
-    """The seconds that callers have waited for a tier: `total` since the start, `seconds` since the last `take`."""
+    """The seconds that callers have waited for transfers of a tier: `total` so far, and `seconds` since the last call of `take`."""
 
     def __init__(self) -> None:
         self.seconds = self.total = 0.0
@@ -43,18 +43,18 @@ class WaitTime:
         return seconds
 
     def add(self, began: float) -> None:
-        """Count the time since `began`, of `time.perf_counter`."""
+        """Add the seconds since `began`, a time of `time.perf_counter`."""
         seconds = time.perf_counter() - began
         self.seconds += seconds
         self.total += seconds
 
 
 class Transfer:
-    """Reads or writes by threads, in pieces. A transfer without pieces has ended from the beginning."""
+    """A read or write in flight, as one future for each piece that a thread moves. Without pieces it has ended already."""
 
     on_device = False
     """True if `wait` orders later device work after the bytes instead of blocking the caller."""
-    crosses = False
+    crosses_devices = False
     """True if bytes move between the memory of a device and the host's."""
 
     def __init__(self, pieces: Sequence[Future[None]] = (), waits: WaitTime | None = None, what: str = "bytes") -> None:
@@ -63,15 +63,15 @@ class Transfer:
         self._what = what
 
     @classmethod
-    def failing(cls, error: StorageError) -> Transfer:
-        """Make a transfer that failed before it began."""
+    def with_error(cls, error: StorageError) -> Transfer:
+        """Make a transfer that has failed with `error`, which `wait` raises."""
         piece: Future[None] = Future()
         piece.set_exception(error)
         return cls([piece])
 
     @classmethod
-    def together(cls, transfers: Sequence[Transfer]) -> Transfer:
-        """Join several transfers into one; none of them crosses."""
+    def combine(cls, transfers: Sequence[Transfer]) -> Transfer:
+        """Join several transfers into one, which waits for all of them; none may be between a device and the host."""
         pieces = [piece for transfer in transfers for piece in transfer._pieces]
         return cls(pieces, transfers[0]._waits, transfers[0]._what)
 
@@ -88,25 +88,25 @@ class Transfer:
         Raises:
             StorageError: the error of the first piece that failed, after all pieces have ended.
         """
-        self.end()
+        self.wait_for_end()
         for piece in self._pieces:
             if piece.cancelled():
                 raise StorageError(f"{self._what} were not moved: the tier is closed, or has no thread for them")
             piece.result()
 
     def ordering(self) -> AbstractContextManager[object]:
-        """Order device work launched inside the block after these bytes; earlier work goes on meanwhile. Raises as `wait`
-        does."""
+        """Return a context manager: device work launched inside it comes after this transfer, work launched before it goes on
+        meanwhile. Raises as `wait` does."""
         self.wait()
         return nullcontext()
 
     def order(self) -> None:
-        """Wait as `wait` does, but for a transfer out of a device only order later device work after it. Their device memory may
-        then be reused, and the host goes on."""
+        """Wait as `wait` does. A transfer from a device to the host does not block the host: later work of the device is ordered
+        after it, so that the source's device memory may be reused."""
         self.wait()
 
-    def end(self, *, counted: bool = True) -> None:
-        """Wait until all pieces have ended or failed. `counted`: the waiting time counts, since computing stands still."""
+    def wait_for_end(self, *, counted: bool = True) -> None:
+        """Wait until all pieces have ended or failed, without raising. `counted`: add the waiting time to the tier's `WaitTime`."""
         began = time.perf_counter()
         late = [piece for piece in self._pieces if not piece.done()]
         for piece in late:
@@ -131,22 +131,22 @@ class Transfer:
 
 
 DONE = Transfer()
-"""A transfer that is over."""
+"""A transfer that has ended, for callers that had nothing to move or have moved it already."""
 
 
-class CopyLane:
+class CopyDirection:
     """One direction of copies between a device and host memory: the stream, and the host bytes of copies in flight."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.Stream(device)
         # Events of a stream happen in order, so one thread can wait for all of them.
         self.thread = ThreadPoolExecutor(
-            1, thread_name_prefix="zeromesh-copies", initializer=partial(accelerator.use, device)
+            1, thread_name_prefix="zeromesh-copies", initializer=partial(accelerator.make_current, device)
         )
         self.in_flight: deque[tuple[int, int, torch.Event]] = deque()
         self.lock = threading.Lock()
 
-    def touching(self, begin: int, end: int) -> list[torch.Event]:
+    def copies_touching(self, begin: int, end: int) -> list[torch.Event]:
         """Return the events of copies in flight that touch host addresses from `begin` to `end`."""
         with self.lock:
             while self.in_flight and self.in_flight[0][2].query():
@@ -155,23 +155,23 @@ class CopyLane:
 
 
 class CopyStreams:
-    """The streams between one device and this process's memory. Threads may share them."""
+    """Two streams of one device for asynchronous copies, one to the device and one to the host. Threads may share the object."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._inward, self._outward = CopyLane(device), CopyLane(device)
+        self._inward, self._outward = CopyDirection(device), CopyDirection(device)
         self.inward = self._inward.stream
         """The stream of the copies to the device."""
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
-        """Start a copy between device and host, after those in the other direction that touch the same host bytes, converted to
-        the target's dtype; returns an event of its end. The caller keeps both tensors until then. Host memory should be pinned:
-        copies from other memory block the host."""
+        """Start a copy between device and host, converted to the target's dtype, after copies in the other direction that touch the
+        same host bytes; returns the event of its end, until which the caller keeps both tensors. Unpinned host memory makes the
+        copy block the host."""
         lane, other = (self._inward, self._outward) if on_accelerator(target) else (self._outward, self._inward)
         lane.stream.wait_stream(accelerator.current_stream(self._device))
         host = source if on_accelerator(target) else target
         begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
-        for earlier in other.touching(begin, end):
+        for earlier in other.copies_touching(begin, end):
             lane.stream.wait_event(earlier)
         event = _copy(lane.stream, source, target)
         with lane.lock:
@@ -179,33 +179,33 @@ class CopyStreams:
         return event
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> Transfer:
-        """Start to copy as `start` does; keeps both tensors until the copy ends or later device work is ordered after it."""
+        """Start a copy as `start` does, and return its transfer, which references both tensors until the copy ends or `order`."""
         event = self.start(source, target)
         lane = self._inward if on_accelerator(target) else self._outward
-        wait, kept = accelerator.end_of(lane.stream), [source, target]
+        wait, kept = accelerator.host_wait_for(lane.stream), [source, target]
         ended = lane.thread.submit(lambda _kept: wait(), kept)
         if lane is self._inward:
             return _TransferToDevice(self._device, lane.stream, event, ended)
         return _TransferToHost(self._device, event, ended, kept)
 
     def copy_later(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Return a call that fills a target from a source after all work launched on the device so far, and waits for the end of
-        the copy, for a thread that may block and has its own memory."""
-        event = accelerator.record(accelerator.current_stream(self._device))
+        """Return a function `copy(target, source)` for another thread: it copies after all device work launched before this call,
+        and blocks its thread until the copy has ended."""
+        event = accelerator.record_event(accelerator.current_stream(self._device))
 
         def copy(target: torch.Tensor, source: torch.Tensor) -> None:
             stream = (self._inward if on_accelerator(target) else self._outward).stream
             stream.wait_event(event)
             _copy(stream, source, target)
-            accelerator.end_of(stream)()
+            accelerator.host_wait_for(stream)()
 
         return copy
 
 
 class _TransferToDevice(Transfer):
-    """Bytes on their way into a device: `wait` orders later device work after them, and the host goes on."""
+    """A transfer from the host to a device. `wait` does not block the host: it orders later device work after the transfer."""
 
-    on_device = crosses = True
+    on_device = crosses_devices = True
 
     def __init__(self, device: torch.device, stream: torch.Stream, event: torch.Event, ended: Future[None]) -> None:
         super().__init__([ended])
@@ -222,9 +222,9 @@ class _TransferToDevice(Transfer):
 
 
 class _TransferToHost(Transfer):
-    """Bytes on their way out of a device. `kept` are their source and target, held until the copy ends."""
+    """A transfer from a device to the host, which references `kept`, source and target; `order` drops the source."""
 
-    crosses = True
+    crosses_devices = True
 
     def __init__(self, device: torch.device, event: torch.Event, ended: Future[None], kept: list[torch.Tensor]) -> None:
         super().__init__([ended])
@@ -242,31 +242,31 @@ copy_streams_of = cache(CopyStreams)
 def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
     with accelerator.launching_on(stream):
         if source.dtype != target.dtype:
-            # The device converts, since a conversion on the host would come before the copy and block.
+            # The device converts to the target's dtype, since a conversion on the host would block the calling thread.
             source = source.to(stream.device, non_blocking=True)
         target.copy_(source, non_blocking=True)
-        return accelerator.record(stream)
+        return accelerator.record_event(stream)
 
 
 PAGE = mmap.PAGESIZE
-Memory = Callable[[int], torch.Tensor]
+AllocateBuffer = Callable[[int], torch.Tensor]
 """Allocates a buffer of the given number of bytes."""
 
 
-_KEPT: WeakSet[mmap.mmap] = WeakSet()
+_STATE_PAGES: WeakSet[mmap.mmap] = WeakSet()
 
 
-def kept(found: mmap.mmap) -> mmap.mmap:
-    """Register private pages of states, which `without_states` hides from child processes."""
-    _KEPT.add(found)
+def register_state_pages(found: mmap.mmap) -> mmap.mmap:
+    """Register the pages of an anonymous mapping with states, for `states_hidden_from_children`; returns the mapping."""
+    _STATE_PAGES.add(found)
     return found
 
 
 @contextmanager
-def without_states() -> Iterator[None]:
-    """Inside the block, forked child processes do not inherit the pages of states. Otherwise a child keeps a copy of each page
-    that the parent writes, and copies pinned pages at once, since a device writes to fixed pages."""
-    held = [each for each in _KEPT if not each.closed]
+def states_hidden_from_children() -> Iterator[None]:
+    """Inside the block, forked child processes do not inherit the registered pages. Otherwise a child keeps a copy of each page
+    that the parent writes later, and of each pinned page from the start, since a device writes to fixed physical pages."""
+    held = [each for each in _STATE_PAGES if not each.closed]
     for each in held:
         each.madvise(mmap.MADV_DONTFORK)
     try:
@@ -276,16 +276,16 @@ def without_states() -> Iterator[None]:
             each.madvise(mmap.MADV_DOFORK)
 
 
-def pages(nbytes: int) -> torch.Tensor:
-    """Allocate separate pages, `[nbytes]` uint8, as `O_DIRECT` requires, of huge pages if available. A disk moves a piece of a
-    huge page at once, but scattered single pages one by one, which takes up to twice the time."""
-    found = kept(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-    want_huge_pages(found)
+def allocate_pages(nbytes: int) -> torch.Tensor:
+    """Allocate zeros outside the heap, `[nbytes]` uint8, aligned to pages as `O_DIRECT` requires, and on huge pages if available:
+    a disk transfers contiguous physical memory up to twice as fast as scattered single pages."""
+    found = register_state_pages(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    request_huge_pages(found)
     return torch.frombuffer(found, dtype=torch.uint8)
 
 
-def want_huge_pages(found: mmap.mmap, *part: int) -> None:
-    """Ask for huge pages in a mapping, or in `part` of it, start and bytes, where they fit and the system has any."""
+def request_huge_pages(found: mmap.mmap, *part: int) -> None:
+    """Advise the kernel to use huge pages for a mapping, or for a `part` of it, given by start and length in bytes."""
     with contextlib.suppress(OSError):  # The kernel may be built without huge pages.
         found.madvise(mmap.MADV_HUGEPAGE, *part)
 
@@ -294,7 +294,7 @@ class StagingPool:
     """A pool of `count` buffers of `nbytes` bytes, handed out one by one, which bounds the memory of transfers. Buffers are 1-D
     uint8 tensors allocated by `memory`. Threads may share a pool."""
 
-    def __init__(self, count: int, nbytes: int, memory: Memory = pages) -> None:
+    def __init__(self, count: int, nbytes: int, memory: AllocateBuffer = allocate_pages) -> None:
         if count < 0 or nbytes < PAGE or nbytes % PAGE:
             raise ValueError(f"{count} buffers of {nbytes} bytes; give 0 or more, of a multiple of {PAGE} bytes")
         self.nbytes = nbytes
@@ -312,5 +312,5 @@ class StagingPool:
         """Return a free buffer, `[nbytes]`, waiting for one if necessary."""
         return self._free.get()
 
-    def give(self, buffer: torch.Tensor) -> None:
+    def give_back(self, buffer: torch.Tensor) -> None:
         self._free.put(buffer)

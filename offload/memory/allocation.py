@@ -23,7 +23,7 @@ import torch
 from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
-from zeromesh.offload.io.transfer import kept, pages, want_huge_pages
+from zeromesh.offload.io.transfer import allocate_pages, register_state_pages, request_huge_pages
 from zeromesh.offload.memory.ledger import available_bytes
 
 PAGE = mmap.PAGESIZE
@@ -35,7 +35,7 @@ _MOVE_TO = 7
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mremap.restype = ctypes.c_ssize_t
 _LEAST_BYTES = 1 << 16
-"""The least bytes of a separate mapping; smaller blocks are not worth a page table, and too small to matter on the heap."""
+"""The bytes from which a tensor of states gets a separate mapping; smaller ones do not fragment the heap noticeably."""
 
 
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,39 +44,39 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros for states, which stay while activations come and go. On CPU they have separate pages outside the C
-    library's heap, which they would fragment between activations (see docs/decisions/0006-allocator.md), of huge pages if
-    available."""
+    """Allocate zeros for a state that lasts as long as the run. On CPU they get separate pages outside the C library's heap, huge
+    ones if available, since long-lived blocks between activations would fragment the heap
+    (docs/decisions/0006-allocator.md)."""
     count = math.prod(shape) if isinstance(shape, tuple) else shape
     if device.type != "cpu" or count * dtype.itemsize < _LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
-    return pages(count * dtype.itemsize).view(dtype).view(shape)
+    return allocate_pages(count * dtype.itemsize).view(dtype).view(shape)
 
 
 class SparePages:
-    """Huge pages that buffers have released, moved to the address of the next buffer that takes memory. The system zeroes every
-    page before it hands it out again, which takes as long as a fast disk needs to read it. Pages that a buffer does not need are
-    returned to the system when the next ones are released."""
+    """Huge pages that buffers have released, to be moved to the address of the next buffer that allocates. This saves the zeroing
+    of new pages by the system, which takes as long as reading them from a fast disk. Pages that the latest buffer did not need are
+    returned to the system when a buffer releases more."""
 
     def __init__(self) -> None:
         self._ranges: list[torch.Tensor] = []
-        self._left = 0
+        self._unused = 0
 
     def put(self, memory: torch.Tensor) -> None:
         """Add the pages of `memory`, 1-D uint8 of whole huge pages, whose contents are not needed any more."""
-        self._drop(self._left)
-        if memory.nbytes and _moves_pages():
+        self._drop(self._unused)
+        if memory.nbytes and _can_move_pages():
             self._ranges.append(memory)
         else:
-            _give_back(memory)
+            _return_pages(memory)
 
     def move_to(self, target: torch.Tensor) -> None:
         """Move the spare pages to `target`, 1-D uint8 of whole huge pages, as far as they suffice. Raises `StorageError` if the
         system refuses; the memory of `target` must not be used then."""
         begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
         inside = [begin <= each.data_ptr() < end for each in self._ranges]
-        if any(inside):  # The target still has pages of its own.
-            self._ranges = [each for each, own in zip(self._ranges, inside, strict=True) if not own]
+        if any(inside):  # The target's pages are among the spare ones, still at its address, so nothing is moved.
+            self._ranges = [each for each, is_targets in zip(self._ranges, inside, strict=True) if not is_targets]
             begin = end
         while self._ranges and begin < end:
             spare = self._ranges.pop()
@@ -85,7 +85,7 @@ class SparePages:
             if length < spare.nbytes:
                 self._ranges.append(spare[length:])
             begin += length
-        self._left = len(self._ranges)
+        self._unused = len(self._ranges)
 
     def give_back(self) -> None:
         """Return all spare pages to the system."""
@@ -93,12 +93,12 @@ class SparePages:
 
     def _drop(self, count: int) -> None:
         for unused in self._ranges[:count]:
-            _give_back(unused)
+            _return_pages(unused)
         del self._ranges[:count]
-        self._left = 0
+        self._unused = 0
 
 
-def _give_back(memory: torch.Tensor) -> None:
+def _return_pages(memory: torch.Tensor) -> None:
     """Return the whole pages of `memory`, 1-D uint8, to the system. They read as zeros afterwards."""
     _libc.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), mmap.MADV_DONTNEED)
 
@@ -112,7 +112,7 @@ def _move_pages(source: int, target: int, nbytes: int) -> None:
 
 
 @cache
-def _moves_pages() -> bool:
+def _can_move_pages() -> bool:
     pair = torch.frombuffer(mmap.mmap(-1, 2 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     try:
         _move_pages(pair.data_ptr(), pair.data_ptr() + PAGE, PAGE)
@@ -141,17 +141,17 @@ class ReleasableBuffer:
         self._huge = length - length % _HUGE_PAGE
         # Huge pages begin at multiples of their size.
         room = _HUGE_PAGE if self._huge else 0
-        found = kept(mmap.mmap(-1, length + room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        found = register_state_pages(mmap.mmap(-1, length + room, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         start = -torch.frombuffer(found, dtype=torch.uint8).data_ptr() % _HUGE_PAGE if room else 0
         if self._huge:
-            want_huge_pages(found, start, self._huge)
+            request_huge_pages(found, start, self._huge)
         self._pages = torch.frombuffer(found, dtype=torch.uint8, count=length, offset=start)
         self.full = torch.frombuffer(found, dtype=dtype, count=count, offset=start + lead)
 
     def carve(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Return views of elements [start, end) of `full`, which may have no memory."""
         if self._pages is None:
-            self.take()  # A view of memory that is not there cannot be made, only kept.
+            self.take()  # torch refuses to make a view of an empty storage; an existing view stays valid.
         views = [self.full[start:end] for start, end in places]
         if self._pages is None:
             self.give_back()
@@ -168,25 +168,25 @@ class ReleasableBuffer:
         """Release the memory: huge pages to `spare`, the rest to the system."""
         if self._pages is not None:
             self._spare.put(self._pages[: self._huge])
-            _give_back(self._pages[self._huge :])
+            _return_pages(self._pages[self._huge :])
         else:
             self.full.untyped_storage().resize_(0)
 
 
 _FREE_DIVISOR = 8
-"""The divisor of free memory that gives the part left unpinned, since pinned memory cannot be paged out."""
+"""One part in this many of the free memory is left unpinned, since pinned memory cannot be paged out."""
 
 
 @dataclass(kw_only=True, slots=True)
 class PinnedBudget:
-    """Pinned host memory, as far as the driver pins it; other memory stays pageable, so that copies are slower and block the
-    host. `limit`: bytes that may be pinned; None: as many as `pinnable_bytes` returns at the time. RLIMIT_MEMLOCK does not bind
-    drivers."""
+    """Allocates pinned host memory within a budget; beyond it, memory is pageable, so that its copies are slower and block the
+    host. `limit` is the number of bytes that may be pinned; None: `pinnable_bytes()` at each allocation. `used` are the bytes
+    pinned now."""
 
     limit: int | None = None
     used: int = 0
     pageable: int = 0
-    """Bytes of states that should be pinned and are not."""
+    """Bytes of states in pageable memory, because the budget or the driver has refused to pin them."""
     _most: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -195,35 +195,35 @@ class PinnedBudget:
         if not nbytes or not is_accelerator(device):
             return allocate_lasting(numel, dtype, torch.device("cpu"))
         before = self.used
-        found = self.pages(nbytes, device)
+        found = self.allocate_pages(nbytes, device)
         self.pageable += nbytes - (self.used - before)
         return found.view(dtype)
 
-    def pages(self, nbytes: int, device: torch.device) -> torch.Tensor:
+    def allocate_pages(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Allocate separate zeroed pages, `[nbytes]` uint8, pinned for `device` if it is an accelerator and allows it."""
-        if self.take(nbytes, device):
+        if self.reserve(nbytes, device):
             found = _PinnedPages(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            kept(found)
-            want_huge_pages(found)
+            register_state_pages(found)
+            request_huge_pages(found)
             if found.pin(device):
                 return torch.frombuffer(found, dtype=torch.uint8)
-            self.give(nbytes)
+            self.release(nbytes)
             self.limit = self._most = self.used  # A driver that has refused is not asked again.
-        return pages(nbytes)
+        return allocate_pages(nbytes)
 
-    def take(self, nbytes: int, device: torch.device) -> bool:
-        """Return True if `nbytes` more may be pinned, and count them. On a CPU there is nothing to pin."""
+    def reserve(self, nbytes: int, device: torch.device) -> bool:
+        """Count `nbytes` as pinned if the budget allows, and return True if it does; False where `device` is a CPU."""
         if not is_accelerator(device):
             return False
         wanted = self.used + nbytes
-        if wanted > self._most:  # Up to the earlier peak, torch keeps the memory cached.
+        if wanted > self._most:  # Below the peak of `used`, no new memory is pinned: torch caches freed pinned memory.
             if nbytes > (pinnable_bytes() if self.limit is None else self.limit - self.used):
                 return False
             self._most = wanted
         self.used = wanted
         return True
 
-    def give(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """Count `nbytes` as not pinned any more."""
         self.used -= nbytes
 
@@ -254,8 +254,8 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def require_memory(label: str, nbytes: int) -> None:
-    """Refuse an allocation that the system could only answer with its out-of-memory killer. Raises `StorageError` when fewer than
-    `nbytes` bytes are available."""
+    """Raise `StorageError` when fewer than `nbytes` bytes of memory are available, before an allocation of so many would make the
+    kernel's out-of-memory killer end a process."""
     available = available_bytes()
     if nbytes > available > 0:
         raise StorageError(
@@ -323,8 +323,8 @@ class SharedSegment:
         return memoryview(self._map).cast("q")
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Allocate memory for an unbacked range. Raises `StorageError` if there is none. Ranks may do so in one segment at once:
-        `posix_fallocate` serializes them, and leaves the mapping to writes."""
+        """Allocate physical memory for a range of the segment. Raises `StorageError` if there is too little. Several ranks may
+        call this for one segment at the same time."""
         start = offset // PAGE * PAGE
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, start))
         try:

@@ -1,6 +1,6 @@
 """Settings of glibc's allocator that let freed activations be reused. Nothing is done with another C library.
 
-A process calls `reuse_freed_memory` before it allocates and `settle_heap` before its first step, however it was started.
+A process calls `reuse_freed_memory` before it allocates and `trim_heap` before its first step, however it was started.
 docs/decisions/0006-allocator.md and 0010-small-blocks-are-reserved.md have what was measured.
 """
 
@@ -14,23 +14,23 @@ _M_MXFAST = 1
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGE_BLOCK = 1 << 26
-"""Bytes above glibc's own highest mmap threshold, so that activations stay below it."""
+"""The mmap threshold in bytes, above the highest that glibc chooses by itself, so that activations come from the heap."""
 _NEVER = -1
 _FIXED_VERSION = (2, 38)
 """The first glibc version that reuses aligned free blocks, instead of splitting small objects' blocks off large ones."""
 
 _CACHE_SIZES = struct.pack("NN", 64, 1032)
-"""Adjacent words of glibc's parameters: size classes of a thread's cache, and the largest size; blocks of each size follow."""
+"""Two adjacent words of glibc's parameters: the number of size classes in a thread's cache, and its largest size in bytes."""
 _MOST_CACHED = (1 << 16) - 1
 _caches: list[ctypes.c_size_t] = []
-"""The location of the number of size classes, once found: it then reads 0, and would not be found again."""
+"""The word with the number of size classes, remembered once found, since `trim_heap` sets it to 0 and a search would fail."""
 _PARAMETERS_BYTES = 160
-"""The most bytes by which the two thresholds precede the cache sizes in one structure."""
+"""The number of bytes before the cache sizes in which the two thresholds must lie, in the same structure of glibc."""
 
 _EXACT_BYTES = 1024
 """The size in bytes below which glibc keeps free blocks by exact size."""
 _RESERVED_BYTES = 16 << 10
-"""Bytes reserved of every size, within `_FEWEST` to `_MOST` blocks."""
+"""The bytes that `_reserve` reserves in blocks of each size; there are `_FEWEST` to `_MOST` blocks of a size."""
 _FEWEST, _MOST = 8, 512
 _LARGEST_SMALL = 64 << 10
 _GUARD_BYTES = 24
@@ -46,7 +46,7 @@ def reuse_freed_memory() -> bool:
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
-def settle_heap() -> bool:
+def trim_heap() -> bool:
     """Return free memory of glibc to the system, holes included, after start-up, whose blocks have other sizes than a step's.
 
     Afterwards recently freed small blocks are not the first to be reused: glibc before 2.38 has split them off aligned blocks,
@@ -74,9 +74,9 @@ def settle_heap() -> bool:
 
 
 def _cached_sizes() -> list[ctypes.c_size_t]:
-    """Find glibc's `tcache_bins`, the number of size classes that it caches per thread, which no call can set in a running
-    process, by its own value and its neighbours in the library's data: the largest size, and the thresholds that
-    `reuse_freed_memory` has set. No match, or several, mean that it is unknown."""
+    """Search the C library's data for `tcache_bins`, the number of size classes in a thread's cache, which no call can set. It is
+    recognised by its default value and by the words near it: the largest cached size, and the thresholds that
+    `reuse_freed_memory` has set. Returns all matches; with none or several, its location is unknown."""
     # With 0 of them a thread's cache is neither read nor written again. With 0 blocks of each, `tcache_count`, the blocks that the
     # cache of another thread still holds count as damage when it frees a block that looks like one of them: glibc aborts.
     thresholds = struct.pack("N", _LARGE_BLOCK), struct.pack("n", _NEVER)
@@ -95,7 +95,7 @@ def _cached_sizes() -> list[ctypes.c_size_t]:
 
 
 def _reserve(libc: ctypes.CDLL) -> None:
-    """Free many small blocks that cannot merge, because a block in use follows each."""
+    """Put many free small blocks on the heap for later small objects; a block in use after each keeps them from merging."""
     libc.malloc.restype = ctypes.c_void_p
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]

@@ -15,7 +15,7 @@ from zeromesh.errors import StorageError
 
 
 class Tier(Enum):
-    """The kinds of memory."""
+    """The storage of bytes: memory of the compute device, memory of the host, or files."""
 
     # Members are singletons; `Enum`'s own hash is a slow Python function, and the ledger is used often.
     __hash__ = object.__hash__
@@ -26,7 +26,7 @@ class Tier(Enum):
 
 
 class Purpose(Enum):
-    """The purposes of allocated bytes."""
+    """The purposes for which the trainer allocates bytes; the values are the texts shown to the user."""
 
     __hash__ = object.__hash__
 
@@ -44,7 +44,7 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A change of the ledger: from `at` on, in seconds of `time.perf_counter`, a purpose has `nbytes` on a tier."""
+    """A recorded change of the ledger: from `at` on, in seconds of `time.perf_counter`, `purpose` has `nbytes` bytes on `tier`."""
 
     at: float
     tier: Tier
@@ -58,8 +58,8 @@ MEMORY = (Tier.DEVICE, Tier.HOST)
 
 
 class Ledger:
-    """Bytes of this process by tier and purpose, and their peak in memory. `limits` are bytes that a tier may not exceed, which
-    let host memory stand in for a device's."""
+    """Bytes of this process by tier and purpose, and their peak in memory. `limits` are bytes that a tier may not exceed; they
+    simulate a device of less memory on a host."""
 
     def __init__(self, limits: Mapping[Tier, int] | None = None) -> None:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)
@@ -71,8 +71,8 @@ class Ledger:
         self._most_changes = 0
 
     def add(self, tier: Tier, purpose: Purpose, nbytes: int) -> None:
-        """Count an allocation (or, negative, its end). Raises `StorageError` when the tier's limit would be exceeded; then
-        nothing is counted. Raises `ValueError` when more is taken back than was counted."""
+        """Count an allocation of `nbytes`, or, if negative, a release. Raises `StorageError`, and counts nothing, when the tier's
+        limit would be exceeded. Raises `ValueError` when more bytes are released than were counted."""
         key = (tier, purpose)
         if self._bytes[key] + nbytes < 0:
             raise ValueError(
@@ -96,7 +96,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def recording(self, most: int) -> Iterator[list[Change]]:
-        """Record changes inside the block, at most about `most`, preceded by the state at its begin."""
+        """Record the ledger's changes inside the block, after entries for the state at its start, up to about `most` entries."""
         began = time.perf_counter()
         changes = [
             Change(at=began, tier=tier, purpose=purpose, nbytes=nbytes)
@@ -110,7 +110,7 @@ class Ledger:
             self._changes = None
 
     def total(self, *tiers: Tier) -> int:
-        """Return the present bytes of some tiers; of all memory without any."""
+        """Return the present bytes on `tiers`, by default on the tiers in memory (device and host)."""
         return sum(self.by_purpose(*tiers).values())
 
     def peak(self) -> int:
@@ -118,7 +118,7 @@ class Ledger:
         return self._peak
 
     def by_purpose(self, *tiers: Tier) -> Mapping[Purpose, int]:
-        """Return the present bytes by purpose, of some tiers or of all memory; purposes without bytes are left out."""
+        """Return the present bytes of each purpose on `tiers`, by default the tiers in memory, without purposes of no bytes."""
         sums: dict[Purpose, int] = defaultdict(int)
         for (where, purpose), nbytes in self._bytes.items():
             if nbytes and where in (tiers or MEMORY):
@@ -135,7 +135,7 @@ class Ledger:
         return found
 
 
-def _numbers(path: Path) -> dict[str, int]:
+def _read_numbers(path: Path) -> dict[str, int]:
     try:
         text = path.read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -143,31 +143,31 @@ def _numbers(path: Path) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"^(\w+):?\s+(\d+)", text, re.MULTILINE)}
 
 
-def _kib(path: str, name: str) -> int:
-    return _numbers(Path(path)).get(name, 0) * 1024
+def _read_kib(path: str, name: str) -> int:
+    return _read_numbers(Path(path)).get(name, 0) * 1024
 
 
-resident_bytes = partial(_kib, "/proc/self/smaps_rollup", "Rss")
+resident_bytes = partial(_read_kib, "/proc/self/smaps_rollup", "Rss")
 """Returns the resident bytes of this process; shared pages count in full."""
-mapped_file_bytes = partial(_kib, "/proc/self/status", "RssFile")
+mapped_file_bytes = partial(_read_kib, "/proc/self/status", "RssFile")
 """Returns the bytes of mapped files, such as libraries, in this process's memory, which other processes may share."""
-peak_bytes = partial(_kib, "/proc/self/status", "VmHWM")
+peak_bytes = partial(_read_kib, "/proc/self/status", "VmHWM")
 """Returns the peak of this process's resident bytes; shared pages count in full."""
-swap_bytes = partial(_kib, "/proc/meminfo", "SwapFree")
+swap_bytes = partial(_read_kib, "/proc/meminfo", "SwapFree")
 """Returns the bytes of free swap space."""
-machine_bytes = partial(_kib, "/proc/meminfo", "MemTotal")
+machine_bytes = partial(_read_kib, "/proc/meminfo", "MemTotal")
 """Returns the bytes of the machine's memory."""
 
 
 def available_bytes() -> int:
-    """Return the bytes that can still be allocated: the system's, or the control group's if fewer; 0 if unknown."""
-    available = _kib("/proc/meminfo", "MemAvailable")
+    """Return the bytes of memory that can still be allocated, the fewer of the machine's and the control group's; 0 if unknown."""
+    available = _read_kib("/proc/meminfo", "MemAvailable")
     try:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # There is no group, or it has no limit.
         return available
-    # The control group would evict its cached files.
-    cached = _numbers(_CGROUP / "memory.stat")
+    # The control group counts cached files as used memory, but evicts them when memory is allocated.
+    cached = _read_numbers(_CGROUP / "memory.stat")
     used -= cached.get("inactive_file", 0) + cached.get("active_file", 0)
     return min(available, max(0, limit - used))
 

@@ -21,7 +21,7 @@ from zeromesh.environment import read_environment
 from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import reuse_freed_memory, settle_heap
+from zeromesh.offload import reuse_freed_memory, trim_heap
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, ParallelOptions, divide
 from zeromesh.pipeline.executor import Bubble
@@ -84,7 +84,7 @@ class Training:
         use_fastest_linear(self.model, workload.compute, "cpu")
         options, cuts = form.options(workload), self.divided.cuts
         self.engine = ZeroEngine.build(self.model, self.mesh, options, built.source, cuts=cuts)
-        settle_heap()
+        trim_heap()
 
     def step(self, number: int, tokens: Tensor) -> float:
         """One step on `[microbatches x micro, sequence]` token ids; the mean loss."""

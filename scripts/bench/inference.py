@@ -29,7 +29,7 @@ from zeromesh import Generator
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.offload import allocate_lasting, peak_bytes, resident_bytes
 from zeromesh.offload.io.direct_io import PositionalFile
-from zeromesh.offload.io.transfer import pages
+from zeromesh.offload.io.transfer import allocate_pages
 from zeromesh.offload.memory.allocation import SharedSegment
 from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.zero import engine as engine_module
@@ -89,7 +89,7 @@ def plain_read(paths: list[Path], index: int = 0, ranks: int = 1, *, shared: boo
 
 def plain_direct_read(paths: list[Path]) -> float:
     """Read files once past the page cache into buffers of huge pages; returns seconds."""
-    buffers = pages(_READERS * _PIECE).split(_PIECE)
+    buffers = allocate_pages(_READERS * _PIECE).split(_PIECE)
     numbers, local = itertools.count(), threading.local()
 
     def piece(file: PositionalFile, at: int, length: int) -> None:
@@ -116,7 +116,7 @@ def forget(paths: list[Path]) -> None:
     """Let the page cache go of files."""
     for path in paths:
         with PositionalFile(path, direct=False) as file:
-            file.forget(0, 0)
+            file.drop_from_cache(0, 0)
 
 
 class Peak:
@@ -205,7 +205,7 @@ def measure_start(folder: Path, sections: dict[str, Any], rounds: int, *, cold: 
     with _open(folder, "tiny", sections) as tiny:
         engine, barrier = tiny.engine, partial(tiny.mesh.world.barrier, "the measurement")
         parts = 1 if tiny.config.zero.stage == 0 else ranks
-        shared = engine.transport.name == "shared" and not engine.options.offload.parameters.leaves(_CPU)
+        shared = engine.transport.name == "shared" and not engine.options.offload.parameters.leaves_device(_CPU)
 
         part = sum(path.stat().st_size // parts for path in paths)
         cached = sum(path.stat().st_size // ranks for path in paths) if cold else 0

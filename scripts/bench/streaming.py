@@ -100,7 +100,7 @@ class Bench:
     def _pass(self, compute: Callable[[StreamRow, list[torch.Tensor]], None]) -> None:
         self._stream.run(self._rows, compute)
         for tensor in self._tensors:
-            tensor.settle()
+            tensor.wait_for_writes()
 
     def _compute_seconds(self, times: int) -> float:
         length = self._rows[0].end - self._rows[0].start
@@ -133,7 +133,7 @@ class Bench:
     ) -> None:
         buffer = pool.take()
         transfer = move(start, buffer[: 4 * count].view(torch.float32))
-        transfer.on_end(lambda: pool.give(buffer))
+        transfer.on_end(lambda: pool.give_back(buffer))
         flying.append(transfer)
 
     def close(self) -> None:

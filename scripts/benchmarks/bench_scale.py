@@ -23,7 +23,7 @@ import torch
 
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, build_layout
 from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape
-from zeromesh.mesh.rank_order import ProcessLocation, far_warning, mesh_picture, rank_order
+from zeromesh.mesh.rank_order import ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
 from zeromesh.pipeline.schedule import ScheduleName, make_schedule, simulate, validate
 
 BLOCKS, HIDDEN, WIDE, KEYS, VOCABULARY, HOST = 80, 8192, 28672, 1024, 128256, 8
@@ -95,7 +95,7 @@ def world_of(shape: MeshShape) -> str:
     places = [ProcessLocation(host=f"host {rank // HOST}") for rank in range(shape.world_size)]
     shape.group_of(0, *AXES)
     ordered = [places[process] for process in rank_order(places)]
-    return far_warning(shape, ordered) + mesh_picture(shape, ordered, here=0)
+    return tensor_groups_warning(shape, ordered) + mesh_picture(shape, ordered, here=0)
 
 
 def timed(call: Callable[[], Made]) -> tuple[float, Made]:

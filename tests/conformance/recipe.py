@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from zeromesh.offload import FileSettings, TierChoice
-from zeromesh.offload.accelerator import found
+from zeromesh.offload.accelerator import current_accelerator
 from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.models.small_copy import InFloat64
 
@@ -91,7 +91,9 @@ class Layout:
         compute, wide = DTYPES[problem.precision]
         reduce = getattr(torch, self.reduce) if self.reduce else wide
         scale = ScalerSettings(initial_scale=self.scale, growth_interval=4) if self.scale else None
-        transport: Any = self.transport if found() is None else "auto"  # The others move the host's memory.
+        transport: Any = (
+            self.transport if current_accelerator() is None else "auto"
+        )  # The others move the host's memory.
         stop: Any = "stop" if self.in_backward else self.on_nonfinite
         return ZeroOptions(
             stage=self.stage,

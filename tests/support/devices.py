@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.cuda._sanitizer import CUDASanitizerErrors
 
-from zeromesh.offload.accelerator import found
+from zeromesh.offload.accelerator import current_accelerator
 
-_KIND = found()
+_KIND = current_accelerator()
 DEVICE = torch.device("cpu") if _KIND is None else torch.device(_KIND.type, 0)
 accelerated = pytest.mark.skipif(_KIND is None, reason="needs an accelerator: a GPU, or --device sim")
 

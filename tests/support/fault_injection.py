@@ -152,8 +152,8 @@ class _PoolAfterWrite:
     piece: Any
     pool: Any
 
-    def give(self, buffer: Any) -> None:
+    def give_back(self, buffer: Any) -> None:
         try:
             self.visit("mid-write", Path(self.file.path), self.piece.where.start, self.piece.where.end)
         finally:
-            self.pool.give(buffer)
+            self.pool.give_back(buffer)

@@ -222,7 +222,7 @@ def head_next_shard(init: Any, self: Any, hidden: Any, weight: Any, *rest: Any, 
     init(self, hidden, weight, *rest, first=first + weight.shape[0], **settings)
 
 
-@seeded(parallelize_module, "lookup_own", _TENSOR, "embed_tokens")
+@seeded(parallelize_module, "lookup_sharded_embedding", _TENSOR, "embed_tokens")
 def embedding_next_shard(lookup: Any, own: Any, tokens: Interval, exchange: Any, ids: torch.Tensor) -> Any:
     """The vocabulary-parallel embedding looks tokens up that the next rank holds."""
     start = (tokens.start + tokens.length) % (tokens.length * exchange.size)
@@ -514,7 +514,7 @@ def experts_halved(take: Any, self: GradientReducer, bucket: Bucket, index: int)
 def input_of_another_block(unpack: Any, self: ActivationStore, saved: Any) -> torch.Tensor:
     """The store of activations gives a block the input of the block before it."""
     before = saved.call.before() if saved.call is not None and saved.call.before is not None else None
-    return unpack(self, before.alive()[0] if before is not None and before.alive() else saved)
+    return unpack(self, before.alive_tensors()[0] if before is not None and before.alive_tensors() else saved)
 
 
 @seeded(

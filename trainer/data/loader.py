@@ -36,7 +36,7 @@ from zeromesh.environment import available_cores
 from zeromesh.errors import ConfigError, DataError, ZeromeshError, some, summary
 from zeromesh.launch.rank_processes import STOP_SIGNALS
 from zeromesh.offload.accelerator import is_accelerator
-from zeromesh.offload.io.transfer import without_states
+from zeromesh.offload.io.transfer import states_hidden_from_children
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.feed import Feed
@@ -188,7 +188,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         ahead = max(2 * count, min(per_step + 1, _MOST_PREFETCHED))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings(), without_states():
+        with warnings.catch_warnings(), states_hidden_from_children():
             warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
             loader: DataLoader[_Result] = DataLoader(
                 self._maker,

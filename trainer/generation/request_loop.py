@@ -161,7 +161,7 @@ class RequestLoop:
         if self._pipeline is not None:
             if count:
                 with self._engine.evaluation():
-                    self._pipeline.run_turns(self._batches, count, self._module)
+                    self._pipeline.run_token_forwards(self._batches, count, self._module)
             for batch in self._batches:
                 batch.remove_ended()
             return

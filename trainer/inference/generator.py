@@ -118,7 +118,7 @@ class Generator(ModelOnMesh):
             console = Console(sys.stderr, shown=self.mesh.rank == 0)
             with self.mesh.call("zeromesh.Generator()"), console:
                 self._model: ServedModel | None = build_served_model(asked, self.mesh, console)
-                if check or (check is None and not self.engine.options.offload.parameters.away):
+                if check or (check is None and not self.engine.options.offload.parameters.uses_tier):
                     self.engine.checkpoint_state.require_same_weights()
         except BaseException as error:
             self.mesh.refuse(error)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.offload.accelerator import found as accelerator_kind
+from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.load import ConfigSource, load_config
 from zeromesh.trainer.models.adapters import is_adapted

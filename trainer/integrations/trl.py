@@ -14,7 +14,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
-from zeromesh.offload.accelerator import found as accelerator_kind
+from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.trainer.config.foreign_names import ARGUMENTS, STEP_INTERVALS, training_arguments
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.integrations.transformers import on_zeromesh

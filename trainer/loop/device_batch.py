@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from zeromesh.offload.accelerator import current_stream, is_accelerator, launching_on, on_accelerator, record
+from zeromesh.offload.accelerator import current_stream, is_accelerator, launching_on, on_accelerator, record_event
 from zeromesh.overrides import replaced
 
 _Function = Callable[..., Any]
@@ -63,7 +63,7 @@ class DeviceBatch(dict[str, Any]):
                 if isinstance(value, Tensor) and not on_accelerator(value):
                     pinned = value if value.is_pinned() else value.pin_memory()
                     self[name] = pinned.to(self._device, non_blocking=True)
-        self._copied = record(self._copies)
+        self._copied = record_event(self._copies)
 
     @contextmanager
     def present(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload.accelerator import is_accelerator, numbers
+from zeromesh.offload.accelerator import is_accelerator, read_scalars
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
 from zeromesh.rng import Streams
@@ -128,7 +128,7 @@ class Stepper:
         moved = self._to_device(batches, counts)
         streams = [Streams(engine.options.seed, step, each.first_sample) for each in microbatches]
         work = [
-            MicrobatchWork(batch=each, seed=own, streams=drawn, around=each.present)
+            MicrobatchWork(batch=each, seed=own, streams=drawn, forward_context=each.present)
             for each, own, drawn in zip(moved, seeds, streams, strict=True)
         ]
         self._driver.train(engine, work, self._loss_of, end)
@@ -192,7 +192,7 @@ class Stepper:
         """
         feed = loader.feed
         rounds = feed.plan.accumulation
-        at_once = self._driver.at_once
+        at_once = self._driver.evaluation_microbatches
         computed: list[tuple[Tensor, int | Tensor]] = []
         with in_evaluation_mode(self._model):
             for start in range(0, rounds, at_once):
@@ -227,7 +227,7 @@ class Stepper:
                 if not should_continue(done, rounds):
                     return None
         sums = torch.zeros(2, dtype=torch.float64)
-        for values in _with_values(computed, numbers(_tensors_in(computed))):
+        for values in _with_values(computed, read_scalars(_tensors_in(computed))):
             sums += torch.tensor(values, dtype=torch.float64)
         self._mesh.world.all_reduce(sums, "sum of the evaluation loss")
         targets = int(sums[1])
@@ -262,7 +262,7 @@ class Stepper:
             return loss
 
         work = [
-            MicrobatchWork(batch=batch, seed=0.0, streams=drawn, around=batch.present)
+            MicrobatchWork(batch=batch, seed=0.0, streams=drawn, forward_context=batch.present)
             for batch, drawn in zip(batches, streams, strict=True)
         ]
         if self._engine is not None:

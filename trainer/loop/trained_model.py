@@ -139,7 +139,7 @@ class TrainedModel(PlacedModel):
         engine = self.engine
         if engine is None:
             return
-        if engine.options.offload.parameters.leaves(self.mesh.device):
+        if engine.options.offload.parameters.leaves_device(self.mesh.device):
             self.console.note("parameters rest on another tier, and the model stays partitioned; use save()")
             return
         master = engine.options.precision.master

@@ -24,7 +24,7 @@ from zeromesh.kernels.chunked_cross_entropy import (
     chunk_for,
     chunked_cross_entropy,
 )
-from zeromesh.offload.accelerator import found
+from zeromesh.offload.accelerator import current_accelerator
 from zeromesh.overrides import override
 from zeromesh.tensor.layers import ColumnParallelLinear
 from zeromesh.trainer.models.adapters import output_layer
@@ -177,7 +177,7 @@ class LigerLoss:
 
     def __init__(self) -> None:
         """Load liger's kernel. Raises `ConfigError` if the package is not installed, or without an accelerator."""
-        if found() is None:
+        if current_accelerator() is None:
             raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_KEY)
         try:
             from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy

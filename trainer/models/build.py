@@ -71,7 +71,7 @@ def pin_sources(
                     made = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=True)
                     for reference in (getattr(made, "auto_map", None) or {}).values():
                         get_class_from_dynamic_module(reference, directory, local_files_only=True)
-                mesh.meet(f"code of {directory}")
+                mesh.wait_for_all_ranks(f"code of {directory}")
     own = (came_from if model_given else model.source) if reads_text else None
     named = data.tokenizer or own or (BYTES if reads_text else None)
     if named not in (None, BYTES):
@@ -112,7 +112,7 @@ def _fetch(source: str, revision: str | None, files: Sequence[str], mesh: Mesh, 
     commit = mesh.world.gather_bytes(first.encode(), f"commit of {source}")[0].decode()
     if mesh.rank and mesh.environment.local_rank == 0:
         while_posting(mesh, lambda: download(commit))
-    mesh.meet(f"download of {source}")
+    mesh.wait_for_all_ranks(f"download of {source}")
     return commit
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeromesh.offload.accelerator import device_name, is_accelerator, seconds_of
+from zeromesh.offload.accelerator import device_name, is_accelerator, time_call
 from zeromesh.trainer.machines.cards import peak_of
 from zeromesh.trainer.models.user_model import positive, text_part
 
@@ -102,7 +102,7 @@ def _timed(device: torch.device, dtype: torch.dtype, threads: int) -> float:
     def seconds(size: int) -> float:
         left = torch.ones(size, size, dtype=dtype, device=device)
         out = torch.empty_like(left)
-        return seconds_of(lambda: torch.mm(left, left, out=out), device, rounds=_TRIES, fill=0.0)
+        return time_call(lambda: torch.mm(left, left, out=out), device, rounds=_TRIES, fill=0.0)
 
     if not is_accelerator(device):
         size = 512 * max(1, math.isqrt(threads // 2))

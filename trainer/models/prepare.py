@@ -99,7 +99,9 @@ def enable_activation_checkpointing(
     run = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
         run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _selective_policy))
-    offloads = {id(block) for block in recomputed[: store.away_of(len(recomputed))]} if store is not None else set()
+    offloads = (
+        {id(block) for block in recomputed[: store.offloaded_count(len(recomputed))]} if store is not None else set()
+    )
     for block in layers if by_itself else recomputed:
         recompute = partial(_run_recomputed, run, store, id(block) in offloads)
         if by_itself:
@@ -132,8 +134,8 @@ def _run_recomputed(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     # `checkpoint` saves its arguments under the hooks that are active around the call; inside, it has its own hooks.
-    with store.keeping(away=offloads):
-        return run(_replay_rng(function), *[_aligned(arg) if store.moves(arg) else arg for arg in args], **kwargs)
+    with store.saving_inputs(offloaded=offloads):
+        return run(_replay_rng(function), *[_aligned(arg) if store.copies(arg) else arg for arg in args], **kwargs)
 
 
 def _replay_rng(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -362,7 +364,7 @@ def prepare_model(
         )
     blocks = block_modules(model)
     choice = options.offload.activations
-    store = ActivationStore(tiers, choice) if choice.away else None
+    store = ActivationStore(tiers, choice) if choice.uses_tier else None
     count = enable_activation_checkpointing(model, section.activation_checkpointing, blocks=blocks or None, store=store)
     if compile_ is not None:
         done = (
@@ -381,7 +383,7 @@ def prepare_model(
             block.forward = compile_(block.forward)
     if store is None:
         return 0, tuple(notes)
-    offloaded = store.away_of(count)
+    offloaded = store.offloaded_count(count)
     notes.append(f"offload: inputs of {offloaded} of {count} recomputed blocks rest on {choice.tier}")
     return offloaded, tuple(notes)
 

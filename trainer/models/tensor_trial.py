@@ -21,7 +21,7 @@ from zeromesh.errors import ConfigError, LayoutError, summary
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
 from zeromesh.tensor.plan.planner import TensorPlan, plan_tensor
-from zeromesh.tensor.plan.recognition import goes_by_shape, recognised
+from zeromesh.tensor.plan.recognition import divides_by_shape, recognise_styles
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.user_model import integer, positive, text_part
 from zeromesh.zero.hooks import tensors_in
@@ -46,10 +46,10 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
             where=where,
         )
 
-    by_shape = goes_by_shape(model)
+    by_shape = divides_by_shape(model)
     if not by_shape and not rules and not getattr(model, "tp_plan", None):
         return
-    plan = _numberless(recognised(model)) if by_shape else {}
+    plan = _numberless(recognise_styles(model)) if by_shape else {}
     given: dict[str, Any] = {}
 
     def run(each: Any) -> list[Tensor]:
@@ -104,7 +104,7 @@ def _copy_difference(model: nn.Module, small: nn.Module, plan: Mapping[str, str]
     )
     for name, kind in sorted(copied - kinds):
         return f"its forward puts a {kind} in the place of {name}"
-    others = _numberless(recognised(small))
+    others = _numberless(recognise_styles(small))
     unlike = next((name for name in (*plan, *others) if plan.get(name) != others.get(name)), "")
     return f"its sizes do not tell how {unlike} is to be divided" if unlike else ""
 

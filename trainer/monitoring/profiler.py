@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.profiler import profile
 
 from zeromesh.files import write_whole
-from zeromesh.offload.accelerator import profiled
+from zeromesh.offload.accelerator import profiler_activities
 from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
 from zeromesh.trainer.config.sections.outputs import ProfileSection
 from zeromesh.zero.engine import ZeroEngine
@@ -67,7 +67,7 @@ class Profile(AbstractContextManager["Profile"]):
                 stack.enter_context(self._record_memory(number))
             if number in self.steps:
                 if self._profiler is None:
-                    activities, memory = profiled(self._mesh.device), self._section.memory
+                    activities, memory = profiler_activities(self._mesh.device), self._section.memory
                     made = profile(activities=activities, record_shapes=memory, profile_memory=memory)
                     self._profiler = self._open.enter_context(made)
                     self._open.enter_context(self._mesh.recorder.profiling_ranges())
@@ -76,7 +76,7 @@ class Profile(AbstractContextManager["Profile"]):
             yield
         if self._profiler is not None and number == self.steps[-1]:
             self._stop()
-            self._mesh.meet("writing of traces")
+            self._mesh.wait_for_all_ranks("writing of traces")
 
     @contextmanager
     def _record_memory(self, step: int) -> Iterator[None]:

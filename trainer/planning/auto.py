@@ -31,15 +31,15 @@ _CARDS = 8
 def machine_here(name: str | None, devices: int = 1) -> Machine:
     """Return the machine with a name, a size or a file; by default the one measured here, or one with this host's accelerators.
     `devices` is the number of cards per host where it is unknown. Raises `ConfigError` for a machine that is not known."""
-    if name is None and accelerator.found() is not None:
-        name = find_name(accelerator.device_name(accelerator.begin()[0]))
+    if name is None and accelerator.current_accelerator() is not None:
+        name = find_name(accelerator.device_name(accelerator.initialize()[0]))
     return find_machine(name, devices=devices)
 
 
 def ranks_here(machine: Machine | None = None) -> int:
     """Return the number of this host's accelerators, or else its cores; for another kind of machine, its ranks per host."""
-    if accelerator.found() is not None and not (machine and machine.is_cpu):
-        return len(accelerator.begin())
+    if accelerator.current_accelerator() is not None and not (machine and machine.is_cpu):
+        return len(accelerator.initialize())
     return available_cores() if machine is None or machine.is_cpu else machine.host.devices
 
 

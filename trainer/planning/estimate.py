@@ -231,7 +231,7 @@ class _LayoutCosts:
         self._chunks = known.stages(trace, cut, layout)
         """The chunks of all stages, assigned round-robin to pipeline ranks."""
         choice = layout.activations
-        moves = choice.leaves(self._device) and layout.recompute != "none"
+        moves = choice.leaves_device(self._device) and layout.recompute != "none"
         self._moved_inputs = choice.fraction if moves else 0.0
         """The fraction of the inputs of recomputed blocks that leave the device."""
         self._transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts)
@@ -412,10 +412,13 @@ class _LayoutCosts:
                 return machine.disk_seconds(come, go, ranks_on_host=self._ranks_on_host)
             return machine.copy_seconds(come, to="device") + machine.copy_seconds(go)
 
-        if offload.parameters.leaves(self._device):
+        if offload.parameters.leaves_device(self._device):
             trained = sum(own * dtype.itemsize for dtype, (_, own) in memory.trained.items())
             resting = memory.parameters / layout.shard
-            if not offload.optimizer.leaves(self._device) and options.precision.master != options.precision.compute:
+            if (
+                not offload.optimizer.leaves_device(self._device)
+                and options.precision.master != options.precision.compute
+            ):
                 resting -= trained  # Trained parameters are cast from the master weights on the device.
             seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, trained)
             hidden, open_ = (seconds, 0.0) if layout.prefetch else (0.0, seconds)
@@ -434,7 +437,7 @@ class _LayoutCosts:
         moments = len(moment_names(options.optimizer))
         width = options.precision.master.itemsize
         choice = options.offload.optimizer
-        away = choice.fraction * own if choice.leaves(self._device) else 0.0
+        away = choice.fraction * own if choice.leaves_device(self._device) else 0.0
         here = machine.update_seconds(own - away, moments=moments, ranks_on_host=ranks)
         norm = machine.moved_seconds(own * width, ranks_on_host=ranks)
         if not away:

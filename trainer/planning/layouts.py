@@ -86,7 +86,7 @@ class Layout:
             parts.append("nothing gathered ahead")
         for name in TIERS:
             choice: TierChoice = getattr(self, name)
-            if choice.away:
+            if choice.uses_tier:
                 share = "" if choice.fraction == 1 else f" {choice.fraction:.0%}"
                 parts.append(f"{name}{share} on {choice.tier}")
         return ", ".join(parts)

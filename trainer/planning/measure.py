@@ -29,7 +29,7 @@ from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_
 from zeromesh.mesh.process_mesh import ProcessMesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import accelerator
-from zeromesh.offload.accelerator import is_accelerator, seconds_of
+from zeromesh.offload.accelerator import is_accelerator, time_call
 from zeromesh.offload.io.direct_io import nearest_directory
 from zeromesh.offload.memory.ledger import cpu_name, machine_bytes, mapped_file_bytes, resident_bytes
 from zeromesh.optim.fused_optimizer import fused_update
@@ -210,7 +210,7 @@ class _DeviceMeter:
     def __init__(self, device: torch.device, sizes: MeasureSizes) -> None:
         self.device, self._sizes = device, sizes
         self._on_device = is_accelerator(device)
-        self._seconds = partial(seconds_of, device=device)
+        self._seconds = partial(time_call, device=device)
 
     def rates(self) -> dict[str, Any]:
         """Return the rates in the section `device` of a machine file."""
@@ -284,7 +284,7 @@ class _DeviceMeter:
         return step, trace, sum(parameter.nbytes for parameter in model.parameters())
 
     def _copies(self) -> dict[str, float]:
-        host, there = accelerator.pinned(4 * self._sizes.elements), self._random(self._sizes.elements)
+        host, there = accelerator.allocate_pinned(4 * self._sizes.elements), self._random(self._sizes.elements)
         host = host.view(torch.float32)
         small, small_there = host[:1], there[:1]
         nbytes = float(there.nbytes)
@@ -300,7 +300,7 @@ class _DeviceMeter:
         def taken(device: torch.device) -> float:
             count = min(self._sizes.elements, 1 << 22) if device.type == "cpu" else self._sizes.elements
             master, grad, *moments = (torch.full((count,), 1e-3, device=device) for _ in range(4))
-            return seconds_of(partial(fused_update, "adamw", _ADAMW, master, grad, tuple(moments), 1), device) / count
+            return time_call(partial(fused_update, "adamw", _ADAMW, master, grad, tuple(moments), 1), device) / count
 
         here = taken(self.device)
         return {"device": here, "host": taken(torch.device("cpu")) if self._on_device else here}

@@ -176,9 +176,9 @@ class Planner:
             for replicate in self._replicas(ranks // (tensor * pipeline), tensor)
         ]
         for mesh in meshes:
-            stages = (3,) if mesh.parameters.away else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
+            stages = (3,) if mesh.parameters.uses_tier else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
             micros = [size for size in _MICROS if size * mesh.data <= samples] or [1]
-            recomputes = modes[1:] if len(modes) > 1 and mesh.activations.away else modes
+            recomputes = modes[1:] if len(modes) > 1 and mesh.activations.uses_tier else modes
             for stage, micro, recompute in product(
                 self._choices("stage", stages), self._choices("micro", micros), self._choices("recompute", recomputes)
             ):

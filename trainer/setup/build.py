@@ -17,12 +17,12 @@ from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator, reuse_freed_memory
 from zeromesh.offload.accelerator import (
-    bind_near,
-    has_begun,
+    allow_tf32,
+    bind_to_near_cpus,
     has_cublas,
     is_accelerator,
+    is_initialized,
     pick_device,
-    round_float32_products,
 )
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
@@ -68,7 +68,7 @@ def connect(config: TrainerConfig) -> Mesh:
         use_deterministic_kernels()
     device = pick_device(environment.local_rank)
     if parallel.numa_binding is not None:
-        bind_near(device, environment.local_world_size, parallel.numa_binding)
+        bind_to_near_cpus(device, environment.local_world_size, parallel.numa_binding)
     if device.type == "cpu":
         reuse_freed_memory()
         allocate_buffers()
@@ -90,7 +90,7 @@ def connect(config: TrainerConfig) -> Mesh:
 def set_tf32(config: TrainerConfig, device: torch.device) -> None:
     """Allow or forbid TF32 in this process's float32 products, by `precision.tf32`. Raises `ConfigError` for TF32 on a CPU."""
     if is_accelerator(device):
-        round_float32_products(config.precision.tf32)
+        allow_tf32(config.precision.tf32)
     elif config.precision.tf32:
         raise ConfigError(
             "TF32 is a format of GPUs, and this run computes on the CPU; leave it out", where="precision.tf32"
@@ -110,7 +110,7 @@ def use_deterministic_kernels() -> None:
         cure = f"set {_WORKSPACE}={_DETERMINISTIC_WORKSPACES[0]} before Python starts"
         if given is not None:
             raise ConfigError(f"{_WORKSPACE} is {given!r}; {cure}, or leave it out", where="run.deterministic")
-        if has_begun():
+        if is_initialized():
             raise ConfigError(
                 f"this process has used its GPU before the run began, and without {_WORKSPACE} products may differ from run to "
                 f"run; {cure}",
@@ -142,7 +142,7 @@ def build_run(
     made = inputs.lr_scheduler
     schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer) if made else schedule_of(config)
     described = data.description(shuffle=config.data.shuffle)
-    mesh.meet("comparison of data")
+    mesh.wait_for_all_ranks("comparison of data")
     decided_by_data = {f"data.{name}": value for name, value in described.items()}
     decided_by_data |= {"run.max_steps": config.run.max_steps, "schedule": schedule.factor(0)}
     decided_by_data |= {"schedule.warmup_steps": config.schedule.warmup_steps}
@@ -288,12 +288,12 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
 
     trained = {name: part.train for name, part in config.data.parts().items()}
     if mesh.environment.local_rank:
-        mesh.meet("tokens of the text")
+        mesh.wait_for_all_ranks("tokens of the text")
     elif names := [path for path in paths_of({"": config.data.eval, **trained}) if path.startswith(HUB)]:
         while_posting(mesh, lambda: find_text(names, where="data.train"))
     loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
     if not mesh.environment.local_rank:
-        mesh.meet("tokens of the text")
+        mesh.wait_for_all_ranks("tokens of the text")
     return _limit_eval_sets(loaded, count)
 
 

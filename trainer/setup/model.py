@@ -19,7 +19,7 @@ from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Tier, Tiers, settle_heap, tensor_bytes
+from zeromesh.offload import Tier, Tiers, tensor_bytes, trim_heap
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, ParallelOptions, divide
@@ -158,7 +158,7 @@ def _make_engine(
     inputs = elements * width * options.precision.compute.itemsize
     engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=inputs)
     if mesh.device.type == "cpu":
-        settle_heap()
+        trim_heap()
     return engine
 
 
@@ -266,7 +266,7 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
         name: f"{list(t.shape)} {t.dtype} {'trained' if t.requires_grad else 'frozen'}" for name, t in tensors.items()
     }
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
-    mesh.meet("comparison of models")
+    mesh.wait_for_all_ranks("comparison of models")
     mesh.world.require_same({"model": type(model).__name__, **plan}, LayoutError, advice=advice)
     if mesh.world_size == 1:
         return []
@@ -315,7 +315,7 @@ def fill_engine(
     offloaded inputs of recomputed blocks. Raises `StorageError` if memory or disk is short."""
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
     console.note(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=divided.cuts))
-    mesh.meet("start of the run")
+    mesh.wait_for_all_ranks("start of the run")
     release, done, total = built.source.release, 0, sum(1 for _ in model.parameters())
 
     def released(fqn: str) -> None:

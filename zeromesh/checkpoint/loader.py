@@ -35,8 +35,8 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.event_ring import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
-"""The kind to read in place of an absent kind: master weights equal to the model's, and averages of never-trained parameters."""
-_NAMED = 5
+"""The kind of tensor to read where a checkpoint lacks one: absent master weights and averages are equal to the parameters."""
+_MOST_NAMED = 5
 
 
 def candidates(mesh: Mesh, store: CheckpointStore) -> list[int]:
@@ -104,8 +104,8 @@ def fill_shards(
         extra = {tensor.name for tensor in reader.manifest.tensors} - known
         problems += [f"{name} is in it and not in the model" for name in sorted(extra)]
         if problems:
-            more = [f"and {len(problems) - _NAMED} more"] if len(problems) > _NAMED else []
-            shown = "; ".join([*problems[:_NAMED], *more])
+            more = [f"and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
+            shown = "; ".join([*problems[:_MOST_NAMED], *more])
             raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
         targets.extend(places_of(reader, shards))
 
@@ -116,7 +116,7 @@ def fill_shards(
 
 
 def places_of(reader: CheckpointReader, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
-    """Yield the file places of shards' elements: one per selection of columns, else one per contiguous run."""
+    """Yield the file positions of shards' elements: one object per shard of columns of a tensor, else one per contiguous run."""
     for shard in shards:
         stored = _stored(reader, shard.spec.kind, shard.spec.name)
         if stored is None:
@@ -135,8 +135,8 @@ def _stored(reader: CheckpointReader, kind: str, name: str) -> TensorSpec | None
 
 
 def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
-    """Open the parts of one checkpoint, in order. Raises `CheckpointError` when the parts are of several checkpoints, one is
-    missing, or pieces do not cover each byte once."""
+    """Open the parts of one checkpoint, of which each directory has one; returns the readers in the order of parts. Raises
+    `CheckpointError` when the parts are of several checkpoints, or one is missing or doubled."""
     readers = [CheckpointReader(directory, parts=True) for directory in directories]
     found: dict[int, CheckpointReader] = {}
     for reader in readers:
@@ -203,9 +203,9 @@ def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
 
 
 def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[int], None]) -> Manifest:
-    """Write the whole checkpoint to `out`, verifying every piece; `on_progress` receives the bytes of each piece. Raises
-    `CheckpointError` when a piece is not what was written, or pieces are not each byte once; `ConfigError` or `StorageError` where
-    `out` cannot be written."""
+    """Merge the parts of a checkpoint into the new directory `out`, verifying every piece; `on_progress` receives the number of
+    bytes of each piece. Raises `CheckpointError` when a piece is damaged, or pieces overlap or leave a gap; `ConfigError` or
+    `StorageError` where `out` cannot be written."""
     whole = merged_manifest([part.manifest for part in parts])
     text = whole.to_json()
     manifests.parse(out / manifests.NAME, text)

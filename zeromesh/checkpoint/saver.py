@@ -47,10 +47,10 @@ from zeromesh.telemetry.event_ring import Activity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveContent:
-    """The content of a checkpoint. `tensors` is the same on all ranks. `shards` is the part that this rank writes; the shards of
-    all ranks cover every tensor exactly once. `order` has each owner's position in the next update. `documents` writes the small
-    files into a directory. `keep` is called on rank 0 after the commit, and returns the steps of the checkpoints to keep; if
-    others cannot be removed, the save has succeeded all the same."""
+    """The content of a checkpoint. `tensors` lists all tensors, the same on all ranks, and `shards` are the elements in this rank's
+    memory; the shards of all ranks cover every tensor exactly once. `order` has the position of each bucket (`owner`) in the next
+    update. `documents` writes the small files into a directory. `keep`, called on rank 0 after the commit, returns the steps of
+    the checkpoints to keep; a failure to remove others is only a warning."""
 
     tensors: Sequence[TensorSpec]
     shards: Sequence[TensorShard]
@@ -65,8 +65,8 @@ class SaveContent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """The result of a save, the same on all ranks: `failure` is empty if the checkpoint was committed, `warning` if old ones
-    could be removed."""
+    """The result of a save, the same on all ranks. `failure` is the error if the checkpoint was not committed, `warning` the error
+    if old checkpoints could not be removed; else they are empty."""
 
     step: int
     nbytes: int
@@ -76,8 +76,8 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedStorage:
-    """Ranks that see one directory write one of the `parts` of a checkpoint. This rank's part has the number `part`, and `ranks`
-    write it, in order; the first of them `leads`: it creates and commits the content of the directory."""
+    """The division of a checkpoint into `parts`, one for each directory that some ranks share. `ranks` are those that share this
+    rank's directory and write part number `part` there; the first of them (`leads` is True) creates and commits the files."""
 
     parts: int
     part: int
@@ -89,8 +89,7 @@ _Stages = Generator[None, None, Saved]
 
 
 class Saver:
-    """Saves to a store. All ranks make one and call every method alike. The first rank that sees a directory creates and commits
-    its content."""
+    """Saves checkpoints to a store while training goes on. All ranks make one, and make the same calls of its methods."""
 
     def __init__(self, store: CheckpointStore, mesh: Mesh, ledger: Ledger | None = None) -> None:
         """`ledger` counts the copies in host memory that a save of tensor ranks holds (`columns_to_rows`) until it ends."""
@@ -107,9 +106,9 @@ class Saver:
 
     @cached_property
     def sharing(self) -> SharedStorage:
-        """The sharing of the store's directory, which is created if absent; all ranks ask for it together. Every rank creates a
-        file in the directory, which proves write access, and looks for the files of lower ranks: the lowest rank whose file it
-        sees leads. Raises `StorageError` on all ranks, where some rank cannot write there."""
+        """The groups of ranks that share the store's directory, which is created if absent; a collective call. Every rank creates
+        a file there and looks for those of lower ranks: the lowest rank whose file it sees leads its group. Raises
+        `StorageError` on all ranks, where some rank cannot write there."""
         directory, world, rank, what = self.store.root, self._mesh.world, self._mesh.rank, "look at the directory"
         token = world.gather_json(secrets.token_hex(8), what)[0]
         marks = [directory / f".seen-{token}-{each}" for each in range(world.size)]
@@ -154,7 +153,7 @@ class Saver:
                         write_whole(directory / path, text, sync=False)
 
         try:
-            self._together(lambda: shards.extend(columns_to_rows(content.shards, mesh.tensor, mesh.device)))
+            self._on_all_ranks(lambda: shards.extend(columns_to_rows(content.shards, mesh.tensor, mesh.device)))
             own = {id(shard.values) for shard in content.shards}
             copies = [each.values for each in shards if each.owner is None and id(each.values) not in own]
             self._copied = sum(copy.nbytes for copy in copies)
@@ -167,7 +166,7 @@ class Saver:
                 # A name of the save, so that parts of two saves do not match.
                 save = mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]
                 content = replace(content, layout={**content.layout, "save": save})
-            self._together(create if sharing.leads else lambda: None)
+            self._on_all_ranks(create if sharing.leads else lambda: None)
         except CheckpointError as error:
             self._end()
             if sharing.leads:
@@ -190,7 +189,7 @@ class Saver:
         return received
 
     def _stages(self, step: int, files: Sequence[FileLayout], writer: ShardWriter, content: SaveContent) -> _Stages:
-        """Yield at the end of each stage of a save, which all ranks leave together once every rank's work is done."""
+        """Run a save in stages: yields after the start of each background task; resumed, all ranks wait for the task together."""
         store, sharing, directory = self.store, self.sharing, self.store.temporary(step)
         saved = Saved(step=step, nbytes=sum(file.nbytes for file in files))
         committing = False
@@ -198,7 +197,7 @@ class Saver:
             self._task = writer.start()
             yield
             what = "checksums of the checkpoint"
-            rows = self._together(lambda: list(map(asdict, writer.join(self._post_progress))), what)
+            rows = self._on_all_ranks(lambda: list(map(asdict, writer.join(self._post_progress))), what)
             committing = True
             pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
             for row in sorted(chain(*(rows[rank] for rank in sharing.ranks)), key=lambda row: row["begin"]):
@@ -217,7 +216,7 @@ class Saver:
             )
             commit = self._start("committing", directory, lambda: store.commit(step, manifest), here=sharing.leads)
             yield
-            self._together(commit)
+            self._on_all_ranks(commit)
         except CheckpointError as error:
             if sharing.leads:
                 store.abandon(step)
@@ -228,17 +227,17 @@ class Saver:
 
     def _retire(self, saved: Saved, keep: Callable[[], set[int]]) -> _Stages:
         try:
-            rows = self._together(lambda: sorted({saved.step, *keep()}) if self._mesh.rank == 0 else [])
+            rows = self._on_all_ranks(lambda: sorted({saved.step, *keep()}) if self._mesh.rank == 0 else [])
             store = self.store
             retire = self._start("retiring", store.root, lambda: store.retire(rows[0]), here=self.sharing.leads)
             yield
-            self._together(retire)
+            self._on_all_ranks(retire)
             return replace(saved, warning=self._not_removed())
         except CheckpointError as error:
             return replace(saved, warning=str(error))
 
     def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool = True) -> Callable[[], Any]:
-        """Start work in a background thread, if `here`; the returned call waits for its result, or raises its error."""
+        """Run `work` in a background thread, or nothing if not `here`; the returned function waits for its result or error."""
 
         def run() -> Any:
             with disk_call(name, path):
@@ -255,7 +254,7 @@ class Saver:
         self._mesh.post(Activity.SAVE)
 
     def poll(self) -> Saved | None:
-        """Advance the save in flight between two steps if all ranks can; returns its result once it has ended."""
+        """Go to the next stage of the save in flight if all ranks' tasks are done; returns its result once it has ended."""
         if self._remaining is None:
             return None
         busy = torch.tensor([int(not self._task.done())])
@@ -297,7 +296,7 @@ class Saver:
         `SaveContent`, omits."""
         path, here, saved = self.store.path(step), self._mesh.rank == 0, Saved(step=step, nbytes=0)
         try:
-            self._together(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
+            self._on_all_ranks(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
         except CheckpointError as error:
             return replace(saved, failure=str(error))
         self._remaining = self._retire(saved, keep)
@@ -312,10 +311,10 @@ class Saver:
         return self._not_removed()
 
     def _not_removed(self) -> str:
-        """Return the first rank's problem in removing old checkpoints; empty if no rank has one."""
-        problems = [(rank, text) for rank, text in enumerate(self._together(self.store.trash.problems)) if text]
+        """Return the removal error of the lowest rank that could not remove old checkpoints; empty if all could."""
+        problems = [(rank, text) for rank, text in enumerate(self._on_all_ranks(self.store.trash.problems)) if text]
         return "".join(f"rank {rank}: {text}" if self._mesh.world_size > 1 else text for rank, text in problems[:1])
 
-    def _together(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
+    def _on_all_ranks(self, work: Callable[[], Any], what: str = "end of saving") -> list[Any]:
         """Run `work` on all ranks and gather its results; raises `CheckpointError` on all ranks if it fails on one."""
         return self._mesh.world.all_or_raise(what, work, CheckpointError)

@@ -36,14 +36,14 @@ from zeromesh.offload import tensor_bytes
 from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
 _STEP = re.compile(r"step-(\d{8,})")
-_LEFT = re.compile(r"step-\d{8,}\.tmp|\.trash-.+|\.seen-[0-9a-f]+-\d+")
-"""What is being written or removed, and files by which ranks find out which of them see the directory (`Saver.sharing`)."""
+_LEFTOVER = re.compile(r"step-\d{8,}\.tmp|\.trash-.+|\.seen-[0-9a-f]+-\d+")
+"""Names of directories being written or removed, and of the files by which ranks find who shares a directory (`Saver.sharing`)."""
 _SPARE_BYTES = 16 << 20
 """Bytes kept free for the manifest, other small files, and directory entries."""
 _SYNCED_BYTES = 256 << 20
 """Bytes between two syncs to the disk, which bounds a single wait."""
 _ROOM_SECONDS = 10.0
-"""The seconds for which a save without disk space waits for the removal of old checkpoints."""
+"""The seconds that a save waits for the removal of old checkpoints if the disk has too little space."""
 _MOST_TRASH = 4
 """The most checkpoints that may wait for removal. A slower disk delays retention, and in the end the next save."""
 
@@ -79,10 +79,10 @@ class CheckpointStore:
     def leftovers(self) -> list[str]:
         """List directories and files that are being written or removed, or were when a run was killed."""
         names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
-        return sorted(filter(_LEFT.fullmatch, names))
+        return sorted(filter(_LEFTOVER.fullmatch, names))
 
     def clean(self) -> list[str]:
-        """Remove the leftovers of dead runs; returns their names."""
+        """Remove the directories and files of saves and removals that a killed run has left; returns their names."""
         left = self.leftovers()
         for name in left:
             if (self.root / name).is_dir():
@@ -97,7 +97,7 @@ class CheckpointStore:
         without enough space, or if the directory cannot be written."""
         directory = self.temporary(step)
         with refusals(directory, "written"):
-            self._discard(self._set_aside(step, directory))  # Left-over files may have other sizes.
+            self._discard(self._rename_to_trash(step, directory))  # Left-over files may have other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
         self.require_room(sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes)
@@ -128,8 +128,8 @@ class CheckpointStore:
                     write_whole(path, data)
                     files[name] = record_of(name, BytesIO(data), len(data))
             self._put_manifest(directory, replace(manifest, step=step, files=files))
-            replaced = publish(directory, final, partial(self._set_aside, step, final))
-            self._discard(replaced)  # Only once the new one has its name for good.
+            replaced = publish(directory, final, partial(self._rename_to_trash, step, final))
+            self._discard(replaced)  # The old checkpoint is removed only after the new one's rename is on the disk.
 
     def amend(self, step: int, name: str, data: bytes) -> None:
         """Add the small file `name` to a committed checkpoint: first the file, then, atomically, a manifest that lists it. A kill
@@ -154,9 +154,9 @@ class CheckpointStore:
         sync_directory(directory)
 
     def abandon(self, step: int) -> None:
-        """Remove the files of a failed save. What cannot even be renamed is left to the next start."""
+        """Remove the files of a failed save in a thread, without raising; those that remain are removed at the next start."""
         with suppress(OSError):
-            self._discard(self._set_aside(step, self.temporary(step)))
+            self._discard(self._rename_to_trash(step, self.temporary(step)))
 
     def retire(self, keep: Iterable[int]) -> list[int]:
         """Remove all checkpoints but those of these steps, in the thread of `trash`; returns the removed steps."""
@@ -168,10 +168,10 @@ class CheckpointStore:
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint if it exists."""
-        self._discard(self._set_aside(step, self.path(step)))
+        self._discard(self._rename_to_trash(step, self.path(step)))
 
-    def _set_aside(self, step: int, path: Path) -> Path | None:
-        """Rename a directory, if it exists, so that no half of it is ever read; returns its new path."""
+    def _rename_to_trash(self, step: int, path: Path) -> Path | None:
+        """Rename a directory, if it exists, to a `.trash-` name, so that it is not read while being removed; returns that path."""
         trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
         return path.rename(trash) if path.exists() else None
 
@@ -189,8 +189,8 @@ def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
 
 
 def publish(temporary: Path, final: Path, set_aside: Callable[[], Path | None] = lambda: None) -> Path | None:
-    """Give a filled directory its name, once all names in it are on the disk. `set_aside` takes away what has the name, and its
-    result is returned. Raises `StorageError` or `OSError`."""
+    """Rename the directory `temporary` to `final`, after syncing its entries to the disk. `set_aside` first renames whatever is at
+    `final`; its result is returned. Raises `StorageError` or `OSError`."""
     for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
         sync_directory(folder)
     replaced = set_aside()

@@ -211,7 +211,7 @@ class Channels:
     def close(self) -> None:
         """Leave the groups, on all ranks alike, when nothing is in flight. After a failed wait they stay until the process ends,
         since leaving would wait for the collective in flight."""
-        if not self.group.watch.in_doubt:
+        if not self.group.watch.may_hang:
             for channel in (*self._out.values(), *self._in.values()):
                 for group in channel.pair.groups.values() if channel.pair.groups else ():
                     leave_group(group, channel.pair.works)

@@ -112,7 +112,7 @@ class Counters:
         words, places, watch = self._words, self._places, self._group.watch
         if self.reached(value):
             return
-        watch.begun += 1  # Also if they come at once: an error after a wait for others is told to them.
+        watch.operations_begun += 1  # Also if they come at once: an error after a wait for others is told to them.
         for _ in range(_SPINS):
             for place in places:
                 if words[place] < value:

@@ -40,7 +40,7 @@ Message = Mapping[str, Any]
 Stream = socket.socket | IO[bytes]
 Value = TypeVar("Value", str, bool, int)
 MISSING = -1
-"""The default of an integer that has to be there."""
+"""The default for a required integer field: it is below the allowed range, so that `field` refuses a message without the field."""
 _LONGEST_SHOWN = 160
 _WHOLE_WRITE = 4096
 """Bytes that a pipe takes in one piece (PIPE_BUF), and that a writable socket takes without waiting."""
@@ -57,7 +57,7 @@ class MessageError(ZeromeshError, ValueError):
 
 
 def parsed(data: bytes) -> Message:
-    """Decode a message. Raises `MessageError`."""
+    """Decode a message, a JSON object in UTF-8. Raises `MessageError`."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:

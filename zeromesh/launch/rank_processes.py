@@ -20,7 +20,7 @@ from zeromesh.environment import ERRORS, RankRange, die_with_launcher, kept_envi
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 
 _CAUSE_SECONDS = 2.0
-"""Seconds to wait for the rank that failed first, when others ended because they noticed its failure."""
+"""Seconds to wait for the error of the rank that failed first, after ranks have ended that only noticed its failure."""
 _STOP_SECONDS = 30.0
 """Seconds that ranks may take to end after a failure, before they are killed."""
 USERS_MISTAKE = 2
@@ -184,9 +184,9 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
 
 
 class StopSignals:
-    """The signals received by this process, and the number passed on to its child processes.
+    """The signals received by this process and not yet passed on, and the number of those passed on to its child processes.
 
-    Signals in `told` are no requests to stop but messages for the child processes.
+    Signals in `told` do not ask this process to stop; they are only passed on.
     """
 
     def __init__(self, told: Sequence[int] = ()) -> None:
@@ -253,7 +253,7 @@ def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object
 
 @contextmanager
 def noted_signals(told: Sequence[int] = ()) -> Iterator[StopSignals]:
-    """Record signals to stop instead of ending, and restore the handlers. `told`: signals that are no requests to stop."""
+    """Inside the block, signals are recorded instead of ending this process. `told`: signals that do not ask it to stop."""
     requests = StopSignals(told)
     with handled_signals(_SIGNALS, requests.receive):
         yield requests

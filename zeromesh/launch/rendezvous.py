@@ -35,14 +35,14 @@ from zeromesh.launch.messages import (
     variables,
 )
 from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, StopSignals, WorkersFailed, noted_signals
-from zeromesh.mesh.network_interfaces import is_here, listen
+from zeromesh.mesh.network_interfaces import is_this_host, listen
 
 _REACH_SECONDS = 120.0
 """Seconds that a launcher tries to reach the leader."""
 _JOIN_SECONDS = 600.0
 """Seconds that launchers wait until there are enough of them."""
 _LAST_CALL_SECONDS = 1.0
-"""Seconds that they then wait for further launchers."""
+"""Seconds that the leader waits for further launchers once there are enough of them."""
 _TICK_SECONDS = 0.05
 _REST_SECONDS = 300
 """Seconds that ranks may take to save and end before a restart."""
@@ -91,7 +91,7 @@ Notify = Callable[[str], object]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Member:
-    """Another launcher as the leader sees it: unknown, with no processes, until its first message has come."""
+    """The leader's record of another launcher; `processes` is 0 until the launcher's first message has come."""
 
     connection: LauncherConnection
     name: str
@@ -102,9 +102,9 @@ class Member:
     greeting: Message | None = None
     rank: int | None = None
     numbered: bool = False
-    """True if the launcher has ranks in the current start."""
+    """True if the launcher has ranks in the latest start of the run."""
     running: bool = False
-    """True if these ranks have not ended."""
+    """True if the launcher's ranks of the latest start have not ended."""
     failure: WorkersFailed | None = None
 
 
@@ -133,7 +133,7 @@ class Leader:
             self._listener.setblocking(False)
         self._members: list[Member] = [] if members is None else members
         self.ending = False
-        """True once ranks were told to end in order: failures stop nobody then, since the others may still save."""
+        """True once ranks were signalled to stop: a failure then does not stop the other ranks, which may still be saving."""
         self._lost: list[WorkersFailed] = []
         """The members lost since the latest start, as failures."""
         self._safe_at = 0.0
@@ -179,7 +179,7 @@ class Leader:
         return self._nodes.rest_seconds if self._stopping else None
 
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
-        """Wait for the ranks elsewhere once those here have ended; returns the ranks of the next start, or the run's result."""
+        """Wait until other hosts' ranks have ended, as this host's have; returns its ranks in the next start, or the result."""
         if failure is not None:
             self._stop()
         while any(each.running for each in self._members):
@@ -496,7 +496,7 @@ def launch_workers(
     with noted_signals((signal.SIGINT,) if talks else ()) as requests:
         stopped, must_lead = lambda: bool(requests.first), nodes.most == 1 or nodes.rank == 0
         others: Leader | Follower = Follower(nodes, processes, stopped)
-        if must_lead or (nodes.rank is None and is_here(nodes.where[0])):
+        if must_lead or (nodes.rank is None and is_this_host(nodes.where[0])):
             try:
                 others = Leader(nodes, processes, notify, stopped)
             except ConfigError as error:  # Without numbers, the first launcher that can listen at the endpoint leads.

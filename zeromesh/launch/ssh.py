@@ -49,7 +49,7 @@ SSH = (
 """The ssh command. BatchMode makes ssh fail instead of asking for a password, which nobody could type here."""
 START_SECONDS = 120.0
 """Seconds that a host may take to send its first message, after connecting and starting Python from a slow disk."""
-_LINGER_SECONDS = 5.0  # from a host's last message or lost connection to the end of its pipes
+_LINGER_SECONDS = 5.0  # the longest wait for the output of hosts at the end of a run
 _MARGIN_SECONDS = 1.0
 _PORTS = range(20000, 30000)
 """The ports to draw from, below those that systems assign to outgoing connections."""
@@ -142,7 +142,7 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
     output, started, members = Output(), list[HostProcess](), list[Member]()
 
     def stopped() -> bool:
-        """Pass signals on; returns True if nothing is left to wait for after one."""
+        """Pass received signals on to the hosts; returns True if a signal has come and the ranks of all hosts have ended."""
         requests.pass_on(lambda number: leader.send({"signal": number}), lambda: leader.send({"stop": 0}))
         leader.ending = requests.passed_on > 0
         return bool(requests.first) and not any(each.running for each in members)
@@ -324,7 +324,7 @@ class HostProcess(LauncherConnection):
 
 
 def drain(processes: Sequence[HostProcess], until: float) -> None:
-    """Print what hosts still print until all have closed their output, or the monotonic time `until`."""
+    """Print the remaining output of hosts until all have closed it, or until the monotonic time `until`, in seconds."""
     while readers := [pipe for each in processes for pipe in each.readers]:
         seconds = until - time.monotonic()
         if seconds <= 0 or not select.select(readers, [], [], seconds)[0]:
@@ -340,7 +340,7 @@ def run_attached(arguments: Sequence[str], silence_seconds: float) -> Result:
     """
 
     def attach() -> LauncherConnection:
-        """Take standard input, in whose place the ranks get nothing, and share standard output with them."""
+        """Connect over standard input and output. The ranks get an empty standard input, and share standard output."""
         reader, writer = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)

@@ -25,9 +25,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 @dataclass(slots=True)
 class CollectiveCall:
-    """A collective of flat, contiguous tensors, which must not change until the result has been waited for.
+    """The arguments of one collective of flat, contiguous tensors, which must not change until `Launched.wait` has returned.
 
-    `ProcessSet.start` adds the ranks that take part, and numbers of elements that were left out, which are equal then.
+    `ProcessSet.start` sets `ranks`, `index`, `group`, `timed` and `arrive`, and equal numbers for an empty `received` or `sent`.
     """
 
     out: torch.Tensor
@@ -43,17 +43,17 @@ class CollectiveCall:
     purpose: GroupPurpose = "data"
     """The process group to use; `control` is a CPU group."""
     counts_as: Collective | None = None
-    """The collective under which the traffic is counted, if it is another one."""
+    """The collective under which the traffic is counted, if not under the one that is started."""
     times: float = 1.0
-    """The factor by which bytes are counted; 0: not at all."""
+    """The factor by which the traffic's bytes are multiplied when they are counted; 0: they are not counted."""
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ranks: Sequence[int] = ()
     index: int = 0
     group: dist.ProcessGroup | None = None
     timed: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Makes the block that counts the seconds of waiting."""
+    """Returns a context manager that counts the seconds spent inside it as time of this collective."""
     arrive: Callable[[AsyncWork], object] = lambda work: work.wait()
-    """Waits for a work: the host on CPUs, the current stream on a device."""
+    """Waits for one of torch's handles of the collective: the host on CPUs, the current stream on a device."""
 
 
 @dataclass(slots=True)

@@ -51,8 +51,8 @@ def record_collectives(traces: Path | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Flight:
-    """A communication with other ranks that the host or the device waits for."""
+class _Pending:
+    """A communication with the ranks `peers` that the host or the device waits for; `what` names it in errors."""
 
     done: Callable[[], bool]
     peers: Sequence[int]
@@ -68,28 +68,28 @@ class DeviceWorks:
     def __init__(self, device: torch.device, watch: Watchdog, *, traces: Path | None) -> None:
         """Start supervision. `traces` is the folder for the latest collectives of a rank that finds an error; None: no files."""
         self.device, self._watch, self._traces = device, watch, traces
-        self._flying: deque[_Flight] = deque()
+        self._pending: deque[_Pending] = deque()
         self._computing: deque[Callable[[], bool]] = deque()
         """Queries in launch order, each of which returns True once the device has computed all that was launched before it."""
-        self._standing: _Flight | None = None
+        self._blocking_host: _Pending | None = None
         """The communication that blocks the host itself, in a call without a timeout."""
-        self._patience: tuple[_Flight, Patience] | None = None
+        self._patience: tuple[_Pending, Patience] | None = None
         self._groups: list[dist.ProcessGroup] = []
         self.nbytes = 0
         """Device bytes used by communicators as the driver counts them; torch's allocators do not see them."""
-        watch.on_beat, watch.on_post = self._look, lambda: self._computing.append(self._event())
+        watch.on_beat, watch.on_post = self._check_pending, lambda: self._computing.append(self._event())
 
     def order(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Order what this thread launches from now on after the collective `work`. Raises `CollectiveError` when an earlier
-        collective cannot complete."""
+        """Make device work that this thread launches from now on wait for the collective `work`; the host does not wait. Raises
+        `CollectiveError` when an earlier collective cannot complete."""
         self._watch.refuse()
-        self._watch.begun += 1
+        self._watch.operations_begun += 1
         work.wait()
-        # An event, since a collective's handle would keep its tensors.
-        self._flying.append(_Flight(done=self._event(), peers=peers, what=what))
+        # An event is kept instead of the collective's handle, which would keep its tensors alive.
+        self._pending.append(_Pending(done=self._event(), peers=peers, what=what))
 
     def _event(self) -> Callable[[], bool]:
-        return accelerator.record(accelerator.current_stream(self.device)).query
+        return accelerator.record_event(accelerator.current_stream(self.device)).query
 
     def wait(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Block the host until the device has finished a collective. Raises `CollectiveError` when the collective fails or cannot
@@ -113,18 +113,18 @@ class DeviceWorks:
         self._groups.append(group)
         count = torch.ones(1, device=self.device)
         before = bytes_of_others()
-        self._standing = _Flight(done=lambda: False, peers=ranks, what=what)
+        self._blocking_host = _Pending(done=lambda: False, peers=ranks, what=what)
         try:
             with self._watch.patience(START_SECONDS):
                 self.wait(dist.all_reduce(count, group=group, async_op=True), ranks, what)
         finally:
-            self._standing = None
+            self._blocking_host = None
         if int(count) != len(ranks):
             raise CollectiveError(f"{what}: a sum of one for each of {len(ranks)} ranks gave {int(count)}")
         self.nbytes += max(0, bytes_of_others() - before)
 
     def forget(self, group: dist.ProcessGroup) -> None:
-        """Forget a group that is left."""
+        """Stop supervising a group, which is about to be destroyed."""
         self._groups = [each for each in self._groups if each is not group]
 
     @property
@@ -132,23 +132,23 @@ class DeviceWorks:
         """The time that a collective may take while no peer makes progress."""
         return timedelta(seconds=self._watch.timeout_seconds)
 
-    def _look(self) -> None:
-        """Check the oldest communication in flight a few times a second. Work that the device finishes counts as this rank's
-        progress, since the host may be far ahead of it, blocked."""
+    def _check_pending(self) -> None:
+        """Check the oldest communication in flight; called a few times a second by the heartbeat thread. Work that the device
+        finishes counts as progress of this rank, whose host may be blocked far ahead of the device."""
         moved = False
         try:
-            while self._flying and self._flying[0].done():
-                self._flying.popleft()
+            while self._pending and self._pending[0].done():
+                self._pending.popleft()
                 moved = True
             while self._computing and self._computing[0]():
                 self._computing.popleft()
                 moved = True
         except RuntimeError:  # The device has failed; its next use raises the error.
-            self._flying.clear()
+            self._pending.clear()
             self._computing.clear()
         if moved:
             self._watch.board.beat()
-        first = self._standing or (self._flying[0] if self._flying else None)
+        first = self._blocking_host or (self._pending[0] if self._pending else None)
         if first is None or self._watch.broken is not None:
             return
         if moved or self._patience is None or self._patience[0] is not first:
@@ -157,9 +157,9 @@ class DeviceWorks:
         try:
             self._patience[1].look()
         except CollectiveError as error:
-            self._break(error)
+            self._abort_communicators(error)
 
-    def _break(self, error: CollectiveError) -> None:
+    def _abort_communicators(self, error: CollectiveError) -> None:
         """Abort the communicators so that the host returns from its wait and raises `error`; if it does not, end the process. The
         flight recorder's latest collectives of this rank are written before, and named in the error."""
         where, dump = "", getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
@@ -173,7 +173,7 @@ class DeviceWorks:
             except (OSError, RuntimeError) as failure:
                 where = f". The latest collectives could not be written to {path}: {failure}"
         found = CollectiveError(f"{error}{where}")
-        self._watch.broken, self._watch.in_doubt = found, True
+        self._watch.broken, self._watch.may_hang = found, True
         self._watch.fail(found)
         _LOGGER.error("%s", found)
 
@@ -185,7 +185,7 @@ class DeviceWorks:
         # queued behind those of another group, or never does if the device is lost.
         for group in self._groups:
             threading.Thread(target=abort, args=(group,), name="zeromesh-abort", daemon=True).start()
-        if not self._watch.told.wait(self.GRACE_SECONDS) and not self._watch.closed.is_set():
+        if not self._watch.error_raised.wait(self.GRACE_SECONDS) and not self._watch.closed.is_set():
             sys.excepthook(CollectiveError, found, None)  # `become_worker` records errors there for the launcher.
             sys.stderr.flush()
             os._exit(1)

@@ -21,7 +21,7 @@ from zeromesh.errors import LayoutError, counted
 
 Axis = str
 Divided = Literal["blocks", "layers", "sequence", "batch", "states"]
-"""The things that ranks along an axis divide: blocks of the model, each of its layers, samples, or states of parameters."""
+"""The things that ranks along an axis divide: blocks of the model, each layer, the sequence, samples, or states of parameters."""
 
 
 def axis(*divides: Divided) -> Any:
@@ -103,7 +103,7 @@ class MeshShape:
         return sum(coordinate.get(name, 0) * stride for name, _, stride in self._strides())
 
     def neighbour(self, rank: int, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
-        """Return the rank `step` places from `rank` along `axis`; None past an end, unless `wrap` closes the axis to a ring."""
+        """Return the rank whose index along `axis` is larger by `step`; None past an end, unless `wrap` makes the axis a ring."""
         at, size = self.coordinate(rank), getattr(self, axis)
         index = (at[axis] + step) % size if wrap else at[axis] + step
         return self.rank(at | {axis: index}) if 0 <= index < size else None
@@ -118,14 +118,14 @@ class MeshShape:
         Groups are in the order of their lowest rank, and ranks ascend inside each, whatever the order of
         `axes`. With no axes, every rank is a group of its own.
         """
-        firsts = self._from_first([axis for axis in AXES if axis not in axes])
-        others = self._from_first(axes)
+        firsts = self._offsets([axis for axis in AXES if axis not in axes])
+        others = self._offsets(axes)
         return tuple(tuple(first + more for more in others) for first in firsts)
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Return the group over `axes` that contains `rank`, ranks ascending, without computing the others."""
         first = self.rank(self.coordinate(rank) | dict.fromkeys(axes, 0))
-        return tuple(first + more for more in self._from_first(axes))
+        return tuple(first + more for more in self._offsets(axes))
 
     def group_index(self, rank: int, *axes: Axis) -> int:
         """Return the index of `group_of` among all `groups` over `axes`."""
@@ -140,7 +140,7 @@ class MeshShape:
         sizes = self.sizes
         return [(name, sizes[number], math.prod(sizes[number + 1 :])) for number, name in enumerate(AXES)]
 
-    def _from_first(self, axes: Sequence[Axis]) -> list[int]:
+    def _offsets(self, axes: Sequence[Axis]) -> list[int]:
         found = [0]
         for name, size, stride in self._strides():
             if name in axes:

@@ -19,7 +19,7 @@ _ROUTE_PORT = 9  # discard; nothing is sent
 def listen(name: str, port: int) -> socket.socket:
     """Open a socket that listens at the address by which other hosts know this one as `name`, and at no other. Port 0: any. Raises
     `ConfigError` when that address is unknown, or the port is in use."""
-    address = own_address(name)
+    address = address_for_others(name)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         return socket.create_server((address, port), family=family, backlog=1024)
@@ -27,7 +27,7 @@ def listen(name: str, port: int) -> socket.socket:
         raise ConfigError(f"{name}:{port}: this host cannot listen there ({error.strerror or error})") from error
 
 
-def own_address(name: str) -> str:
+def address_for_others(name: str) -> str:
     """Return the address of this host to which `name` resolves on other hosts; locally it is often the loopback. Raises
     `ConfigError` when `name` resolves to no address of this host but the loopback, and the host has several others."""
     found = addresses_of(name)
@@ -48,7 +48,7 @@ def own_address(name: str) -> str:
     )
 
 
-def is_here(name: str) -> bool:
+def is_this_host(name: str) -> bool:
     """Return True if a host name or address belongs to this host."""
     own = by_address()
     return any(address in own or is_loopback(address) for address in addresses_of(name))
@@ -81,7 +81,7 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_for(store: Any, environment: LaunchEnvironment) -> str | None:
-    """Return this host's interface that other hosts can reach; None if not found. All ranks of several hosts call this.
+    """Return the name of this host's network interface that other hosts can reach; None if unknown. All ranks call this.
 
     This is the interface towards the master. On the master's host, where that may be the loopback, it is the interface towards a
     rank on another host, which the store tells; the loopback itself if there is none.

@@ -1,4 +1,4 @@
-"""`MeshGroups`: the process groups behind a mesh, made once for each set of ranks and left together."""
+"""`MeshGroups`: the torch process groups of a mesh, created once for each set of ranks and destroyed together."""
 
 import atexit
 import itertools
@@ -36,7 +36,7 @@ class _Default:
 
     made_here: bool = False
     users: int = 0
-    in_doubt: bool = False
+    may_hang: bool = False
     """True if a mesh has left groups in which collectives may still be in flight."""
 
 
@@ -44,8 +44,8 @@ _DEFAULT = _Default()
 
 
 class MeshGroups:
-    """The connections of a mesh to other ranks: process groups and the watchdog. Each group keeps threads, so only groups in use
-    are created, and all are left."""
+    """The process groups of a mesh, and its watchdog. Each group keeps threads, so groups are created only where they are used, and
+    all are destroyed by `leave`."""
 
     def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
         self._environment, self._device, self._rank = environment, device, environment.rank
@@ -72,7 +72,7 @@ class MeshGroups:
     def join(self, rank: int) -> None:
         """Join the default process group as `rank`, if the process has not done so."""
         if not dist.is_initialized():
-            # A later group must not find the addresses that an earlier one stored.
+            # The key prefix is new for each group, so that it does not read addresses that an earlier one has stored.
             prefix = f"zeromesh/group-{next(_NUMBERS)}"
             store = dist.distributed_c10d.PrefixStore(prefix, run_store(self._environment))
             if self._environment.local_world_size != self._environment.world_size:
@@ -95,7 +95,7 @@ class MeshGroups:
         self._joined = True
         self._rank = rank
 
-    def between(
+    def create(
         self, ranks: tuple[int, ...], purposes: Collection[GroupPurpose] = (), *, name: str = ""
     ) -> SetGroups | None:
         """Create the groups of these ranks: the control group and one for each of `purposes`; returns None on other ranks.
@@ -115,24 +115,24 @@ class MeshGroups:
             return None
         return {purpose: found.get(purpose) or control for purpose in ("control", "data", "reduce")}
 
-    def along(
+    def create_along(
         self, shape: MeshShape, axes: Sequence[Axis], purposes: Collection[GroupPurpose] = ()
     ) -> SetGroups | None:
         """Create the groups of this rank's set over `axes` of the mesh. All ranks of the world call this in the same order."""
         own = shape.group_of(self._rank, *axes)
         made = sum((purpose, own, "") not in self._groups for purpose in ("control", *purposes))
-        links = [self.between(ranks, purposes) for ranks in groups_in_turn(shape, self._rank, axes, made)]
+        links = [self.create(ranks, purposes) for ranks in groups_in_turn(shape, self._rank, axes, made)]
         return next(filter(None, links), None)
 
-    def apart(self, ranks: tuple[int, ...], name: str) -> SetGroups | None:
-        """Create groups that no other set shares, until they are `cut`; returns None on other ranks, which make the same call."""
-        return self.between(ranks, ["data"] if self.works is not None else [], name=name)
+    def separate(self, ranks: tuple[int, ...], name: str) -> SetGroups | None:
+        """Create groups of these ranks alone, until `leave_named`; returns None on other ranks, which make the same call."""
+        return self.create(ranks, ["data"] if self.works is not None else [], name=name)
 
-    def cut(self, name: str) -> None:
-        """Leave the groups created under this name, on all ranks, when nothing is in flight in them."""
+    def leave_named(self, name: str) -> None:
+        """Destroy the groups created under `name`. All ranks call this, when no collective is in flight in them."""
         for key in [key for key in self._groups if key[2] == name]:
             group = self._groups.pop(key)
-            if group is not None and (self.watch is None or not self.watch.in_doubt):
+            if group is not None and (self.watch is None or not self.watch.may_hang):
                 leave_group(group, self.works)
 
     def adopt(self, groups: Iterable[dist.ProcessGroup]) -> None:
@@ -155,9 +155,9 @@ class MeshGroups:
         joined, self._joined = self._joined, False
         _DEFAULT.users -= joined
         if watch is not None:
-            _DEFAULT.in_doubt |= watch.in_doubt
+            _DEFAULT.may_hang |= watch.may_hang
             watch.close()
-        if not dist.is_initialized() or (watch is not None and watch.in_doubt):
+        if not dist.is_initialized() or (watch is not None and watch.may_hang):
             return
         for group in reversed(groups):
             dist.destroy_process_group(group)
@@ -166,8 +166,8 @@ class MeshGroups:
 
 
 def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timedelta) -> dist.ProcessGroup:
-    """Create a process group of these ranks; all ranks of the world make the same calls. With `works` the group is one of their
-    device and connected at once, since ranks may use groups in different orders first.
+    """Create a process group of these ranks; all ranks of the world make the same calls. With `works` the group is for tensors on
+    its device, and is connected at once, since ranks may differ in the order in which they first use their groups.
 
     gloo's collectives time out after `patience`. On a device `works` supervises them, since it knows whether peers make progress;
     torch's own watchdog, which ends the process without naming a peer, has a longer timeout.
@@ -205,14 +205,14 @@ def groups_in_turn(shape: MeshShape, rank: int, axes: Sequence[Axis], made: int)
 
 
 def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:
-    """Leave a group created by `make_group`, in which nothing is in flight."""
+    """Destroy a group created by `make_group`, in which no collective is in flight."""
     if works is not None:
         works.forget(group)
     dist.destroy_process_group(group)
 
 
 def _leave_default() -> None:
-    """Leave the default group if it was created here. Threads that outlive the interpreter could abort the process."""
-    if _DEFAULT.made_here and not _DEFAULT.in_doubt and dist.is_initialized():
+    """Destroy torch's default group if it was created here, since its threads could abort the process at the interpreter's exit."""
+    if _DEFAULT.made_here and not _DEFAULT.may_hang and dist.is_initialized():
         _DEFAULT.made_here = False
         dist.destroy_process_group()

@@ -25,7 +25,7 @@ from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.mesh_shape import AXES, MODEL_AXES, Axis, MeshShape, axes_of
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
-from zeromesh.mesh.rank_order import Order, ProcessLocation, far_warning, mesh_picture, rank_order
+from zeromesh.mesh.rank_order import Order, ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
 from zeromesh.mesh.run_store import START_SECONDS, rows
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator
@@ -41,7 +41,7 @@ _NODES = Path("/sys/devices/system/node")
 
 _PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {(name,): ("data",) for name in AXES}
 _PURPOSES |= {axes_of("batch", but=["states"]): ("data",), axes_of("states"): ("data", "reduce")}
-"""The process groups of a set over these axes besides its control group."""
+"""The process groups besides the control group that a set over these axes has."""
 
 
 class ProcessMesh:
@@ -132,7 +132,7 @@ class ProcessMesh:
         store.set_timeout(usual)
         self.processes = rank_order(locations, order)
         if dist.is_initialized():  # The numbering of an existing default group can no longer be changed.
-            ranks = _everyones(store, "rank-of", process, self.world_size, dist.get_rank())
+            ranks = _gather_all(store, "rank-of", process, self.world_size, dist.get_rank())
             found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
             if order != "topology" and found != self.processes:
                 raise ConfigError(
@@ -152,14 +152,14 @@ class ProcessMesh:
         if board is None:
             if self.one_host:
                 self.one_host = self._shares_memory = False
-            published = rows(launched) or store  # Processes have met under their launch numbers.
+            published = rows(launched) or store  # The file of rows is shared under the launch's process numbers.
             board = StoreBoard(published, published.clone(), self.rank, stale_seconds=timeout_seconds)
             dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
         self.watch = Watchdog(board, self.rank, timeout_seconds, compare_events=shared, one_order=on_device)
         self._links.watch = self.watch
         if on_device:
             self._links.works = DeviceWorks(self.device, self.watch, traces=traces)
-        if self.rank == 0 and (warning := far_warning(self.shape, self.locations)):
+        if self.rank == 0 and (warning := tensor_groups_warning(self.shape, self.locations)):
             _LOGGER.warning("%s", warning)
 
     def _shared_board(self, store: Store) -> StatusBoard | None:
@@ -207,7 +207,7 @@ class ProcessMesh:
         key = frozenset(axes)
         if key not in self._sets:
             own = self.shape.group_of(self.rank, *axes)
-            link = self._links.along(self.shape, axes, _PURPOSES.get(tuple(axes), ())) if len(own) > 1 else None
+            link = self._links.create_along(self.shape, axes, _PURPOSES.get(tuple(axes), ())) if len(own) > 1 else None
             self._sets[key] = self._as_set(name, own, link)
         return self._sets[key]
 
@@ -233,7 +233,7 @@ class ProcessMesh:
         """Return the world with a group for tensors of the device (`world` has a CPU group only). All ranks call this alike."""
         if self._links.works is None:
             return self.world
-        return replace(self.world, groups=self._links.between(self.world.ranks, ["data"]))
+        return replace(self.world, groups=self._links.create(self.world.ranks, ["data"]))
 
     def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
         """Return the rank `step` places further along `axis` (back when negative); None past an end, unless `wrap` closes it."""
@@ -247,7 +247,7 @@ class ProcessMesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The torch `DeviceMesh` of the same axes, for code that needs one (DTensor, `parallelize_module`).
+        """The torch `DeviceMesh` with the same axes and ranks, for code that needs one (DTensor, `parallelize_module`).
 
         Its process groups are created at the first use, by all ranks alike.
         """
@@ -260,8 +260,8 @@ class ProcessMesh:
             self._device_mesh = made
         return self._device_mesh
 
-    def meet(self, what: str) -> None:
-        """Wait for all ranks with the timeout of a start, since they read and build models at different speeds."""
+    def wait_for_all_ranks(self, what: str) -> None:
+        """Wait until all ranks call this, with at least the timeout of a start; `what` names the wait in errors."""
         with self.watch.patience(START_SECONDS):
             self.world.barrier(what)
 
@@ -270,19 +270,19 @@ class ProcessMesh:
         return self.watch.call(name, self.world.ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks why this one stops in the middle of a common operation.
+        """Publish the error that stops this rank in the middle of a common operation, so that other ranks' errors name it.
 
         Raises:
             CollectiveError: in place of a library's error that an abort has caused, with the reason of the abort.
         """
-        self.watch.in_doubt = self.world_size > 1
+        self.watch.may_hang = self.world_size > 1
         cause = self.watch.cause_of(error)
         self.watch.fail(cause)
         if cause is not error:
             raise cause from error
 
     def refuse(self, error: BaseException) -> None:
-        """Tell the other ranks why this one does not begin, and leave; the mesh cannot be used afterwards."""
+        """Publish the error because of which this rank does not start, and leave the groups; the mesh is unusable afterwards."""
         self.watch.fail(error)
         self._links.leave()
 
@@ -297,7 +297,7 @@ def _recorder_of(device: torch.device) -> StepRecorder:
         return StepRecorder()
 
     def mark() -> torch.Event:
-        return accelerator.record(accelerator.current_stream(device), timed=True)
+        return accelerator.record_event(accelerator.current_stream(device), timed=True)
 
     def between(end: torch.Event, begin: torch.Event) -> float | None:
         return begin.elapsed_time(end) / 1e3 if end.query() else None
@@ -316,7 +316,7 @@ def exchange_locations(
     refuse later with a less clear error."""
     location = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
     wanted = {name: str(value) for name, value in requested.items()}
-    found = _everyones(store, "location", process, processes, [location, wanted, accelerator.identity(device)])
+    found = _gather_all(store, "location", process, processes, [location, wanted, accelerator.device_uuid(device)])
     different = differences([each[1] for each in found], range(processes))
     if different:
         raise ConfigError(
@@ -335,9 +335,9 @@ def exchange_locations(
     return [ProcessLocation(**each[0]) for each in found]
 
 
-def _everyones(store: Store, key: str, process: int, processes: int, own: Any) -> list[Any]:
-    """Return the values of all processes, which JSON can express. Process 0 stores all of them in one piece, so that the store
-    answers `processes` reads and not their square."""
+def _gather_all(store: Store, key: str, process: int, processes: int, own: Any) -> list[Any]:
+    """Return every process's value `own`, which JSON can express, in the order of the launch. Process 0 stores all values under one
+    key, so that the store answers 2 `processes` reads instead of their square."""
     store.set(f"{key}/{process}", json.dumps(own))
     if process == 0:
         rows = [json.loads(store.get(f"{key}/{each}")) for each in range(processes)]
@@ -363,7 +363,7 @@ def island_of(device: torch.device) -> int:
     direct access to each other's memory, numbered by its lowest device.
     """
     if is_accelerator(device):
-        return min([*accelerator.neighbours(device), device.index or 0])
+        return min([*accelerator.peer_devices(device), device.index or 0])
     own_cores = os.sched_getaffinity(0)
     for folder in sorted(_NODES.glob("node[0-9]*")):
         cores = {int(core.name.removeprefix("cpu")) for core in folder.glob("cpu[0-9]*")}

@@ -177,7 +177,7 @@ class ProcessSet:
         return self.all_reduce(tensor, what, dist.ReduceOp.MAX)
 
     def barrier(self, what: str) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks of the set have called this; `what` names the wait in errors."""
         self.all_reduce(torch.zeros(1, dtype=torch.int64), what)
 
     def all_reduce_async(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
@@ -300,7 +300,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
             return None if colour is None else made[f"{name} {colour}"]
 
     def remove(self, removed: ProcessSet | str) -> None:
-        """Leave the groups of a set, on all ranks, when nothing is in flight in it. Using the set afterwards is an error."""
+        """Destroy the groups of a set, on all ranks, when it has nothing in flight. Using the set afterwards is an error."""
         name = removed if isinstance(removed, str) else removed.name
         with self._lock:
             self._agree(f"to remove {name!r}")
@@ -309,7 +309,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
                 raise LayoutError(f"process set {name!r} cannot be removed: there is none (there are {there})")
             gone = self._sets.pop(name)
             self._recorder.close_account(name)
-            self._links.cut(name)
+            self._links.leave_named(name)
             if gone.groups is not None:
                 gone.groups.clear()
 
@@ -337,9 +337,9 @@ class ProcessSets(Mapping[str, ProcessSet]):
         return made
 
     def _apart(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
-        return self._as_set(name, ranks, self._links.apart(ranks, name) if len(ranks) > 1 else None)
+        return self._as_set(name, ranks, self._links.separate(ranks, name) if len(ranks) > 1 else None)
 
 
 def _numbers(ranks: Sequence[int]) -> list[int]:
-    """Convert ranks to integers. Anything else becomes -1, refused later on all ranks: an error here would block the others."""
+    """Convert ranks to integers; other values become -1, which all ranks refuse later (an error on one would block the others)."""
     return [-1 if isinstance(rank, bool) or not hasattr(rank, "__index__") else operator.index(rank) for rank in ranks]

@@ -64,7 +64,7 @@ def rank_order(locations: Sequence[ProcessLocation], order: Order = "topology") 
     return numbers
 
 
-def far_warning(shape: MeshShape, locations: Sequence[ProcessLocation]) -> str:
+def tensor_groups_warning(shape: MeshShape, locations: Sequence[ProcessLocation]) -> str:
     """Return the warning for tensor groups that span hosts; empty when none does. `locations` are in the order of ranks."""
     every = shape.groups("tensor")
     groups = [ranks for ranks in every if len({locations[rank].host for rank in ranks}) > 1]
@@ -121,7 +121,7 @@ def mesh_picture(
 
     count = f"{counted(shape.world_size, 'rank')} on {counted(len(hosts), 'host')}"
     lines = _lines(list(hosts), _HOSTS_SHOWN, [] if here is None else [locations[here].host], "host", of_host)
-    warning = far_warning(shape, locations)
+    warning = tensor_groups_warning(shape, locations)
     wrapped = textwrap.wrap(f"warning: {warning}", WIDTH - 2) if warning else []
     return "\n".join([f"{shape}: {count}"[:WIDTH], *(f"  {line}"[:WIDTH] for line in [*lines, *wrapped])])
 

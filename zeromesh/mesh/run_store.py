@@ -75,7 +75,7 @@ class LocalRowStore:
 
 
 def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> Store:
-    """Return the store of the launch, kept for the life of the process. All ranks call this, first waiting `seconds` for rank 0.
+    """Return the store of the launch, created once per process. All ranks call this, and wait at most `seconds` for rank 0.
 
     With a store per group, a fast rank would join its next group in the previous store, which is about to be deleted.
 
@@ -101,7 +101,7 @@ def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) ->
 
 
 def rows(environment: LaunchEnvironment) -> LocalRowStore | None:
-    """Return the store for the ranks' rows of the next mesh; None on several hosts, where the store itself has the rows."""
+    """Return the store for the board's rows of the next mesh; None for ranks on several hosts, whose rows are in `run_store`."""
     if environment.local_world_size != environment.world_size:
         return None
     return LocalRowStore(_descriptors(environment)[1], next(_MESHES), environment.world_size)
@@ -114,7 +114,7 @@ def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS)
     identity = hashlib.sha256(f"{os.geteuid()} {launch_identity(environment)}".encode()).hexdigest()
     name = b"\0zeromesh-" + identity.encode()
     if environment.rank:
-        return _DESCRIPTORS.setdefault(environment, _receive(name, environment.rank, seconds))
+        return _DESCRIPTORS.setdefault(environment, _receive_descriptors(name, environment.rank, seconds))
     made = os.memfd_create("zeromesh-store"), os.memfd_create("zeromesh-rows")
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -126,12 +126,12 @@ def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS)
         ) from error
     listener.listen(environment.world_size)
     others = set(range(1, environment.world_size))
-    threading.Thread(target=_hand_out, args=(listener, made, others), name="zeromesh-store", daemon=True).start()
+    threading.Thread(target=_send_fds, args=(listener, made, others), name="zeromesh-store", daemon=True).start()
     return _DESCRIPTORS.setdefault(environment, made)
 
 
-def _hand_out(listener: socket.socket, descriptors: tuple[int, int], others: set[int]) -> None:
-    """Send the descriptors to the other ranks, and to no process of another user."""
+def _send_fds(listener: socket.socket, descriptors: tuple[int, int], others: set[int]) -> None:
+    """Send the two file descriptors to each of the ranks `others` that connects, but to no process of another user."""
     with listener:
         while others:
             connection, _ = listener.accept()
@@ -143,7 +143,7 @@ def _hand_out(listener: socket.socket, descriptors: tuple[int, int], others: set
                     others.discard(rank)
 
 
-def _receive(name: bytes, rank: int, seconds: float) -> tuple[int, int]:
+def _receive_descriptors(name: bytes, rank: int, seconds: float) -> tuple[int, int]:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with socket.socket(socket.AF_UNIX) as connection, suppress(ConnectionError):

@@ -463,7 +463,7 @@ class GradientShards:
         transfer, nbytes = self._offloading.popleft()
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
         transfer.order()
-        if transfer.crosses:
+        if transfer.crosses_devices:
             self._ordered.append(transfer)
 
     def drop(self, bucket: Bucket) -> None:
@@ -485,7 +485,7 @@ class GradientShards:
         arriving, self._arriving = self._arriving, {}
         for memory, transfer in arriving.values():
             self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -memory.nbytes)
-            transfer.end()  # Read errors do not matter any more.
+            transfer.wait_for_end()  # Read errors do not matter any more.
         for bucket in buckets:
             self.drop(bucket)
         self.order()

@@ -190,10 +190,10 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
     for _ in range(_TIMED_ROUNDS):
         began = time.perf_counter()
         stream.run(rows, compute)
-        stream.settle()
+        stream.wait_for_writes()
         accelerator.synchronize(device)
         seconds.append(time.perf_counter() - began)
-    tiers.pinned.give(tiers.pinned.used - pinned)
+    tiers.pinned.release(tiers.pinned.used - pinned)
     return min(seconds) * 1e9 / elements
 
 
@@ -273,7 +273,7 @@ class OptimizerStep:
         for optimizer in self._optimizers.values():
             optimizer.update_segments()
         if len(self._optimizers) > known:
-            self._stream.forget()
+            self._stream.drop_read_ahead()
             device = self._stream.device
             self._tiers.ledger.add(_tier_of(device), Purpose.STAGING, -self._stream.nbytes)
             self._stream = self._make_stream(device)
@@ -332,7 +332,7 @@ class OptimizerStep:
         measured = self._updated
         if not self._options.optimizer_in_backward:
             measured = [(bucket, self.gradients.shards.norm(bucket)) for bucket in self._buckets]
-        found = accelerator.numbers([*scalars, *(norm for _, norm in measured)])
+        found = accelerator.read_scalars([*scalars, *(norm for _, norm in measured)])
         values, norms = found[: len(scalars)], found[len(scalars) :]
         self._norms = [(bucket, norm) for (bucket, _), norm in zip(measured, norms, strict=True)]
         counts = self.gradients.sharing.counts
@@ -370,7 +370,7 @@ class OptimizerStep:
                 self.gradients.shards.wait()
             for number, bucket in enumerate(due):
                 self._update(bucket, factor, due[number + 1 :])
-        self._stream.settle()  # Wait for updates inside backward too: states may be read now.
+        self._stream.wait_for_writes()  # Wait for updates inside backward too: states may be read now.
         self.drop_gradients()
         if skip:
             return
@@ -382,7 +382,7 @@ class OptimizerStep:
                     uses = [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in modes]
                     rows = list(self._stream.rows(id(bucket), bucket.length, uses))
                     self._stream.run(rows, lambda _row, tensors: averages.blend(tensors[1], tensors[0]))
-            self._stream.settle()
+            self._stream.wait_for_writes()
             averages.count += 1
         self.updates += 1
 
@@ -416,7 +416,7 @@ class OptimizerStep:
     def abandon(self) -> None:
         """Drop the gradients and pending work of a step that ended before it changed any weight or state."""
         self._ready.clear()
-        self._stream.forget()
+        self._stream.drop_read_ahead()
         self.gradients.abandon(self._buckets)
 
     def _retire(self, units: Iterable[Unit]) -> None:

@@ -22,11 +22,11 @@ from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_
 from zeromesh.overrides import override
 
 _Products = dict[nn.Parameter, list[tuple[GradientEdge, torch.Tensor, torch.Tensor]]]
-"""The factors of each weight's gradient: for each use the edge that accumulates the gradient, and two matrices."""
+"""For each weight, one entry per use: the autograd edge that accumulates its gradient, and the gradient's two matrix factors."""
 
 
 class WeightQueue:
-    """Factors of weight gradients, by the work that they belong to (a microbatch in a chunk)."""
+    """Queues the factors of weight gradients under a key (a pair of chunk and microbatch), and computes the gradients later."""
 
     def __init__(self) -> None:
         self._queued: dict[Hashable, _Products] = {}
@@ -34,7 +34,7 @@ class WeightQueue:
 
     @contextmanager
     def deferring(self, key: Hashable) -> Iterator[None]:
-        """Inside the block backward queues weight gradients. Raises PhaseError when `key` is queued already."""
+        """Inside the block, backward queues factors of weight gradients under `key`. Raises `PhaseError` if `key` has a queue."""
         if self._current is not None or key in self._queued:
             raise PhaseError(f"gradients of weights of {key} are queued already")
         self._current = self._queued[key] = {}

@@ -25,18 +25,18 @@ from zeromesh.pipeline.schedule import (
     PipelineSchedule,
     Timeline,
     message_order,
-    received_by,
-    sent_by,
+    message_received_by,
+    message_sent_by,
     simulate,
 )
 from zeromesh.telemetry.event_ring import Activity
 
 
 class StageRunner(Protocol):
-    """Computes actions."""
+    """Computes the actions of a schedule for this rank, such as forwards and backwards of its stages."""
 
     def signature(self, microbatch: int) -> Hashable:
-        """Return the inputs of activation shapes (the batch's shapes, gradient mode); equal on all ranks."""
+        """Return all that activation shapes depend on (shapes of the batch, gradient mode); it is equal on all ranks."""
 
     def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Run an action on the tensors that its rank received for it; returns those to send on. At the ends of the pipeline both
@@ -61,21 +61,21 @@ def take_gradient(received: torch.Tensor) -> torch.Tensor:
 
 
 _Moment = float | torch.Event
-"""A host time in seconds, or an event on a device's stream, as the host runs ahead of the device."""
+"""A point in time: seconds of the host's clock, or on a device, behind which the host does not wait, a timed event."""
 
 
 def _now(device: torch.device) -> _Moment:
     if not is_accelerator(device):
         return time.perf_counter()
-    return accelerator.record(accelerator.current_stream(device), timed=True)
+    return accelerator.record_event(accelerator.current_stream(device), timed=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bubble:
-    """The part of a step in which ranks do not compute, from 0 to 1."""
+    """The idle fraction of a step, in which ranks do not compute, on average over ranks, from 0 to 1."""
 
     predicted: float
-    """The bubble that follows from the measured time of each kind of action if ranks wait only for messages."""
+    """The bubble of a simulation in which each kind of action takes its measured mean time and messages take none."""
     measured: float
     timeline: Timeline
     """The measured step of all ranks, each with a clock that begins with its own step."""
@@ -112,7 +112,7 @@ class Executor:
             self._orders[schedule] = message_order(schedule, rank)
         messages, ends = self._orders[schedule]
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
-        # Shapes that only some ranks remember would end in an abort.
+        # If only some ranks knew the shapes from an earlier step, the others would wait for specs that nobody sends.
         passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
         advice = "Every rank of a pipeline must be given the same data"
         self.group.require_same(passed, CollectiveError, advice=advice)
@@ -124,8 +124,8 @@ class Executor:
         return marks
 
     def bubble(self, schedule: PipelineSchedule, marks: Sequence[_Moment]) -> Bubble:
-        """Collect the waiting times of all ranks in a run that returned `marks`. All ranks call this together; it waits until a
-        device has computed everything."""
+        """Measure the bubble of a run from `marks`, which `run` has returned on this rank. All ranks call this together; it waits
+        until the device has computed all actions."""
         first, *others = marks
         if not isinstance(others[-1], float) and not others[-1].query():
             others[-1].synchronize()
@@ -157,7 +157,7 @@ def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubb
 class _Run:
     schedule: PipelineSchedule
     rank: int
-    due: deque[tuple[float, Message]]
+    unlaunched: deque[tuple[float, Message]]
     """The messages that this rank has not launched yet, each with its simulated send time, in the order of launches."""
     ends: Mapping[Action, float]
     """The simulated end of each action of this rank."""
@@ -165,29 +165,29 @@ class _Run:
     signatures: Sequence[Hashable]
     channels: Channels
     _waiting: dict[Message, Incoming] = field(default_factory=dict)
-    _here: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
-    """The messages of this rank to itself."""
+    _to_self: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
+    """The tensors that this rank sends to itself, where it has two consecutive stages, by message."""
     _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
-    """The specs of gradients that travel back for activations that were sent or received, by receiving stage and microbatch."""
+    """The specs of the gradient messages that will follow, by receiving stage and microbatch, from the activations' specs."""
 
     def do(self, action: Action) -> list[_Moment]:
         """Wait for the action's inputs, compute it, and send its outputs; returns its start and end."""
         device, watch = self.channels.device, self.channels.group.watch
-        wanted = received_by(self.schedule, self.rank, action)
+        awaited = message_received_by(self.schedule, self.rank, action)
         received: list[torch.Tensor] = []
-        if wanted is not None:
-            if wanted.source == self.rank == wanted.target:
-                received = self._here.pop(wanted)
+        if awaited is not None:
+            if awaited.source == self.rank == awaited.target:
+                received = self._to_self.pop(awaited)
             else:
-                while wanted not in self._waiting:
+                while awaited not in self._waiting:
                     self._receive_next()
                 # No name but `received` refers to a tensor: its memory is free before the outputs are sent.
                 received = [
-                    tensor.requires_grad_(spec.differentiable and not wanted.gradient)
-                    for tensor, spec in zip(*self._waiting.pop(wanted).wait(), strict=True)
+                    tensor.requires_grad_(spec.differentiable and not awaited.gradient)
+                    for tensor, spec in zip(*self._waiting.pop(awaited).wait(), strict=True)
                 ]
-            if not wanted.gradient:
-                self._specs(wanted, received)
+            if not awaited.gradient:
+                self._specs(awaited, received)
         if not self.channels.group.on_stream:  # There a receive would hold up the send of this action.
             self._receive(self.ends[action])
         watch.begin_microbatch(action.microbatch)
@@ -196,15 +196,15 @@ class _Run:
         outputs = self.runner.run(action, received)
         end = _now(device)
         del received
-        message = sent_by(self.schedule, self.rank, action)
+        message = message_sent_by(self.schedule, self.rank, action)
         if message is not None:
             known = self._specs(message, outputs)
             if message.target == message.source:
-                self._here[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]
+                self._to_self[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]
             else:
-                while self.due[0][1] != message:
+                while self.unlaunched[0][1] != message:
                     self._receive_next()
-                self.due.popleft()
+                self.unlaunched.popleft()
                 self.channels.send(message.target, self._kind(message), outputs, str(message), known)
         self._receive(self.ends[action])
         self.channels.advance()
@@ -214,8 +214,8 @@ class _Run:
         return message.gradient, message.stage, self.signatures[message.microbatch]
 
     def _specs(self, message: Message, activations: Sequence[torch.Tensor] = ()) -> list[MessageSpec] | None:
-        """Return the specs of a message of gradients, which both ends know from the activations; None for `activations`, for whose
-        gradients they are kept."""
+        """Return the specs recorded for a gradient message, None if there are none. For a message of `activations`, record the
+        specs of the gradients that will be sent back for them, and return None."""
         if message.gradient:
             return self._gradients.pop((message.stage, message.microbatch), None)
         specs = [MessageSpec.of(tensor) for tensor in activations if tensor.requires_grad]
@@ -223,11 +223,11 @@ class _Run:
         return None
 
     def _receive(self, moment: float) -> None:
-        """Begin to receive the messages that other ranks have sent up to this simulated moment."""
-        while self.due and self.due[0][0] <= moment and self.due[0][1].source != self.rank:
+        """Launch the receives of all messages whose simulated send time is at most `moment`."""
+        while self.unlaunched and self.unlaunched[0][0] <= moment and self.unlaunched[0][1].source != self.rank:
             self._receive_next()
 
     def _receive_next(self) -> None:
-        _, message = self.due.popleft()
+        _, message = self.unlaunched.popleft()
         kind, specs = self._kind(message), self._specs(message) if message.gradient else None
         self._waiting[message] = self.channels.receive(message.source, kind, str(message), specs)

@@ -40,7 +40,7 @@ class StagedForward:
         """Caches by chunk and microbatch, since stubs in one chunk store entries for another's blocks. The first is the
         caller's."""
         self._vocabulary = self._width = 0
-        """The vocabulary size, and the bytes of a logit."""
+        """The vocabulary size, and the bytes of one logit; both are 0 until the first call."""
         self._batches: list[dict[str, Any]] = []
         self._logits: dict[int, torch.Tensor] = {}
 
@@ -112,78 +112,78 @@ class StagedForward:
         return ()
 
 
-class StagedLane(Protocol):
-    """A batch of one generation, which runs in one stage while other batches run in the other stages."""
+class GenerationBatch(Protocol):
+    """A batch of prompts for which tokens are generated; several of them run at the same time, each in another stage."""
 
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the next forward, constant for all turns of a run."""
+        """Return the rows and columns of `input_ids` in the next forward, constant during `run_token_forwards`."""
 
     def inputs(self) -> dict[str, Any]:
-        """The arguments of the next forward, the same on all ranks of the pipeline."""
+        """Return the model's arguments for the next forward, the same on all ranks of the pipeline."""
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose on the last stage by the logits `[rows, vocabulary]` of the last positions: `[2, rows]` in float64 on the CPU, the
-        next tokens and the logarithms of their probabilities."""
+        """Choose the next tokens from the logits `[rows, vocabulary]` of the last positions, on the last stage. Returns `[2, rows]`
+        in float64 on the CPU: token ids, and the logarithms of their probabilities."""
 
     def take(self, chosen: torch.Tensor) -> None:
-        """Take the tokens that the last stage has chosen, on all ranks."""
+        """Append the tokens `[2, rows]` that `choose` has returned on the last stage; all ranks call this."""
 
 
 @dataclass(slots=True)
-class TurnRunner:
-    """Runs turns of several lanes through the stages of a pipeline, of which each works on another lane meanwhile:
+class InterleavedBatches:
+    """Generates tokens for several batches, so that each stage of a pipeline computes another batch at the same time:
 
-        first stage     lane 0  lane 1  lane 0  lane 1          with as many lanes as stages, none of which waits
-        last stage              lane 0  lane 1  lane 0  lane 1
+        first stage     batch 0  batch 1  batch 0  batch 1           with as many batches as stages no stage waits
+        last stage               batch 0  batch 1  batch 0  batch 1
 
-    Microbatch n is turn n // lanes of lane n % lanes. The tokens chosen in a turn are received before the lane's next turn
-    begins. `call` is the model's own call, for the last stage.
+    Microbatch n of the schedule is forward n // len(batches) of batch n % len(batches), which needs the tokens chosen in the
+    batch's forward before. `call` calls the whole model, on the last stage.
     """
 
     stages: Stages
     call: Callable[..., Any]
-    lanes: Sequence[StagedLane]
+    batches: Sequence[GenerationBatch]
     group: ProcessSet
     _inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
-    _chosen: deque[tuple[StagedLane, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
+    _chosen: deque[tuple[GenerationBatch, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
     """On the last stage, the chosen tokens that are being sent to the other stages."""
     _taken: int = 0
 
     def signature(self, microbatch: int) -> Hashable:
-        return "turn", self.lanes[microbatch % len(self.lanes)].shape()
+        return "turn", self.batches[microbatch % len(self.batches)].shape()
 
     def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         chunk, microbatch = action.chunk, action.microbatch
-        stages, lane = self.stages, self.lanes[microbatch % len(self.lanes)]
+        stages, batch = self.stages, self.batches[microbatch % len(self.batches)]
         if not chunk:
-            if microbatch >= len(self.lanes):
+            if microbatch >= len(self.batches):
                 self._take()
-            self._inputs[microbatch] = lane.inputs()
-        batch = self._inputs[microbatch] if chunk + 1 < len(stages.own) else self._inputs.pop(microbatch)
+            self._inputs[microbatch] = batch.inputs()
+        inputs = self._inputs[microbatch] if chunk + 1 < len(stages.own) else self._inputs.pop(microbatch)
         if not stages.is_last(chunk):
-            return stages.forward(chunk, batch, received, balance=False)
+            return stages.forward(chunk, inputs, received, balance=False)
         with stages.chunk(chunk, received, balance=False):
-            logits = self.call(**batch).logits[:, -1]
-        chosen = lane.choose(logits)
-        self._chosen.append((lane, chosen, self._start(chosen)))
+            logits = self.call(**inputs).logits[:, -1]
+        chosen = batch.choose(logits)
+        self._chosen.append((batch, chosen, self._start(chosen)))
         return ()
 
     def finish(self) -> None:
-        """Take the tokens chosen in the last turn of each lane."""
-        for _ in self.lanes:
+        """Receive the tokens chosen in the last forward of each batch."""
+        for _ in self.batches:
             self._take()
 
     def _take(self) -> None:
-        # Choices are made in the order of microbatches.
+        # The last stage broadcasts the chosen tokens in the order of microbatches, in which other stages receive them.
         if self._chosen:
-            lane, chosen, wait = self._chosen.popleft()
+            batch, chosen, wait = self._chosen.popleft()
         else:
-            lane = self.lanes[self._taken % len(self.lanes)]
-            chosen = torch.zeros(2, lane.shape()[0], dtype=torch.float64)
+            batch = self.batches[self._taken % len(self.batches)]
+            chosen = torch.zeros(2, batch.shape()[0], dtype=torch.float64)
             wait = self._start(chosen)
         self._taken += 1
         wait()
-        lane.take(chosen)
+        batch.take(chosen)
 
     def _start(self, chosen: torch.Tensor) -> Callable[[], None]:
         return self.group.broadcast_async(chosen, self.group.size - 1, "tokens that the last stage has chosen")

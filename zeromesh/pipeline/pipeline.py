@@ -15,7 +15,7 @@ from zeromesh.comm.point_to_point import Channels
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Bubble, Executor, signature_of, take_gradient
-from zeromesh.pipeline.generation import StagedForward, StagedLane, TurnRunner
+from zeromesh.pipeline.generation import GenerationBatch, InterleavedBatches, StagedForward
 from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleName, make_schedule
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
@@ -28,13 +28,13 @@ LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicrobatchWork:
-    """A microbatch of a step or of an evaluation, and the gradient of its loss's sum."""
+    """A microbatch of a step or of an evaluation; `seed` is the gradient of its summed loss, with which backward starts."""
 
     batch: Mapping[str, Any]
     seed: float = 1.0
     streams: Streams | None = None
     """The microbatch's random number streams; None: it draws from the global generators."""
-    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    forward_context: Callable[[], AbstractContextManager[None]] = nullcontext
     """Returns a context manager that is entered around each of the microbatch's forwards."""
 
 
@@ -57,10 +57,10 @@ class ZeroRunner:
     losses: list[torch.Tensor] = field(init=False)
     """The sum of each microbatch's losses, on the last stage."""
     _forwards: dict[tuple[int, int], tuple[PassProgress, list[torch.Tensor]]] = field(default_factory=dict)
-    """The pass of each forward that waits for its backward and the received tensors that require a gradient, by chunk and
-    microbatch."""
+    """By (chunk, microbatch), each pass whose forward has run and whose backward has not, with the received tensors that require a
+    gradient."""
     _reduced: dict[int, int] = field(default_factory=dict)
-    """The number of backwards that have begun to add to the gradients of each chunk."""
+    """The number of microbatches, by chunk, whose backward has started to add to the gradients."""
 
     def __post_init__(self) -> None:
         self.losses = [torch.zeros(()) for _ in self.work]
@@ -105,7 +105,7 @@ class ZeroRunner:
         work, stages = self.work[microbatch], self.stages
 
         def run() -> Tensors:
-            with work.around():
+            with work.forward_context():
                 if stages is not None and not last:
                     self.passes.begin_without_root()
                     return stages.forward(chunk, work.batch, received)
@@ -122,7 +122,7 @@ class ZeroRunner:
 
 
 class StepDriver:
-    """Runs one rank's passes over its microbatches by a schedule, which has a single stage for a model that is not cut."""
+    """Runs a rank's microbatches of a step or an evaluation by a pipeline schedule; an uncut model is a single stage."""
 
     def __init__(self, mesh: Mesh, stages: Stages | None = None, name: ScheduleName = "1f1b") -> None:
         """All ranks of the world call this together."""
@@ -141,8 +141,8 @@ class StepDriver:
         return self._stages is None or self._stages.is_last(self._chunks - 1)
 
     @property
-    def at_once(self) -> int:
-        """The number of microbatches of an evaluation that keep all ranks busy."""
+    def evaluation_microbatches(self) -> int:
+        """The number of microbatches to pass to one call of `evaluate` so that all ranks are busy."""
         return 2 * self._ranks if self._ranks > 1 else 1
 
     def _schedule(self, name: ScheduleName | Literal["forward"], microbatches: int) -> PipelineSchedule:
@@ -193,7 +193,7 @@ class StepDriver:
         return losses
 
     def evaluate(self, engine: ZeroEngine, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
-        """Run forward alone; returns losses as `train` does."""
+        """Run the forwards of microbatches without gradients; returns their losses on the last stage, zeros elsewhere."""
         with engine.evaluation() as passes:
             runner = ZeroRunner(passes=passes, stages=self._stages, work=work, loss=loss, queue=self._queue)
             self._executor.run(self._schedule("forward", len(work)), runner)
@@ -205,31 +205,31 @@ class StepDriver:
 
 
 class Pipeline(StepDriver):
-    """One rank's part of the pipeline. All ranks of the pipeline axis call its methods alike."""
+    """The step driver of a model cut into pipeline stages. All ranks of the pipeline axis make the same calls of its methods."""
 
     def __init__(self, mesh: Mesh, stages: Stages, name: ScheduleName, blocks: Sequence[nn.Module]) -> None:
         """`blocks` are this rank's blocks, whose gradients a schedule may compute in halves."""
         super().__init__(mesh, stages, name)
         self.stages = stages
-        self._put_back = defer_weights(stages.model, blocks if name == "zero_bubble" else (), self._queue)
+        self._undo_deferral = defer_weights(stages.model, blocks if name == "zero_bubble" else (), self._queue)
 
     def generation(self, *, microbatches: int, call: Callable[..., Any]) -> StagedForward:
         """Return the forward for one generation's token loop; each of its calls belongs inside a pass of the engine."""
         return StagedForward(self._executor, self.stages, microbatches=microbatches, call=call)
 
-    def run_turns(self, lanes: Sequence[StagedLane], turns: int, call: Callable[..., Any]) -> None:
-        """Run `turns` forwards of each lane, and choose a token of each row after each, inside a pass of the engine. All ranks of
-        the pipeline call this; `call` is the model's own call."""
-        runner = TurnRunner(self.stages, call, lanes, self._executor.group)
+    def run_token_forwards(self, batches: Sequence[GenerationBatch], count: int, call: Callable[..., Any]) -> None:
+        """Run `count` forwards of each batch, after each of which the last stage chooses the next token of each row, inside a pass
+        of the engine. All ranks of the pipeline call this; `call` calls the model."""
+        runner = InterleavedBatches(self.stages, call, batches, self._executor.group)
         with torch.no_grad():
-            self._executor.run(self._schedule("forward", turns * len(lanes)), runner)
+            self._executor.run(self._schedule("forward", count * len(batches)), runner)
         runner.finish()
 
     def restore(self) -> None:
-        """Restore the model's own modules."""
-        self._put_back()
+        """Undo all changes of the model: its modules are whole again, and its linear layers compute weight gradients at once."""
+        self._undo_deferral()
         self.stages.restore()
 
     def close(self) -> None:
-        """Leave the channels to the neighbours."""
+        """Close the channels over which this rank exchanges tensors with neighbouring stages."""
         self._channels.close()

@@ -36,12 +36,12 @@ class Kind(Enum):
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
-    """The gradient of the chunk's inputs; those of linear weights are computed later."""
+    """A backward that computes the gradients of the chunk's inputs, and leaves those of linear weights to `BACKWARD_WEIGHT`."""
     BACKWARD_WEIGHT = "W"
 
     @property
     def direction(self) -> int:
-        """The direction of the stage that needs the result: 1 for the next stage, -1 for the previous one, 0 for none."""
+        """The offset of the stage that receives the action's result: 1 for the next, -1 for the previous stage, 0 for none."""
         return {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: 0}.get(self, -1)
 
 
@@ -79,7 +79,7 @@ class PipelineSchedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One action's message to another rank: activations to the next stage, or gradients to the previous one."""
+    """A message that an action sends to the rank of the next stage (activations) or of the previous stage (gradients)."""
 
     source: int
     target: int
@@ -93,19 +93,19 @@ class Message:
         return f"{what} of microbatch {self.microbatch} for stage {self.stage}"
 
 
-def sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
+def message_sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
     """Return the message that an action sends; None at the ends of the pipeline and for weight gradients. Sender and receiver may
     be one rank."""
     return _message(schedule, rank, action, action.kind.direction)
 
 
-def received_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
+def message_received_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
     """Return the message that an action waits for, or None."""
     return _message(schedule, rank, action, -action.kind.direction)
 
 
 def _message(schedule: PipelineSchedule, rank: int, action: Action, step: int) -> Message | None:
-    """Return the message between an action's stage and that `step` places further; gradients go to the earlier one."""
+    """Return the message between an action's stage and the stage `step` (1 or -1) after it; None for 0 and past either end."""
     stage, forth = action.chunk * schedule.ranks + rank, step == action.kind.direction
     if not step or not 0 <= stage + step < schedule.stages:
         return None
@@ -171,7 +171,7 @@ def make_schedule(
 
 
 def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: int) -> Iterator[Action]:
-    """Interleave weight gradients: rank r has r forwards fewer ahead than rank 0, so r weight gradients may wait instead."""
+    """Insert the actions `weights` into zero-bubble `actions`: on rank r each comes as soon as more than r of them have waited."""
     later, due = iter(weights), 0
     for action in actions:
         yield action
@@ -232,7 +232,7 @@ _BEFORE = {
     Kind.BACKWARD_INPUT: Kind.FORWARD,
     Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
 }
-"""The kind of action that has to be done on a microbatch in a chunk before another kind."""
+"""The kind of action (value) that has to precede another kind (key) on the same microbatch in the same chunk."""
 
 
 def validate(schedule: PipelineSchedule) -> Timeline:
@@ -298,7 +298,7 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
             action = actions[len(ended)]
             earlier = replace(action, kind=_BEFORE.get(action.kind, action.kind))
             lacks = earlier != action and earlier not in actions[: len(ended)]
-            needed = earlier if lacks else received_by(schedule, rank, action)
+            needed = earlier if lacks else message_received_by(schedule, rank, action)
             waits.append(f"rank {rank} for the {needed} before {action}")
     if waits:
         raise ScheduleError(f"{schedule}: ranks would wait for ever: {'; '.join(waits)}")
@@ -357,7 +357,7 @@ def message_order(schedule: PipelineSchedule, rank: int) -> tuple[list[tuple[flo
     messages: list[tuple[float, int, Message]] = []
     for source in {(rank - 1) % schedule.ranks, rank, (rank + 1) % schedule.ranks}:
         for action, end in zip(schedule.actions[source], ends[source], strict=True):
-            message = sent_by(schedule, source, action)
+            message = message_sent_by(schedule, source, action)
             if message is not None and source != message.target and rank in (source, message.target):
                 messages.append((end, source, message))
     messages.sort(key=itemgetter(0, 1))

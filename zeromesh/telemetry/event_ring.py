@@ -1,6 +1,6 @@
 """`EventRing`: the latest events of a rank in memory of a fixed size, from which `zeromesh trace` draws a timeline.
 
-    ring.add(code)                      # a moment and a word; a few hundred nanoseconds
+    ring.add(code)                      # stores the time and a word; takes a few hundred nanoseconds
     ring.add(BEGIN | ring.name("data"))
     ring.write(path, {"rank": 0, ...})  # the header, with all names, and the words
 
@@ -34,7 +34,7 @@ FOLDER = "trace"
 REQUEST = f"{FOLDER}/request"
 """The path in a run's directory of the file whose creation asks all ranks for their rings."""
 NO_ACTIVITY = 0xF0
-"""A bit mask of a kind that marks events which are no activity."""
+"""The bit mask of an event's kind that is nonzero for events other than activities."""
 EVENTS = 1 << 15
 _PAIR = struct.Struct("<qq")
 _NAMES = 1 << 16

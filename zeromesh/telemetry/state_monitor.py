@@ -20,7 +20,7 @@ from zeromesh.telemetry.status_board import TOTALS, TRACE_REQUEST, RankNote
 from zeromesh.telemetry.watchdog import Watchdog
 
 _WINDOW = 10
-"""The least number of steps to average over; the first step, which includes one-time work, is left out once there are enough."""
+"""The least number of latest steps over which seconds are averaged, once a rank has done so many."""
 
 
 class StateMonitor:

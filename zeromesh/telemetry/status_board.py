@@ -134,7 +134,7 @@ class StatusBoard:
         )
 
     def seconds_since(self, rank: int, moment: int) -> float:
-        """Return the seconds since a time of a rank's own clock; 0 for the time 0. Clocks of hosts are not compared."""
+        """Return the seconds since `moment`, in nanoseconds of the clock of `rank`'s host; 0 if `moment` is 0."""
         clock = self._row(rank)[_CLOCK]  # It is 0 for ranks that share memory and so the clock.
         elapsed = (clock or time.monotonic_ns()) - moment
         return (elapsed / 1e9 + (self.silent_seconds(rank) if clock else 0.0)) if moment else 0.0
@@ -186,7 +186,7 @@ class StatusBoard:
         return process_runs(self._row(rank)[_PID])
 
     def silent_seconds(self, rank: int) -> float:
-        """Return the seconds without a sign of life from a rank, as far as this rank has looked."""
+        """Return the seconds since this rank last read a new row of `rank`; 0 or infinity in shared memory, by `alive`."""
         return 0.0 if self.alive(rank) else float("inf")
 
     def close(self) -> None:

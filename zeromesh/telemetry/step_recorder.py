@@ -58,7 +58,7 @@ class StepPhase(StrEnum):
 
 
 BACKWARD_RANGE = "backward of "
-"""The prefix of the ranges of `next_range`, which end inside an operator of autograd."""
+"""The prefix of the names of profiler ranges for the backward of a unit, see `StepRecorder.next_range`."""
 NOTHING: AbstractContextManager[object] = nullcontext()
 
 
@@ -105,7 +105,7 @@ class StepRecorder:
     def take_seconds(self) -> dict[str, float]:
         """End the step and return its seconds by phase without zeros; empty if no step has begun."""
         if self._open:
-            self._lap()
+            self._end_interval()
         self._open = []
         found: dict[StepPhase, float] = {}
         while self._pieces:
@@ -119,8 +119,8 @@ class StepRecorder:
                 found[StepPhase.OFFLOAD_WAIT] = found.get(StepPhase.OFFLOAD_WAIT, 0.0) + waited
         return {phase.value: found[phase] for phase in StepPhase if phase in found}
 
-    def _lap(self) -> None:
-        """Add the time since the last mark to the innermost span."""
+    def _end_interval(self) -> None:
+        """Add the time since the last mark to the phase of the innermost open span, and set the mark to now."""
         now, waited = self._mark(), self._waits.total
         self._pieces.append((self._open[-1], self._last, now, waited - self._waited_before))
         self._last, self._waited_before = now, waited
@@ -167,7 +167,7 @@ class StepRecorder:
             self._nested.pop().__exit__(None, None, None)
 
     def next_range(self, of: str | None) -> None:
-        """End the range of the unit that backward reached before, and begin one for `of`; None: backward is over."""
+        """End the profiler range of the unit whose backward ran before, and begin that of unit `of`; None: backward has ended."""
         if self._current is not None:
             self._current.__exit__(None, None, None)
         self._current = None
@@ -182,7 +182,7 @@ class StepRecorder:
 
 
 class _Span:
-    """A block of one phase; stateless, so that one object serves every block of its kind."""
+    """A context manager that counts time for one phase; the recorder keeps the state, so one object can be used repeatedly."""
 
     __slots__ = ("_figures", "_name", "_number", "_phase", "_recorder")
 
@@ -198,7 +198,7 @@ class _Span:
         if recorder.profiling:
             recorder.begin_range(self._name)
         if recorder._open:
-            recorder._lap()
+            recorder._end_interval()
             recorder._open.append(self._phase)
             recorder.ring.add(BEGIN | self._number)
         if self._figures is not None:
@@ -209,7 +209,7 @@ class _Span:
         if self._figures is not None:
             self._figures[2] += time.perf_counter() - self._figures[3]
         if len(recorder._open) > 1:
-            recorder._lap()
+            recorder._end_interval()
             recorder._open.pop()
             recorder.ring.add(END | self._number)
         if recorder.profiling:
@@ -233,7 +233,7 @@ class CommAccount:
         self.used = False
 
     def count(self, collective: Collective, whole: int) -> None:
-        """Count one `collective` with `whole` bytes over all ranks; for a message, its bytes."""
+        """Count one `collective` of a whole tensor of `whole` bytes, of which this rank sends a part; for a message, its bytes."""
         if self._recorder.enabled:
             self.used = True
             figures = self._figures[collective]

@@ -27,11 +27,11 @@ from zeromesh.telemetry.status_board import (
 )
 
 _ANNOUNCED = ("gather of ", "all-gather of ", "reduction of gradients")
-"""The prefixes of waits that ranks announce by an event: a rank that has posted the event is not missing."""
+"""Prefixes of the names of waits before which ranks post an event; a peer that has posted it does not count as missing."""
 _TOTAL_OF = {"data": 0, "offload_wait": 2, "communication": 3}
-"""The index in `TOTALS` of each phase; all other phases are computation."""
+"""The index in `TOTALS` of the phases of a step; phases that are not listed count as computation (1)."""
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
-"""The event streams. On a device, reductions are events of the stream of gathers."""
+"""The numbers of the event streams. On a device, reductions are events of the stream `_GATHERS`."""
 
 _CODE_BITS = 31
 _CODE = (1 << _CODE_BITS) - 1
@@ -39,7 +39,7 @@ _CODE = (1 << _CODE_BITS) - 1
 diverged before the events that rows still hold differ in the digest."""
 
 
-def _when(step: int) -> str:
+def _at_step(step: int) -> str:
     return f"at step {step}" if step else "before the first step"
 
 
@@ -89,18 +89,18 @@ class Watchdog:
         self._events: dict[int, tuple[int, int]] = {}
         self._calls: list[tuple[int, str]] = []
         """The numbers and names of the calls that this rank is in, innermost last."""
-        self.begun = 0
-        """The number of operations that this rank has begun with others. An error between two of them leaves nothing half done."""
+        self.operations_begun = 0
+        """The number of collective operations that this rank has begun. If an error changes it, one may be half done."""
         self.waited = 0.0
         """Seconds that this rank has waited for others so far."""
-        self.in_doubt = False
+        self.may_hang = False
         """True if collectives may be in flight that never end: a wait failed, or this rank stopped in the middle of a step."""
         self.broken: CollectiveError | None = None
         """The error found by a supervising thread; the next wait for others raises it."""
-        self.told = threading.Event()
+        self.error_raised = threading.Event()
         """Set once an error has been raised to the caller."""
         self.on_beat: Callable[[], None] = lambda: None
-        """Called by the heartbeat thread a few times a second."""
+        """A function that the heartbeat thread calls a few times a second."""
         self.on_post: Callable[[], None] | None = None
         """Called whenever this rank posts its activity."""
         self.on_request: Callable[[], None] = lambda: None
@@ -191,7 +191,7 @@ class Watchdog:
             stream, code = _CALLS, zlib.crc32(call.encode()) & ((1 << UNIT_BITS) - 1)
         else:
             stream, code = self._reductions if activity is Activity.REDUCE else _GATHERS, state
-            self.begun += len(peers) > 1
+            self.operations_begun += len(peers) > 1
         digest = zlib.crc32(code.to_bytes(8, "little"), self._events.get(stream, (0, 0))[1] >> _CODE_BITS) & _CODE
         word = (digest << _CODE_BITS) | code
         now, state = time.monotonic_ns(), (self._step << STEP_SHIFT) | state
@@ -265,7 +265,7 @@ class Watchdog:
         where = f" in {self._calls[-1][1]}" if self._calls else ""
         return CollectiveError(
             f"{name} must be called on all ranks: {ranks_text(ahead)} called it, and rank {self._rank} did not: it waits for "
-            f"{what}{where} ({_when(self._step)})"
+            f"{what}{where} ({_at_step(self._step)})"
         )
 
     def _behind(self, peers: Sequence[int], stream: int, number: int) -> list[int]:
@@ -295,7 +295,7 @@ class Watchdog:
         """Wait until `done()`, a condition that peers make true in shared memory. `pause` sleeps for some seconds or until a
         change; None: poll. `behind` returns the late ranks; None: the board tells them. Nothing is recorded of a wait that is over
         within the first `looks`."""
-        self.begun += 1
+        self.operations_begun += 1
         for _ in range(looks):
             if done():
                 return
@@ -307,7 +307,7 @@ class Watchdog:
         Raises:
             CollectiveError: also when the collective itself failed, with the peers' status on the board.
         """
-        self.begun += 1
+        self.operations_begun += 1
         piece = self.FIRST_SLICE
 
         def arrived() -> bool:
@@ -363,8 +363,8 @@ class Watchdog:
                     missing = found or missing
                     self.board.write(RankNote.WAIT, since, f"{' '.join(map(str, found[:32]))}|{what}")
         except BaseException:
-            self.in_doubt = True
-            self.told.set()
+            self.may_hang = True
+            self.error_raised.set()
             raise
         finally:
             self.waited += time.perf_counter() - began
@@ -380,7 +380,7 @@ class Watchdog:
     def refuse(self) -> None:
         """Raise the error that has broken the run, if there is one."""
         if self.broken is not None:
-            self.told.set()
+            self.error_raised.set()
             raise self.broken
 
     def fail(self, error: BaseException) -> None:
@@ -408,7 +408,7 @@ class Watchdog:
         row, doing = self.state(rank)
         call, disk = (self.board.read(rank, note)[1] for note in (RankNote.CALL, RankNote.DISK))
         more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
-        return f"rank {rank} (pid {row.pid}) was {doing} {_when(row.step)}{more}"
+        return f"rank {rank} (pid {row.pid}) was {doing} {_at_step(row.step)}{more}"
 
     def _lines(self, ranks: Iterable[int]) -> str:
         return "; ".join(self.describe(rank) for rank in ranks)
@@ -455,16 +455,16 @@ class Watchdog:
                     continue
                 other = self.board.event_of(peer, stream, number)
                 if other is not None and other != word:
-                    self.in_doubt = True
-                    raise self._parted(peer, stream, number, word, other)
+                    self.may_hang = True
+                    raise self._different_events(peer, stream, number, word, other)
 
-    def _parted(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
+    def _different_events(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
         """Return the error for different events of one number; it names the first difference that both rows still hold."""
         if stream == _CALLS:
             calls = [(rank, self.board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
             both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
             return CollectiveError(
-                f"{both} ({_when(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
+                f"{both} ({_at_step(self._step)}). These methods are for all ranks: each of them makes the same calls in the "
                 "same order, whatever it then does with the result"
             )
         for earlier in range(number - 1, -1, -1):
@@ -480,7 +480,7 @@ class Watchdog:
                 f"events, which are all that is remembered, before both were {self._phrase(own)}"
             )
         return CollectiveError(
-            f"ranks disagree on the order of units: {where} ({_when(self._step)}). Every rank must run the same modules "
+            f"ranks disagree on the order of units: {where} ({_at_step(self._step)}). Every rank must run the same modules "
             "in the same order; a branch that depends on a rank's own data breaks this"
         )
 
@@ -496,12 +496,12 @@ class Watchdog:
 
 
 class Patience:
-    """The deadline of one wait that begins now; it moves on whenever a peer makes progress."""
+    """The deadline of one wait: `timeout_seconds` after the latest progress of any peer."""
 
     def __init__(
         self, watch: Watchdog, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
     ) -> None:
-        """Start the wait. `late` makes the error for late peers."""
+        """Start the wait for `peers`; `what` names it in errors, and `late` makes the error after the deadline."""
         self._watch, self._others, self._what = watch, watch._others(peers), what
         self._late = late or (lambda: watch._late(peers, what))
         self._seen, self._deadline, self._left_at = -1, 0.0, float("inf")

@@ -43,19 +43,19 @@ def all_reduce_output(x: torch.Tensor, bias: torch.Tensor | None, exchange: Exch
 
 def all_gather(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Concatenate the ranks' `x` along `dim`; `sizes` gives each rank's length along it when these differ."""
-    whole = partial(_gathered, dim=dim, exchange=exchange, sizes=sizes)
-    return _apply(x, None, whole, lambda grad: _own(grad, dim, exchange, sizes))
+    whole = partial(_gather, dim=dim, exchange=exchange, sizes=sizes)
+    return _apply(x, None, whole, lambda grad: _local_slice(grad, dim, exchange, sizes))
 
 
 def split(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Return this rank's slice of `x` along `dim`; the slices are equal without `sizes`."""
-    whole = partial(_gathered, dim=dim, exchange=exchange, sizes=sizes)
-    return _apply(x, None, lambda x: _own(x, dim, exchange, sizes), whole)
+    whole = partial(_gather, dim=dim, exchange=exchange, sizes=sizes)
+    return _apply(x, None, lambda x: _local_slice(x, dim, exchange, sizes), whole)
 
 
 def reduce_scatter_output(x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
     """Return this rank's slice along `dim` of the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
-    whole = partial(_gathered, dim=dim, exchange=exchange, sizes=None)
+    whole = partial(_gather, dim=dim, exchange=exchange, sizes=None)
     return _apply(x, bias, lambda x: exchange.reduce_scatter_async(x, dim).wait(), whole)
 
 
@@ -65,12 +65,12 @@ def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[
     return sum(lengths[: exchange.index]), lengths[exchange.index]
 
 
-def _gathered(x: torch.Tensor, *, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
+def _gather(x: torch.Tensor, *, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
     return exchange.all_gather_async(x, dim, sizes=sizes).wait()
 
 
-def _own(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
-    """Copy this rank's slice, so that the memory of the whole can be freed."""
+def _local_slice(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
+    """Return a copy of this rank's slice of `x` along `dim`, not a view, so that the memory of `x` can be freed."""
     return x.narrow(dim, *share_of_dim(x, dim, exchange, sizes)).clone(memory_format=torch.contiguous_format)
 
 
@@ -80,7 +80,7 @@ def _apply(x: torch.Tensor, bias: torch.Tensor | None, forward: _Move, backward:
 
 
 class _Collective(torch.autograd.Function):
-    """Moves an activation by the call `forward` and its gradient by `backward`, and adds `bias` to the result of the former."""
+    """Returns `forward(x)` plus `bias`; the gradient of `x` is `backward(grad)`. One or both are collectives."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, forward: _Move, backward: _Move) -> torch.Tensor:

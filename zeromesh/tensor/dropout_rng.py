@@ -27,12 +27,12 @@ class ShardedRandomness:
 
     @property
     def entered(self) -> bool:
-        """True if the generators are in this rank's own state, which an interrupted recomputation may have replaced."""
+        """True if the generators are in this rank's state: `enter` was called, and nothing (such as recomputation) has reseeded."""
         return self._seed is not None and torch.initial_seed() == self._seed
 
     @uncompiled
     def enter(self) -> None:
-        """Switch to this rank's random numbers, for divided activations. Does nothing if that is already so."""
+        """Switch the generators to this rank's state, for divided activations, unless they are in it already."""
         if not self.active or self.entered:
             return
         common = int(torch.randint(2**62, (), device="cpu"))
@@ -42,7 +42,7 @@ class ShardedRandomness:
 
     @uncompiled
     def leave(self) -> None:
-        """Switch back to the random numbers shared by all ranks. Does nothing if that is already so."""
+        """Switch the generators back to the state shared by all ranks, unless they are in it already."""
         if not self.active or not self.entered or self._states is None:
             return
         host, device = self._states

@@ -24,7 +24,7 @@ from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_d
 
 
 class _Linear(nn.Module):
-    """The `weight` and `bias` of the linear layer that it replaces, restricted to the features of this rank."""
+    """A layer with the `weight` and `bias` parameters of the linear layer that it replaces, which hold this rank's features."""
 
     def __init__(self, linear: Any) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class ColumnParallelLinear(_Linear):
     """Computes some outputs of a linear layer from its whole input.
 
     Args:
-        source: input shared with the other layers that read it.
-        randomness: generators to switch to this rank's random numbers after this layer; None: the caller does so.
-        sizes: number of outputs of each rank, gathered on all ranks. None: outputs stay local.
-        rows: outputs to compute from a whole weight, whose gradient is then partial: for fused projections whose key and
-            value heads are shared by ranks. None: the weight has this rank's outputs alone.
+        source: the input, shared with the other layers that read it.
+        randomness: random number generators, switched to this rank's state after this layer; None: the caller switches them.
+        sizes: the number of outputs of each rank, if outputs are all-gathered. None: each rank returns its outputs alone.
+        rows: this rank's outputs of a weight that all ranks have whole, with a partial gradient: for fused projections whose
+            key and value heads are shared by ranks. None: the weight has this rank's outputs alone.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class RowParallelLinear(_Linear):
     """Computes a linear layer from this rank's inputs; outputs are summed over the ranks, and the bias is added to the sum.
 
     Args:
-        shares: sequence shares into which outputs are divided; None: every rank gets the whole output.
-        randomness: generators to switch back to the shared random numbers after this layer; None: the caller does so.
-        source: input of the preceding column layers, which can be freed here.
-        splits: number of inputs of each rank, if every rank has the whole input; None: the input is local.
+        shares: sequence parallelism: outputs are reduce-scattered along the sequence; None: every rank gets the whole output.
+        randomness: generators, switched back to the state shared by ranks before this layer; None: the caller switches them.
+        source: the input of the preceding column layers, dropped before this layer computes.
+        splits: the number of inputs of each rank, if every rank has the whole input; None: the input has this rank's alone.
     """
 
     def __init__(
@@ -123,24 +123,24 @@ class RowParallelLinear(_Linear):
         return autograd_collectives.all_reduce_output(out, self.bias, self._exchange)
 
 
-def lookup_own(
+def lookup_sharded_embedding(
     lookup: Callable[[torch.Tensor], torch.Tensor], tokens: Interval, exchange: Exchange, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Look up the embeddings `[*ids.shape, features]` of integer `ids` on all ranks.
+    """Return the embeddings `[*ids.shape, features]` of integer `ids` from an embedding whose rows are divided over the ranks.
 
-    `lookup` returns the embeddings of this rank's `tokens`, by their local numbers; others come from the other ranks.
+    `lookup` returns rows of this rank, which has those of the token ids in `tokens`, by id minus `tokens.start`.
     """
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
     return autograd_collectives.all_reduce_output(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
 
 
-def divided_experts(
+def run_sharded_experts(
     forward: Callable[..., torch.Tensor], exchange: Exchange, /, *args: torch.Tensor, **kwargs: torch.Tensor
 ) -> torch.Tensor:
-    """Run experts whose intermediate features are divided over the ranks; `forward` computes this rank's summand.
+    """Run experts whose intermediate features are divided over the ranks; all-reduces this rank's summand, which `forward` returns.
 
-    Their arguments (hidden states, weights of the chosen experts) are whole, and so are their gradients: the router is outside.
+    The arguments (hidden states, router weights of the chosen experts) and their gradients are whole on every rank.
     """
 
     def copied(value: torch.Tensor) -> torch.Tensor:
@@ -151,12 +151,12 @@ def divided_experts(
     return autograd_collectives.all_reduce_output(out, None, exchange)
 
 
-def latent_and_rotary(
+def project_latent(
     forward: Callable[[torch.Tensor], torch.Tensor], latent: int, exchange: Exchange, x: torch.Tensor
 ) -> torch.Tensor:
-    """Compute outputs [..., latent + rotary] of a projection that is not divided (multi-head latent attention, DeepSeek-V2).
+    """Return the outputs [..., latent + rotary] of an undivided projection `forward` (multi-head latent attention, DeepSeek-V2).
 
-    Column layers compute keys from the latent outputs, and sum the gradient; the rotary outputs go to this rank's heads unchanged.
+    Column layers read the latent outputs and sum their gradient over ranks; that of the rotary outputs is summed here.
     """
     out = forward(x)
     rotary = autograd_collectives.copy_input(out[..., latent:], exchange)

@@ -27,9 +27,9 @@ from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
-    divided_experts,
-    latent_and_rotary,
-    lookup_own,
+    lookup_sharded_embedding,
+    project_latent,
+    run_sharded_experts,
 )
 from zeromesh.tensor.plan.attention_split import forward_source
 from zeromesh.tensor.plan.planner import WHOLE, LayerPlan, Style, TensorPlan, inside, parts_of
@@ -38,7 +38,7 @@ from zeromesh.units.plan import block_modules
 
 _HIDDEN = "hidden_states"
 _READS_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*reshape\(\w+, \w+, \1\)")
-"""The code of an attention that reshapes its heads to the width of its input."""
+"""Matches the source of an attention's `forward` that reshapes its heads to the width of its input."""
 
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
@@ -75,7 +75,7 @@ class Parallelized:
         self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
         """This rank's part of every parameter that is divided or has partial gradients, by FQN (the first of a tied parameter). All
         others are whole on every rank, with equal gradients."""
-        self.randomness = ShardedRandomness(exchange.index, active=_draws(model))
+        self.randomness = ShardedRandomness(exchange.index, active=_has_dropout(model))
         self.shares = SequenceShares(exchange) if sequence else None
         """The state of sequence parallelism; None if blocks pass on the whole sequence."""
         self._model, self._exchange, self._whole_sequence = model, exchange, plan.whole_sequence_modules()
@@ -88,7 +88,7 @@ class Parallelized:
                 made = nn.Parameter(local, requires_grad=names[name].requires_grad)
                 self._undo += replace_parameter(model, names[name], made)
         for layer in plan.layers:
-            replacement = self._module(layer)
+            replacement = self._replacement_of(layer)
             if replacement is not None:
                 self._replace(layer.module, replacement)
         self._patch()
@@ -100,26 +100,26 @@ class Parallelized:
         while self._undo:
             self._undo.pop()()
 
-    def _module(self, layer: LayerPlan) -> nn.Module | None:
+    def _replacement_of(self, layer: LayerPlan) -> nn.Module | None:
         module: Any = self._model.get_submodule(layer.module)
         exchange, index, style = self._exchange, self._exchange.index, layer.style
         if style is Style.EXPERTS:
-            self._set(module, "forward", partial(divided_experts, module.forward, exchange))
+            self._set(module, "forward", partial(run_sharded_experts, module.forward, exchange))
         elif style is Style.LATENT:
             attention: Any = self._model.get_submodule(layer.parent)
-            self._set(module, "forward", partial(latent_and_rotary, module.forward, attention.kv_lora_rank, exchange))
+            self._set(module, "forward", partial(project_latent, module.forward, attention.kv_lora_rank, exchange))
         elif style is Style.EMBEDDING:
             # The lookup takes local token numbers, as it took global ones before.
             (tokens,), padding = layer.shares[index], module.padding_idx
             owned = padding is not None and tokens.start <= padding < tokens.end
             self._set(module, "padding_idx", padding - tokens.start if owned else None)
             self._set(module, "num_embeddings", tokens.length)
-            self._set(module, "forward", partial(lookup_own, module.forward, tokens, exchange))
+            self._set(module, "forward", partial(lookup_sharded_embedding, module.forward, tokens, exchange))
         elif style is Style.HEAD:
             return ColumnParallelLinear(module, SharedInput(exchange), sizes=layer.sizes)
         if style in (*WHOLE, Style.EXPERTS, Style.EMBEDDING, Style.EMBEDDING_FEATURES):
             return None
-        # In a block of experts the sequence is whole, since the router's losses are not sums over tokens.
+        # Modules beside experts get the whole sequence, not a share, since the router's losses are not sums over tokens.
         on_shares = self.plan.in_block(layer.module) and not self.plan.in_experts(layer.module)
         shares = self.shares if on_shares else None
         randomness = self.randomness if self.shares is None else None
@@ -179,14 +179,14 @@ class Parallelized:
             for name in stack:
                 block = self._model.get_submodule(name)
                 ends = name == stack[0], name == stack[-1]
-                self._set(block, "forward", partial(_run, block, block.forward, shares, self.randomness, *ends))
+                self._set(block, "forward", partial(_run_block, block, block.forward, shares, self.randomness, *ends))
         rows = [layer.module for layer in self.plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)]
         for name in self._whole_sequence:
             reader = self._model.get_submodule(name)
             # Such as linear attention, whose outputs are all gathered.
             gathered = name not in self.plan.attentions and not any(inside(row, (name,)) for row in rows)
             source = None if gathered else self._sources[name]
-            self._set(reader, "forward", partial(_on_whole, reader.forward, shares, source))
+            self._set(reader, "forward", partial(_run_on_whole_sequence, reader.forward, shares, source))
         for layer in self.plan.layers:
             if layer.style is Style.EXPERTS:
                 module = self._model.get_submodule(layer.parent)
@@ -195,14 +195,14 @@ class Parallelized:
                         f"{layer.parent}: noise of a router cannot be drawn where the sequence is divided; "
                         "set parallel.sequence: false"
                     )
-                self._set(module, "forward", partial(_on_whole, module.forward, shares, None))
+                self._set(module, "forward", partial(_run_on_whole_sequence, module.forward, shares, None))
 
 
 def _with_narrow_input(
     forward: Callable[..., Any], source: SharedInput, width: int, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run an attention that reads the width of its heads from its input, given one of this rank's width; layers read it whole."""
-    args, kwargs = _with_hidden(args, kwargs, lambda x: source.narrowed(x, width))
+    """Run an attention that reads its heads' width from its input's shape, on an input cut to `width`; layers read all of it."""
+    args, kwargs = _map_hidden_states(args, kwargs, lambda x: source.narrow_for_shape(x, width))
     return forward(*args, **kwargs)
 
 
@@ -224,7 +224,7 @@ def _with_biases(
     return forward(**kwargs)
 
 
-def _draws(model: nn.Module) -> bool:
+def _has_dropout(model: nn.Module) -> bool:
     rates = [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
     own = chain.from_iterable(vars(module).items() for module in model.modules())
     rates += [value for name, value in own if ("dropout" in name or "pdrop" in name) and isinstance(value, float)]
@@ -232,8 +232,8 @@ def _draws(model: nn.Module) -> bool:
 
 
 def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
-    """Check that every module that could mix tokens receives the whole sequence. Raises `LayoutError` when blocks are unknown, have
-    no divided attention, or hold a matrix that is not in the plan."""
+    """Raise `LayoutError` if a module that may mix tokens would get a share of the sequence only: when blocks are unknown, have no
+    divided attention, or hold a matrix that is not in the plan."""
     off = "set parallel.sequence: false"
     if not plan.stacks:
         kinds = dict.fromkeys(type(block).__name__ for block in block_modules(model))
@@ -253,7 +253,7 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
                 )
 
 
-def _run(
+def _run_block(
     block: nn.Module,
     forward: Callable[..., Any],
     shares: SequenceShares,
@@ -264,32 +264,32 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run the forward of a block, the `first` or `last` of its stack or neither, with this rank's random numbers."""
+    """Run a block on a share of the sequence, with this rank's dropout; a stack's `first` block splits, the `last` one gathers."""
     if first and shares.decide(_hidden(args, kwargs).shape[1]):
-        args, kwargs = _with_hidden(args, kwargs, lambda x: autograd_collectives.split(x, 1, shares.exchange))
+        args, kwargs = _map_hidden_states(args, kwargs, lambda x: autograd_collectives.split(x, 1, shares.exchange))
     if not shares.active:
         return forward(*args, **kwargs)
     # Without dropout nothing is drawn, and sampling continues with the random numbers of a single process.
     with randomness.sharded() if block.training else nullcontext():
         output = forward(*args, **kwargs)
-    return _with_first(output, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange)) if last else output
+    return _map_first(output, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange)) if last else output
 
 
-def _on_whole(
+def _run_on_whole_sequence(
     forward: Callable[..., Any], shares: SequenceShares, source: SharedInput | None, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a forward on the whole sequence: that of an attention whose projections read it from `source`, or else that of a block
-    of experts or linear attention, which returns a share of its (flat) output."""
+    """Gather the shares of the sequence and run a module's `forward` on it: of an attention, whose projections read it as `source`
+    and whose output projection divides it again, or without `source` of experts or linear attention, whose output is split."""
     if not shares.active:
         return forward(*args, **kwargs)
 
     def gathered(share: torch.Tensor) -> torch.Tensor:
         whole = autograd_collectives.all_gather(share, 1, shares.exchange)
         if source is not None:
-            source.joined(whole, share)
+            source.record_gathered(whole, share)
         return whole
 
-    args, kwargs = _with_hidden(args, kwargs, gathered)
+    args, kwargs = _map_hidden_states(args, kwargs, gathered)
     if source is not None:
         try:
             return forward(*args, **kwargs)
@@ -301,7 +301,7 @@ def _on_whole(
         own = autograd_collectives.split(out.view(shape), 1, shares.exchange)
         return own if out.dim() == len(shape) else own.flatten(0, 1)
 
-    return _with_first(forward(*args, **kwargs), shared)
+    return _map_first(forward(*args, **kwargs), shared)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -314,14 +314,14 @@ def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     return value
 
 
-def _with_hidden(
+def _map_hidden_states(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     changed = change(_hidden(args, kwargs))
     return ((changed, *args[1:]), kwargs) if args else (args, {**kwargs, _HIDDEN: changed})
 
 
-def _with_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _map_first(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Apply `change` to an output tensor, or to the first element of a tuple or list."""
     if isinstance(output, torch.Tensor):
         return change(output)

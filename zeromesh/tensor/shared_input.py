@@ -20,7 +20,7 @@ from zeromesh.tensor.autograd_collectives import Gradients, share_of_dim, uncomp
 
 
 class SequenceShares:
-    """Decides whether the residual stream of a model is divided into equal shares of the sequence, or whole on each rank.
+    """Sequence parallelism of a model: decides whether its residual stream is divided into equal shares of the sequence.
 
     It is always divided while gradients are recorded. Otherwise (`generate` takes single tokens) a sequence whose length is not a
     multiple of the ranks stays whole.
@@ -46,20 +46,20 @@ class SequenceShares:
         return self._shared
 
     def whole_length(self, length: int) -> int:
-        """Return the length of the sequence from the length that blocks pass on."""
+        """Return the length of the whole sequence, given the length of the hidden states between blocks on this rank."""
         return length * self.exchange.size if self.active else length
 
 
 @dataclass(kw_only=True, slots=True)
-class _Reading:
-    """One input on its way through the layers: its origin in forward, and the outstanding work of backward."""
+class _InputRead:
+    """One input tensor that layers share, from their forwards to the end of backward, with the gradients not yet computed."""
 
     source: SharedInput
     mode: str
-    """The origin: `sum`, whole on all ranks; `gather`, a share on each; `gathered`, shares concatenated by `attention`."""
+    """`sum`: the input is whole on all ranks; `gather`: it is a share, gathered here; `gathered`: the caller has gathered it."""
     needed: bool
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The gradients of outputs, by the number of the layer."""
+    """The output gradients of layers whose weight gradients are not computed yet, by the layer's position in `members`."""
     total: torch.Tensor | None = None
     """The gradient of the input, summed over the layers that backward has passed."""
 
@@ -70,53 +70,53 @@ class SharedInput:
 
     exchange: Exchange
     shares: SequenceShares | None = None
-    """The sequence shares, if the input is one and the layers need all of it. None: the input is whole on every rank."""
+    """The state of sequence parallelism if the input is a share of the sequence; None: the input is whole on every rank."""
     before: bool = False
-    """True if the shares are gathered before the input is read (`joined`), since the code around the layers reads its shape."""
+    """True if the caller gathers the shares (`record_gathered`), as the code around the layers reads the whole input's shape."""
     members: list[Any] = field(default_factory=list)
     """The layers that read the input, each with its `weight`, which is `[in, out]` if the layer is `transposed`."""
     _seen: tuple[torch.Tensor, int, bool] | None = None
-    """The input that was read last, its version, and whether gradients were recorded."""
-    _handed_out: tuple[torch.Tensor, _Reading] | None = None
-    """The tensor passed to the layers in place of the input, and its `_Reading`."""
-    _left: int = 0
-    _joined: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The latest input tensor, its version counter, and True if gradients were recorded then."""
+    _layer_input: tuple[torch.Tensor, _InputRead] | None = None
+    """The tensor passed to the layers in place of the input, and its `_InputRead`."""
+    _unread: int = 0
+    _gathered: tuple[torch.Tensor, torch.Tensor] | None = None
     _narrow: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def joined(self, whole: torch.Tensor, share: torch.Tensor) -> None:
-        """Record `whole` as the concatenation of the ranks' `share`s, for layers that read it until `forget`."""
-        self._joined = (whole, share)
+    def record_gathered(self, whole: torch.Tensor, share: torch.Tensor) -> None:
+        """Record that `whole`, which layers read until `forget`, is the concatenation of the ranks' shares, here `share`."""
+        self._gathered = (whole, share)
 
-    def narrowed(self, x: torch.Tensor, features: int) -> torch.Tensor:
-        """Return some features of `x` for code that reads its shape only; layers that read the result read `x`, until `forget`."""
+    def narrow_for_shape(self, x: torch.Tensor, features: int) -> torch.Tensor:
+        """Return the first `features` of `x` for code that reads only its shape; layers given it read all of `x` until `forget`."""
         self._narrow = (x.detach()[..., :features], x)
         return self._narrow[0]
 
     @uncompiled
-    def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _Reading]:
-        """Return `x` as a layer reads it. Layers that read the same tensor get the same result."""
+    def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _InputRead]:
+        """Return the tensor that a layer reads in place of `x`, the same for all layers that read `x`; shares are gathered."""
         if self._narrow is not None and self._narrow[0] is x:
             x = self._narrow[1]
         now = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
-        if self._handed_out is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
+        if self._layer_input is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
             mode, share = "sum", x
-            if self._joined is not None and self._joined[0] is x:
-                mode, share = "gathered", self._joined[1]
+            if self._gathered is not None and self._gathered[0] is x:
+                mode, share = "gathered", self._gathered[1]
             elif self.shares is not None and self.shares.active and not self.before:
                 mode = "gather"
             weights: list[torch.Tensor] = [member.weight for member in self.members]
-            reading = _Reading(source=self, mode=mode, needed=x.requires_grad)
+            reading = _InputRead(source=self, mode=mode, needed=x.requires_grad)
             output = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
-            self._seen, self._handed_out, self._left = now, (output, reading), len(self.members)
-        handed_out = self._handed_out
-        self._left -= 1
-        if not self._left:  # Freed once unused: this may be the last reference to the input.
-            self._seen = self._handed_out = None
+            self._seen, self._layer_input, self._unread = now, (output, reading), len(self.members)
+        handed_out = self._layer_input
+        self._unread -= 1
+        if not self._unread:  # All layers have read the input, to which this may be the last reference.
+            self._seen = self._layer_input = None
         return handed_out
 
     def forget(self) -> None:
-        """Drop the last input, even if some layers have not read it."""
-        self._seen = self._handed_out = self._joined = self._narrow = None
+        """Drop the references to the latest input, even if some layers have not read it."""
+        self._seen = self._layer_input = self._gathered = self._narrow = None
 
     @uncompiled
     def project(self, x: torch.Tensor, number: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -128,7 +128,7 @@ class SharedInput:
 
 
 def sequence_dim(x: torch.Tensor) -> int:
-    """Return the dim along which ranks have shares: 1 of [batch, sequence, hidden], 0 of [tokens, hidden], rank after rank."""
+    """Return the dim of `x` that is divided into shares: 1 of [batch, sequence, hidden], 0 of [tokens, hidden]."""
     return 1 if x.dim() > 2 else 0
 
 
@@ -137,7 +137,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, share: torch.Tensor, reading: _Reading, *weights: torch.Tensor
+        ctx: Any, x: torch.Tensor, share: torch.Tensor, reading: _InputRead, *weights: torch.Tensor
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.reading = reading
@@ -150,10 +150,10 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
-        reading: _Reading = ctx.reading
+        reading: _InputRead = ctx.reading
         exchange, members, (x,) = reading.source.exchange, reading.source.members, ctx.saved_tensors
         summed, reading.total = reading.total, None
-        if summed is not None:  # `grad` came by autograd alone.
+        if summed is not None:  # `grad` is of uses outside of `_Project`, or None.
             grad = summed if grad is None else summed.add_(grad)
         wanted = sorted(reading.gradients)
         shared = reading.mode != "sum"
@@ -174,7 +174,7 @@ class _Take(torch.autograd.Function):
         reading.gradients.clear()
         of_x = None if total is None else total.wait()
         if of_x is not None and grad is not None and reading.mode == "gathered":
-            # The backward of `gather` reads this rank's share of the whole only.
+            # The caller's all-gather takes only this rank's share of this gradient, so the rest stays uninitialized.
             place = torch.empty_like(grad, memory_format=torch.contiguous_format)
             start, length = share_of_dim(grad, 1, exchange)
             place.narrow(1, start, length).copy_(of_x)
@@ -183,7 +183,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Project(torch.autograd.Function):
-    """Adds to the gradient of the input in backward, and saves that of the output for `_Take`."""
+    """A linear layer, whose backward adds to the input's gradient and leaves the weight's gradient to the backward of `_Take`."""
 
     @staticmethod
     def forward(
@@ -191,7 +191,7 @@ class _Project(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        reading: _Reading,
+        reading: _InputRead,
         number: int,
     ) -> torch.Tensor:
         ctx.reading, ctx.number = reading, number
@@ -201,7 +201,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        reading: _Reading = ctx.reading
+        reading: _InputRead = ctx.reading
         if ctx.number in reading.gradients:
             raise PhaseError("backward ran through a column layer twice before it reached the layer's input")
         (weight,), member = ctx.saved_tensors, reading.source.members[ctx.number]

@@ -175,7 +175,7 @@ def kept_buckets(
     which is gathered whenever another unit is, and units whose shards are stored in the dtype of the gather. A single rank always
     keeps buckets whose shards are themselves the parameters.
     """
-    away, budget = options.offload.parameters.leaves(device), options.gathered_budget
+    away, budget = options.offload.parameters.leaves_device(device), options.gathered_budget
     alone = kind == "local" and not away
     if options.placements.parameters is Placement.REPLICATED or (alone and not isinstance(budget, int)):
         return [[True] * len(unit) for unit in units]
@@ -249,7 +249,7 @@ def _runs_in_files(
             if place is None:
                 return None
             start = piece.in_shard.start + run.local - piece.in_parameter.start
-            slot, begin = tiers.file().stored(place[0]), place[1] // first.dtype.itemsize
+            slot, begin = tiers.file().open_stored(place[0]), place[1] // first.dtype.itemsize
             runs.append(TieredPart(start=start, end=start + run.length, tier=Tier.FILE, slot=slot, first=begin))
     return runs
 

@@ -121,7 +121,7 @@ class MemoryModel:
         for layout, stays, count in self._buckets:
             for purpose, dtype, choice in self._shard_tensors(layout, stays=stays):
                 for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
-                    placed[purpose] += choice.on(tier, self._length(layout)) * dtype.itemsize * count
+                    placed[purpose] += choice.numel_on(tier, self._length(layout)) * dtype.itemsize * count
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self._transient_elements() * sums
@@ -140,7 +140,7 @@ class MemoryModel:
         dtype = options.precision.master if trained else spec.dtype
         if dtype != spec.dtype:
             yield Purpose.MASTER, dtype, offload.optimizer
-            if not stays and not offload.optimizer.in_reach(self._length(layout), self._device):
+            if not stays and not offload.optimizer.is_whole_on(self._length(layout), self._device):
                 yield Purpose.PARAMETERS, spec.dtype, offload.parameters
         elif not stays:
             yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, dtype, offload.parameters
@@ -156,14 +156,14 @@ class MemoryModel:
         """Return the bytes of gradient shards in memory on their way to another tier: those in flight, and the next one."""
         options, lengths = self._options, sorted(map(self._length, self._trained), reverse=True)
         passing = options.gradients_pass_through
-        if passing or not lengths or options.offload.gradients_at.in_reach(lengths[0], self._device):
+        if passing or not lengths or options.offload.gradients_at.is_whole_on(lengths[0], self._device):
             return 0
         return sum(lengths[: MOST_OFFLOADS + 1]) * options.precision.sums.itemsize
 
     def _staging_bytes(self) -> int:
         widths = [
             sum(
-                not choice.in_reach(self._length(layout), self._device)
+                not choice.is_whole_on(self._length(layout), self._device)
                 for *_, choice in self._shard_tensors(layout, stays=stays)
             )
             for layout, stays, _ in self._buckets

@@ -221,13 +221,13 @@ class Passes:
         """Run forward passes under no_grad; see `ZeroEngine.evaluation`."""
         with torch.no_grad():
             self._begin(PassMode.EVALUATION, "eval")
-            begun = self._mesh.watch.begun
+            begun = self._mesh.watch.operations_begun
             try:
                 yield self
                 self.writes.refuse_in_pass(self.units)
                 self.end()
             except BaseException as error:
-                if self._mesh.watch.begun != begun:
+                if self._mesh.watch.operations_begun != begun:
                     self._mesh.fail(error)
                 raise
 

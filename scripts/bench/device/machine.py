@@ -7,12 +7,12 @@ import torch
 import transformers
 
 from zeromesh.offload import available_bytes
-from zeromesh.offload.accelerator import begin, collectives_library, device_memory, device_name
+from zeromesh.offload.accelerator import collectives_library, device_memory, device_name, initialize
 
 
 def describe() -> dict[str, Any]:
     """Its devices, and the versions that matter."""
-    devices = begin()
+    devices = initialize()
     found: dict[str, Any] = {"devices": len(devices)}
     if devices:
         found["device"] = device_name(devices[0])

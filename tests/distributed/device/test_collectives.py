@@ -23,7 +23,7 @@ from zeromesh.mesh import device_works
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Transfer
-from zeromesh.pipeline.schedule import make_schedule, message_order, received_by, sent_by
+from zeromesh.pipeline.schedule import make_schedule, message_order, message_received_by, message_sent_by
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
@@ -188,7 +188,7 @@ def test_a_message_is_made_before_later_ones_and_launched_before_it_is_needed(
         for rank, actions in enumerate(plan.actions):
             due, ends = message_order(plan, rank)
             for action in actions:
-                wanted, made = received_by(plan, rank, action), sent_by(plan, rank, action)
+                wanted, made = message_received_by(plan, rank, action), message_sent_by(plan, rank, action)
                 before, end = [message for _, message in due], ends[action]
                 if wanted is not None and wanted.source != rank and wanted in before:
                     launched, due = before[: before.index(wanted) + 1], due[before.index(wanted) + 1 :]
@@ -244,9 +244,9 @@ def watch() -> Watchdog:
 
 def _late(works: DeviceWorks, watch: Watchdog) -> None:
     """Have something in flight that never ends, and look after it until it is late."""
-    works._flying.append(device_works._Flight(done=lambda: False, peers=[0, 1], what="all-gather of layers.3"))
+    works._pending.append(device_works._Pending(done=lambda: False, peers=[0, 1], what="all-gather of layers.3"))
     for _ in range(3):
-        works._look()
+        works._check_pending()
         threading.Event().wait(0.06)
 
 
@@ -269,7 +269,7 @@ def test_the_latest_collectives_are_written_and_their_file_is_named(
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"trace", raising=False)
     monkeypatch.setattr(device_works.dist, "get_rank", lambda: 0)
     works = DeviceWorks(torch.device("cpu"), watch, traces=tmp_path / "run")
-    watch.told.set()
+    watch.error_raised.set()
     _late(works, watch)
     path = tmp_path / "run" / "collectives_rank_0"
     assert path.read_bytes() == b"trace"
@@ -297,12 +297,12 @@ def test_what_a_device_computes_is_progress_that_peers_see(watch: Watchdog) -> N
     works, done = DeviceWorks(torch.device("cpu"), watch, traces=None), threading.Event()
     works._computing += [lambda: True, done.is_set]
     before = watch.board.progress(0)
-    works._look()
+    works._check_pending()
     assert watch.board.progress(0) > before
-    works._flying.append(device_works._Flight(done=lambda: False, peers=[0, 1], what="a gather"))
+    works._pending.append(device_works._Pending(done=lambda: False, peers=[0, 1], what="a gather"))
     for number in range(6):
         done.set()
-        works._look()
+        works._check_pending()
         works._computing.append(done.is_set)
         threading.Event().wait(0.02)
         assert watch.broken is None, number

@@ -170,7 +170,7 @@ def samples_prompts(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:
     text = Path(folder) / "text.txt"
     if not mesh.rank:
         text.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(400)))
-    mesh.meet("text")
+    mesh.wait_for_all_ranks("text")
     sizes = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 256}
     how = {"prompts": ["2 times", "7 "], "prompts_every": 2, "generation": {"do_sample": True, "max_new_tokens": 4}}
     found: list[Any] = []

@@ -15,7 +15,7 @@ from tests.support.workers import Workers
 from zeromesh.errors import LayoutError
 from zeromesh.intervals import balanced
 from zeromesh.tensor.parallelize_module import check_blocks
-from zeromesh.tensor.plan.attention_split import share_heads
+from zeromesh.tensor.plan.attention_split import divide_heads
 from zeromesh.tensor.plan.planner import Style, TensorPlan, parts_of, plan_tensor
 from zeromesh.trainer.models.tensor_trial import part_of
 
@@ -158,7 +158,7 @@ def test_there_is_no_more_to_a_plan_than_numbers() -> None:
 def test_heads_are_shared_out(keys: int, group: int, ranks: int) -> None:
     queries = keys * group
     assume(ranks <= queries)
-    shares = share_heads(queries, keys, ranks, "attention")
+    shares = divide_heads(queries, keys, ranks, "attention")
     assert [query for share in shares for query in range(share.queries.start, share.queries.end)] == list(
         range(queries)
     )

@@ -45,7 +45,7 @@ def example(mesh: Mesh, folder: str, name: str, overrides: list[str]) -> dict[st
             sizes = {"hidden_size": 72, "intermediate_size": 192, "num_hidden_layers": 3}
             heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 2000}
             tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, **heads)).save_pretrained(source)
-        mesh.meet("the source")
+        mesh.wait_for_all_ranks("the source")
         words += [f"model.source={source}", "data.tokenizer=bytes"]
     with Trainer(config=load_config(ROOT / "configs" / name, words, ranks=mesh.world_size)) as trainer:
         return _said(trainer.verify())

@@ -12,7 +12,7 @@ from zeromesh.checkpoint.io.file_slices import (
     cut_at_grid,
     merged,
     overlapping,
-    starts_in_blocks_of_others,
+    starts_in_others_blocks,
     written_blocks,
 )
 from zeromesh.intervals import Interval
@@ -57,7 +57,7 @@ def owner_of(shared: Shared, byte: int) -> int:
 def test_each_block_has_one_writer_that_has_all_of_its_bytes(shared: Shared) -> None:
     """The owner of a block's first byte writes it, and has each byte once: of its own or of the others' edges."""
     written = [written_blocks(extents, shared.nbytes) for extents in shared.extents]
-    edges = [starts_in_blocks_of_others(extents) for extents in shared.extents]
+    edges = [starts_in_others_blocks(extents) for extents in shared.extents]
     ordered = sorted((block.start, block.end) for found in written for block in found)
     assert all(first[1] == second[0] for first, second in pairwise(ordered))
     assert [ordered[0][0], ordered[-1][1]] == [0, shared.nbytes] if shared.nbytes else not ordered

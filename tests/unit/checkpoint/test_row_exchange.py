@@ -158,7 +158,7 @@ def test_a_rank_that_cannot_read_its_values_ends_the_exchange_and_then_says_so(m
     lost = ranks[1][0].values
 
     def fail(start: int, out: torch.Tensor) -> Transfer:
-        return Transfer.failing(StorageError("the disk is gone"))
+        return Transfer.with_error(StorageError("the disk is gone"))
 
     monkeypatch.setattr(
         lost,

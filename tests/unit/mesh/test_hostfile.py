@@ -219,19 +219,19 @@ def test_the_address_to_listen_at_is_the_one_that_others_know(
 ) -> None:
     monkeypatch.setattr(network_interfaces, "by_address", lambda: host)
     monkeypatch.setattr(network_interfaces, "addresses_of", lambda name: leads_to)
-    assert network_interfaces.own_address(name) == found
+    assert network_interfaces.address_for_others(name) == found
 
 
 def test_an_address_that_cannot_be_told_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_interfaces, "by_address", lambda: HOST | {"10.1.0.5": "ib0"})
     monkeypatch.setattr(network_interfaces, "addresses_of", lambda name: ["127.0.1.1"])
     with pytest.raises(ConfigError, match=r"'gpu1'.* leads to 127.0.1.1 here.*: 10.0.0.5 \(eth0\), 10.1.0.5 \(ib0\)"):
-        network_interfaces.own_address("gpu1")
+        network_interfaces.address_for_others("gpu1")
 
 
 def test_what_listens_for_several_hosts_is_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the store of rank 0 and the launcher that the others find do."""
-    monkeypatch.setattr(network_interfaces, "own_address", lambda name: "127.0.0.2")
+    monkeypatch.setattr(network_interfaces, "address_for_others", lambda name: "127.0.0.2")
     with network_interfaces.listen("gpu1", 0) as listener:
         port = listener.getsockname()[1]
         assert listener.getsockname()[0] == "127.0.0.2"

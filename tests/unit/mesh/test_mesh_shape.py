@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape, axes_of
-from zeromesh.mesh.rank_order import WIDTH, ProcessLocation, far_warning, mesh_picture, rank_order
+from zeromesh.mesh.rank_order import WIDTH, ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
 
 sizes = st.integers(min_value=1, max_value=3)
 shapes = st.builds(MeshShape, pipeline=sizes, replicate=sizes, shard=sizes, tensor=sizes)
@@ -166,11 +166,11 @@ def test_an_order_is_given_or_the_launcher_s() -> None:
 def test_tensor_groups_that_span_hosts_are_named() -> None:
     shape = MeshShape(shard=2, tensor=2)
     places = cyclic(4, 2)
-    assert "2 of 2 tensor groups span hosts (ranks 0, 1; ranks 2, 3)" in far_warning(shape, places)
+    assert "2 of 2 tensor groups span hosts (ranks 0, 1; ranks 2, 3)" in tensor_groups_warning(shape, places)
     ordered = [places[each] for each in rank_order(places)]
-    assert far_warning(shape, ordered) == ""
+    assert tensor_groups_warning(shape, ordered) == ""
     uneven = [ProcessLocation(host="a")] * 3 + [ProcessLocation(host="b")]
-    assert "divides the processes of every host (3, 1)" in far_warning(shape, uneven)
+    assert "divides the processes of every host (3, 1)" in tensor_groups_warning(shape, uneven)
 
 
 def test_a_small_mesh_is_drawn_whole() -> None:

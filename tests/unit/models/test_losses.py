@@ -472,7 +472,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fused], None]:
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    monkeypatch.setattr(chunked_head, "found", lambda: torch.device("cuda"))
+    monkeypatch.setattr(chunked_head, "current_accelerator", lambda: torch.device("cuda"))
     return put
 
 
@@ -515,10 +515,10 @@ def test_heads_that_it_has_no_kernel_for_are_refused(install: Callable[[Fused], 
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_head, "found", lambda: None)
+    monkeypatch.setattr(chunked_head, "current_accelerator", lambda: None)
     with pytest.raises(ConfigError, match="liger's kernels run on GPUs"):
         chunked_head.LigerLoss()
-    monkeypatch.setattr(chunked_head, "found", lambda: torch.device("cuda"))
+    monkeypatch.setattr(chunked_head, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
     with pytest.raises(ConfigError, match="pip install liger-kernel"):
         chunked_head.LigerLoss()

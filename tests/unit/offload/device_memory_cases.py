@@ -24,7 +24,7 @@ LENGTH = 8192
 
 
 def pinned(values: torch.Tensor) -> torch.Tensor:
-    return accelerator.pinned(values.nbytes).view(values.dtype).copy_(values)
+    return accelerator.allocate_pinned(values.nbytes).view(values.dtype).copy_(values)
 
 
 def bytes_of(tensor: torch.Tensor) -> list[float]:
@@ -45,11 +45,11 @@ def the_gather_of_a_shard_in_two_memories_comes_after_both(mesh: Mesh, folder: s
     reading = shard.read(0, out)
     with reading.ordering():
         full.copy_(out)
-        gathered = accelerator.record(accelerator.current_stream(mesh.device))
+        gathered = accelerator.record_event(accelerator.current_stream(mesh.device))
     accelerator.current_stream(mesh.device).wait_event(gathered)
     expected = torch.arange(LENGTH, dtype=torch.float32).bfloat16().float()
     assert torch.equal(full.cpu(), expected)
-    reading.end()
+    reading.wait_for_end()
 
 
 def copies_in_do_not_wait_for_copies_out(mesh: Mesh, folder: str) -> None:
@@ -177,7 +177,7 @@ def helper_threads_sleep_and_know_their_device(mesh: Mesh, folder: str) -> None:
                 return torch.accelerator.current_device_index()
 
             found = {each.result() for each in [threads.submit(current) for _ in range(THREADS)]}
-            streams.copy(pinned(torch.ones(LENGTH)), torch.empty(LENGTH, device=second)).end()
+            streams.copy(pinned(torch.ones(LENGTH)), torch.empty(LENGTH, device=second)).wait_for_end()
             tiers.close()
     finally:
         module.Event = event

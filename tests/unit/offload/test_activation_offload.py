@@ -41,7 +41,7 @@ def kept(tiers: Tiers, tier: Tier) -> int:
 
 def room(store: ActivationStore) -> int:
     """Bytes of the file that saved tensors hold, or transfers on behalf of saved tensors that are gone."""
-    store._settle()
+    store._advance_transfers()
     free = sum(end - begin for begin, end in store._free._ranges)
     return kept(store._tiers, Tier.FILE) - free
 
@@ -74,7 +74,7 @@ def computed(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 def packed(store: ActivationStore, tensor: torch.Tensor) -> SavedTensor:
     """What autograd would keep of a block's input."""
-    call = BlockCall(away=True)
+    call = BlockCall(offloaded=True)
     saved = store._pack(call, tensor)
     call.inputs.clear()
     return saved
@@ -251,7 +251,7 @@ class SavedByFunction(torch.autograd.Function):
 
 def test_inputs_that_a_function_saves(store: ActivationStore, tiers: Tiers) -> None:
     hidden, mask, dummy = computed(64, 64), torch.ones(3), torch.empty(0, requires_grad=True)
-    with store.keeping(away=True):
+    with store.saving_inputs(offloaded=True):
         saver = SavedByFunction.apply(dummy, hidden, mask)
     assert settled(store, tiers) == hidden.nbytes
     _, again, same = saver.grad_fn.saved_tensors
@@ -284,7 +284,7 @@ def test_only_the_inputs_of_blocks_are_kept(mode: Mode, store: ActivationStore, 
     ],
 )
 def test_the_last_blocks_stay(choice: TierChoice, away: int, store: ActivationStore, tiers: Tiers) -> None:
-    assert store.away_of(10) == away
+    assert store.offloaded_count(10) == away
     loss = wide(store, blocks=10)(INPUT)
     if choice.tier == "file":
         assert settled(store, tiers) == away * ROOM
@@ -500,7 +500,7 @@ def test_all_inputs_of_a_block_come_ahead(
     handles: list[Any] = []
     tensors = [computed(64, 64, seed=seed) for seed in range(4)]
     for pair in (tensors[:2], tensors[2:]):
-        with store.keeping(away=True):
+        with store.saving_inputs(offloaded=True):
             handles += [SavedByFunction.apply(*pair)]
     settled(store, tiers)
     reads, second = Gate(monkeypatch, "read"), []
@@ -657,11 +657,11 @@ def test_mistakes_are_named(tmp_path: Path, tiers: Tiers) -> None:
 @given(st.data())
 def test_extents_are_apart_and_become_one_again(data: st.DataObject) -> None:
     extents, length = FreeRanges(), data.draw(st.integers(1, 200))
-    extents.give(0, length)
+    extents.free(0, length)
     taken: list[tuple[int, int]] = []
     for _ in range(data.draw(st.integers(1, 60))):
         if taken and data.draw(st.booleans()):
-            extents.give(*taken.pop(data.draw(st.integers(0, len(taken) - 1))))
+            extents.free(*taken.pop(data.draw(st.integers(0, len(taken) - 1))))
         else:
             size = data.draw(st.integers(1, 20))
             begin = extents.take(size)
@@ -672,8 +672,8 @@ def test_extents_are_apart_and_become_one_again(data: st.DataObject) -> None:
         free = sum(end - begin for begin, end in extents._ranges)
         assert free == length - sum(end - begin for begin, end in taken)
     for each in taken:
-        extents.give(*each)
-    assert extents.reaching(length) == length
+        extents.free(*each)
+    assert extents.length_before(length) == length
     assert extents.take(length) == 0
 
 

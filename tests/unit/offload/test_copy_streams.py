@@ -24,7 +24,7 @@ GATE = 5.0
 class Crossing(Transfer):
     """A copy that a test lets through. `orders`: as into a device."""
 
-    crosses = True
+    crosses_devices = True
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor, *, orders: bool, log: list[str]) -> None:
         self._future: Future[None] = Future()
@@ -95,7 +95,7 @@ def test_what_leaves_a_device_is_waited_for_by_settle_alone() -> None:
     assert not running.is_alive(), "run has waited for bytes on their way to the host"
     assert "waited" not in log
     assert not tensor.held.any()
-    settling = threading.Thread(target=found.settle, daemon=True)
+    settling = threading.Thread(target=found.wait_for_writes, daemon=True)
     settling.start()
     settling.join(0.1)
     assert settling.is_alive()
@@ -130,11 +130,11 @@ def test_what_is_partly_on_a_file_and_partly_on_another_device_is_over_at_once(m
     assert TieredTensor(torch.float32, halves).read(0, out) is DONE
     assert out.tolist() == [0.0, 0.0, 2.0, 2.0]
     assert log == ["ordered", "ordered"]
-    gone = Transfer.failing(StorageError("gone"))
+    gone = Transfer.with_error(StorageError("gone"))
     monkeypatch.setattr(moving, "_copy", lambda source, target: gone)
     together = TieredTensor(torch.float32, halves).read(0, out)  # Two files, whose reader waits when it needs them.
     check_refused("gone", together.wait)
-    gone.crosses = True
+    gone.crosses_devices = True
     with pytest.raises(StorageError, match="gone"):
         TieredTensor(torch.float32, halves).read(0, out)
 
@@ -167,7 +167,7 @@ def test_bytes_come_back_as_they_went(device_tiers: Tiers, tier: Any, fraction: 
         read.wait()
         assert torch.equal(out, values), turn
         on_host = torch.empty(tensor.numel, dtype=dtype)
-        tensor.settle()
+        tensor.wait_for_writes()
         torch.accelerator.synchronize()
         tensor.read(0, on_host).wait()
         assert torch.equal(on_host, values.cpu()), turn
@@ -196,7 +196,7 @@ def test_copies_go_on_beside_what_is_computed() -> None:
         matrix = matrix @ matrix
         matrix /= matrix.amax()
     computed = torch.accelerator.current_stream().record_event()
-    copied.end()
+    copied.wait_for_end()
     assert not computed.query(), "the copy waited for what was launched after it"
     copied.wait()
     assert torch.equal(target.cpu(), source)

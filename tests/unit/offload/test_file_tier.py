@@ -181,7 +181,7 @@ def test_slots_hold_what_was_written(data: st.DataObject, checksums: bool, strip
         for slot in slots:
             slot.read(0, slot.slot.nbytes, 0)
             slot.finish(-1, slot.slot.nbytes + 1)
-            slot.slot.settle()
+            slot.slot.wait_for_writes()
 
 
 @checked
@@ -265,7 +265,7 @@ def test_a_stored_file_is_read_with_a_buffer_only_where_its_blocks_are_no_blocks
         buffer = FileTier.buffer
         patch.setattr(FileTier, "buffer", lambda tier: used.append(tier) or buffer(tier))
         out = memory(max(0, end - begin), begin % BLOCK if shift is None else shift)
-        tier.stored(Path(file.name)).read(begin, out).wait()
+        tier.open_stored(Path(file.name)).read(begin, out).wait()
         assert torch.equal(out, stored[begin:end])
         alike = shift is None or shift == begin % BLOCK
         assert not (alike and used)
@@ -278,7 +278,7 @@ def test_a_stored_file_that_is_overwritten_is_an_error(tmp_path: Path, renamed: 
     path.write_bytes(bytes(3 * BLOCK))
     other.write_bytes(bytes([1]) * 3 * BLOCK)
     with closing(FileTier([tmp_path], "test")) as tier:
-        slot, out = tier.stored(path), torch.empty(2 * BLOCK, dtype=torch.uint8)
+        slot, out = tier.open_stored(path), torch.empty(2 * BLOCK, dtype=torch.uint8)
         slot.read(5, out).wait()
         before = path.stat()
         if renamed:
@@ -493,7 +493,7 @@ def test_what_a_full_disk_does_not_take_cannot_be_read(
     assert transfer.done()
     assert transfer.failed()
     for _ in range(2):
-        check_refused(said, slot.read(file_tier.PIECE + 4000, memory(1000, 0)).wait, slot.settle)
+        check_refused(said, slot.read(file_tier.PIECE + 4000, memory(1000, 0)).wait, slot.wait_for_writes)
     later = slot.write(file_tier.PIECE + 4000, some_bytes(3000, 3))
     check_refused(said, later.wait)
     with pytest.raises(StorageError, match=said):  # It was to begin after the one that failed: it has not.
@@ -595,7 +595,9 @@ def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
     transfer = slot.read(0, out)
     transfer.on_end(ended.set)
     wait_for(lambda: len(reads.began) == 2)
-    waiting = threading.Thread(target=transfer.end, daemon=True)  # Somebody waits already when pieces are given up.
+    waiting = threading.Thread(
+        target=transfer.wait_for_end, daemon=True
+    )  # Somebody waits already when pieces are given up.
     waiting.start()
     assert not ended.wait(A_MOMENT / 4)
     closing = threading.Thread(target=tier.close, daemon=True)

@@ -58,7 +58,7 @@ def test_the_allocator_of_a_gpu_gets_segments_that_grow_unless_the_user_says_oth
         ("cuda", {names[1]: "backend:native"}, None),
     ):
         device = None if kind is None else torch.device(kind)
-        monkeypatch.setattr(accelerator, "found", lambda device=device: device)
+        monkeypatch.setattr(accelerator, "current_accelerator", lambda device=device: device)
         for name in names:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
@@ -94,7 +94,7 @@ HUGE = 2 << 20
 def moving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the system moves pages, as Linux does since 5.7."""
     if request.param == "not moved":
-        monkeypatch.setattr(allocation, "_moves_pages", lambda: False)
+        monkeypatch.setattr(allocation, "_can_move_pages", lambda: False)
         return False
     return tuple(int(part) for part in os.uname().release.split(".")[:2]) >= (5, 7)
 

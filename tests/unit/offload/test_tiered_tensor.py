@@ -44,9 +44,9 @@ def test_a_tensor_and_its_slices_are_those_of_a_plain_one(
     """What is written is read, in any dtype, and what is in memory can be looked at."""
     with small_tiers(stripes, checksums=checksums) as tiers:
         tensor = tiers.allocate(numel, dtype, choice, Purpose.MASTER, "some")
-        model, cut = torch.zeros(numel, dtype=dtype), choice.cut(numel)
+        model, cut = torch.zeros(numel, dtype=dtype), choice.offloaded_numel(numel)
         assert [part.end for part in tensor.parts] == sorted({cut, numel} - {0})
-        assert (tensor.whole(CPU) is not None) == choice.in_reach(numel, CPU)
+        assert (tensor.whole(CPU) is not None) == choice.is_whole_on(numel, CPU)
         for number in range(data.draw(st.integers(1, 8))):
             part, plain, first = tensor, model, 0
             for _ in range(data.draw(st.integers(0, 3))):
@@ -80,7 +80,7 @@ def test_a_tensor_and_its_slices_are_those_of_a_plain_one(
                         assert torch.equal(found, plain[start:end])
                         found.fill_(number)
                         plain[start:end] = number
-        tensor.settle()
+        tensor.wait_for_writes()
         assert torch.equal(tensor.load(CPU), model)
         copy = tiers.allocate(numel, data.draw(dtypes), data.draw(choices), Purpose.PARAMETERS, "copy")
         copy.copy_from(tensor)
@@ -96,13 +96,13 @@ def intervals(numel: int, cut: int) -> st.SearchStrategy[tuple[int, int]]:
 
 @given(numel=st.integers(0, 10**9), choice=choices)
 def test_a_fraction_is_kept_within_one_grain(numel: int, choice: TierChoice) -> None:
-    cut = choice.cut(numel)
+    cut = choice.offloaded_numel(numel)
     assert 0 <= cut <= numel
     assert cut == numel or cut % GRAIN == 0
     away = choice.fraction * numel if choice.tier != "none" else 0
     assert away - 1 <= cut < away + GRAIN
-    assert sum(choice.on(tier, numel) for tier in Tier) == numel
-    assert choice.on(Tier.DEVICE, numel) == numel - cut
+    assert sum(choice.numel_on(tier, numel) for tier in Tier) == numel
+    assert choice.numel_on(Tier.DEVICE, numel) == numel - cut
 
 
 def test_every_byte_is_in_the_ledger(tiers: Tiers) -> None:
@@ -123,7 +123,7 @@ def test_what_lies_in_files_is_read_from_there(tiers: Tiers, tmp_path: Path, mon
     paths = [tmp_path / "one", tmp_path / "two"]
     for path, header in zip(paths, (2 * BLOCK, 38), strict=True):  # In whole blocks, and beside them.
         path.write_bytes(b"h" * header + stored.view(torch.uint8).numpy().tobytes())
-    one, other = map(tiers.file().stored, paths)
+    one, other = map(tiers.file().open_stored, paths)
     runs = [
         TieredPart(start=64, end=64 + 4 * GRAIN, tier=Tier.FILE, slot=one, first=BLOCK),
         TieredPart(start=64 + 4 * GRAIN, end=69 + 4 * GRAIN, tier=Tier.FILE, slot=other, first=19 + 9 * GRAIN),
@@ -269,10 +269,10 @@ def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert (budget.used, budget.pageable) == (10_000, 8004)
     budget.allocate(5, torch.float32, CPU)
     assert (budget.used, budget.pageable) == (10_000, 8004)
-    budget.give(6000)
-    assert budget.take(6000, device)
-    assert not budget.take(1, device)
-    budget.give(6000)
+    budget.release(6000)
+    assert budget.reserve(6000, device)
+    assert not budget.reserve(1, device)
+    budget.release(6000)
     refused.append(2000)
     assert torch.equal(budget.allocate(500, torch.float32, device), torch.zeros(500))
     assert (budget.used, budget.pageable) == (4000, 10_004), "what the driver does not pin counts as ordinary memory"
@@ -286,10 +286,10 @@ def test_what_may_be_pinned_is_what_is_free_and_not_what_the_system_lets_process
     monkeypatch.setattr(allocation, "available_bytes", lambda: free[0])
     device, budget = torch.device("cuda"), PinnedBudget()
     assert pinnable_bytes() == 7000
-    assert budget.take(6000, device)
+    assert budget.reserve(6000, device)
     free[0] = 2000
-    assert not budget.take(2000, device)
-    assert budget.take(1500, device)
+    assert not budget.reserve(2000, device)
+    assert budget.reserve(1500, device)
     free[0] = 0
-    budget.give(1500)
-    assert budget.take(1500, device), "torch keeps what was pinned"
+    budget.release(1500)
+    assert budget.reserve(1500, device), "torch keeps what was pinned"

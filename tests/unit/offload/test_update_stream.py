@@ -16,7 +16,7 @@ from zeromesh.errors import StorageError
 from zeromesh.offload import FileTier, Purpose, TierChoice, TieredTensor, Tiers, Transfer, WaitTime, update_stream
 from zeromesh.offload.io import file_tier
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.offload.io.transfer import Memory, StagingPool
+from zeromesh.offload.io.transfer import AllocateBuffer, StagingPool
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole, stream_bytes
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -36,7 +36,7 @@ choices = st.builds(
 class Pool(StagingPool):
     """A pool that counts what is out."""
 
-    def __init__(self, count: int, nbytes: int, memory: Memory) -> None:
+    def __init__(self, count: int, nbytes: int, memory: AllocateBuffer) -> None:
         super().__init__(count, nbytes, memory)
         self.count, self.most, self.twice = count, 0, 0
         self._out: set[int] = set()
@@ -49,11 +49,11 @@ class Pool(StagingPool):
             self.most = max(self.most, len(self._out))
         return buffer
 
-    def give(self, buffer: torch.Tensor) -> None:
+    def give_back(self, buffer: torch.Tensor) -> None:
         with self._changed:
             self.twice += buffer.data_ptr() not in self._out
             self._out.discard(buffer.data_ptr())
-            super().give(buffer)
+            super().give_back(buffer)
             self._changed.notify_all()
 
     @property
@@ -75,7 +75,7 @@ def counted() -> Iterator[None]:
     """Streams have small buffers, and pools that count: in the end all are there."""
     pools: list[Pool] = []
 
-    def counting(count: int, nbytes: int, memory: Memory) -> Pool:
+    def counting(count: int, nbytes: int, memory: AllocateBuffer) -> Pool:
         pools.append(Pool(count, nbytes, memory))
         return pools[-1]
 
@@ -177,7 +177,7 @@ def test_rows_make_what_is_computed_at_once(
         found = UpdateStream(CPU, width=width, longest=longest, nbytes=nbytes, waits=WaitTime())
         assert found.nbytes == stream_bytes(width, longest, nbytes) <= max(nbytes, width * IN_FLIGHT * BUFFER)
         for step in range(2):
-            found.forget()
+            found.drop_read_ahead()
             for bucket in buckets:
                 bucket.set(2, values(bucket.numel, dtype, 10 * step + bucket.key))
             order = data.draw(st.permutations(buckets))
@@ -358,7 +358,7 @@ def test_what_was_read_ahead_in_vain_is_dropped(tiers: Tiers, monkeypatch: pytes
     pace.before = lambda what, row: pace.wait("gate", 0) if what == "read" and row in (1, 2) else None
     found.run(one.rows(found), add, two.rows(found))
     in_time(lambda: found.run(three.rows(found), add))
-    in_time(three.tensor.settle)
+    in_time(three.tensor.wait_for_writes)
     assert pool_of(found).out == 2
     pace.tell("gate", 0)
     assert pool_of(found).all_come_back()
@@ -371,7 +371,7 @@ def test_what_was_read_ahead_in_vain_is_dropped(tiers: Tiers, monkeypatch: pytes
 def test_what_changes_after_it_was_read_ahead_is_read_again(tiers: Tiers) -> None:
     one, two, found = Numbers(tiers, 1, 1), Numbers(tiers, 3, 2), make()
     found.run(one.rows(found), add, two.rows(found))
-    found.forget()
+    found.drop_read_ahead()
     two.set(9)
     found.run(two.rows(found), add)
     two.check()
@@ -465,7 +465,7 @@ def test_a_row_that_cannot_be_written_is_an_error_for_who_reads_it_next(
         check_refused(said, lambda: found.run(numbers.rows(found), computed))
         assert computed == [0, 1, 2, 3, 4]
         assert pool_of(found).all_come_back()
-    check_refused(said, numbers.tensor.settle)
+    check_refused(said, numbers.tensor.wait_for_writes)
     in_time(lambda: found.run(other.rows(found), add))
     other.check()
 

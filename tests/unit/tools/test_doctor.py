@@ -53,7 +53,7 @@ def sound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name, value in {"available_cores": 8, "available_bytes": 48 * GIB, "machine_bytes": 64 * GIB}.items():
         monkeypatch.setattr(hardware, name, lambda value=value: value)
     monkeypatch.setattr(hardware, "group_settings", lambda name: [])
-    monkeypatch.setattr(hardware.accelerator, "found", lambda: torch.device("cuda"))
+    monkeypatch.setattr(hardware.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(hardware, "_limit", lambda which: None)
     monkeypatch.setattr(hardware.os, "statvfs", lambda path: SimpleNamespace(f_frsize=GIB, f_blocks=32))
     return monkeypatch
@@ -100,7 +100,7 @@ def devices_of(
 ) -> Any:
     """GPUs as the seam shows them, of which `broken` compute nothing."""
 
-    def begin() -> list[torch.device]:
+    def initialize() -> list[torch.device]:
         if failure:
             raise RuntimeError(f"{failure}\nand more")
         return [torch.device("cuda", index) for index in range(count)]
@@ -113,8 +113,8 @@ def devices_of(
     memory = DeviceMemory(free=free * GIB, total=80 * GIB, allocated=0, reserved=0, peak=0)
     return SimpleNamespace(
         failure=failure,
-        built_for=lambda: built,
-        begin=begin,
+        build_platform=lambda: built,
+        initialize=initialize,
         ones=ones,
         device_name=lambda device: "H100",
         architecture=lambda device: "sm_90",

@@ -12,7 +12,7 @@ from torch.numa import binding
 from zeromesh.environment import kept_environment
 from zeromesh.errors import ConfigError
 from zeromesh.offload import accelerator
-from zeromesh.offload.accelerator import bind_near, pick_device
+from zeromesh.offload.accelerator import bind_to_near_cpus, pick_device
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup import build
 from zeromesh.trainer.setup.build import set_tf32, use_deterministic_kernels
@@ -26,7 +26,7 @@ def test_the_device_of_a_rank(
 ) -> None:
     """A launcher may show every process all devices of the host, or its own alone."""
     current: list[Any] = []
-    monkeypatch.setattr(accelerator, "found", lambda: torch.device("cuda"))
+    monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: visible)
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
     if taken is None:
@@ -80,7 +80,7 @@ def test_the_same_bits_need_fixed_workspaces_before_a_gpu_is_used(
     monkeypatch: pytest.MonkeyPatch, cublas: bool, given: str | None, begun: bool, words: str
 ) -> None:
     monkeypatch.setattr(build, "has_cublas", lambda: cublas)
-    monkeypatch.setattr(build, "has_begun", lambda: begun)
+    monkeypatch.setattr(build, "is_initialized", lambda: begun)
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     if given is not None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = given
@@ -104,7 +104,7 @@ def test_a_rank_is_bound_to_cpus_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -
 
     def refused(device: torch.device, mode: str) -> str:
         with pytest.raises(ConfigError) as caught:
-            bind_near(device, 4, mode)
+            bind_to_near_cpus(device, 4, mode)
         return str(caught.value)
 
     monkeypatch.setattr(binding, name, bind)
@@ -113,7 +113,7 @@ def test_a_rank_is_bound_to_cpus_near_its_gpu(monkeypatch: pytest.MonkeyPatch) -
     assert "this rank computes on CPU, for which" in refused(CPU, "node")
     assert "this rank computes on XPU, for which" in refused(torch.device("xpu", 0), "node")
     for mode in ("node", "socket", "exclusive", "core-complex"):
-        bind_near(torch.device("cuda", 1), 4, mode)
+        bind_to_near_cpus(torch.device("cuda", 1), 4, mode)
     assert bound == [(1, "node"), (1, "socket"), (1, "exclusive"), (1, "core-complex")]
     assert "torch did not find them for GPU 3: RuntimeError: no such node" in refused(torch.device("cuda", 3), "node")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)

@@ -18,7 +18,7 @@ from zeromesh.errors import StorageError, summary
 from zeromesh.files import try_lock
 from zeromesh.offload import accelerator
 from zeromesh.offload.io.direct_io import IN_MEMORY, PositionalFile, free_bytes, mount_of, nearest_directory
-from zeromesh.offload.io.transfer import pages
+from zeromesh.offload.io.transfer import allocate_pages
 from zeromesh.offload.memory.ledger import available_bytes, group_settings, machine_bytes
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.tools.doctor.software import Finding, problem, warning
@@ -88,7 +88,7 @@ def _limits() -> Iterator[Finding]:
         "no limit" if locked is None else human_bytes(locked),
         "InfiniBand cannot register its buffers.",
         "Set ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK).",
-        when=accelerator.found() is not None and locked is not None and locked < _LEAST_LOCKED,
+        when=accelerator.current_accelerator() is not None and locked is not None and locked < _LEAST_LOCKED,
     )
     processes = min((each for each in (threads, _group_limit("pids.max")) if each is not None), default=None)
     connections = "Ranks hold a connection for each peer and group, and a file for each shard that they read."
@@ -116,7 +116,7 @@ def accelerators() -> Iterator[Finding]:
     with contextlib.suppress(OSError):
         match = re.search(r"(?:Kernel Module|x86_64|aarch64)\s+([\d.]+)", _DRIVER.read_text(encoding="ascii"))
         driver = match[1] if match else "of an unknown version"
-    built, version = accelerator.built_for(), torch.__version__
+    built, version = accelerator.build_platform(), torch.__version__
     if not built:
         yield problem(
             "torch",
@@ -130,7 +130,7 @@ def accelerators() -> Iterator[Finding]:
     yield Finding("torch", f"{version} for {built}; NVIDIA's driver {driver or 'not found'}")
     devices, error = list[torch.device](), "torch sees none"
     try:
-        devices = accelerator.begin()
+        devices = accelerator.initialize()
     except RuntimeError as failure:
         error = summary(failure)
     if not devices:
@@ -245,7 +245,7 @@ def measure(path: Path) -> DiskTimes:
         locks = False
         with path.open("rb") as opened, contextlib.suppress(OSError):
             locks = try_lock(opened.fileno())
-        piece, small = pages(_PIECE), pages(4096)
+        piece, small = allocate_pages(_PIECE), allocate_pages(4096)
         piece.random_()  # Some disks compress zeros.
         nbytes, began = 0, time.perf_counter()
         while nbytes < _MOST_BYTES and time.perf_counter() - began < _MOST_SECONDS:
@@ -259,7 +259,7 @@ def measure(path: Path) -> DiskTimes:
             file.write(small, 4096 * number)
             file.sync()
             syncs.append(time.perf_counter() - began)
-        file.forget(0, nbytes)
+        file.drop_from_cache(0, nbytes)
         done, began = 0, time.perf_counter()
         while done < nbytes and time.perf_counter() - began < _MOST_SECONDS:
             file.read(piece, done)

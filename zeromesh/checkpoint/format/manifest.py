@@ -30,7 +30,7 @@ from zeromesh.checkpoint.format.safetensors_layout import (
     DTYPES,
     MAX_DIMS,
     TensorSpec,
-    are_sizes,
+    are_valid_sizes,
     check_names,
     check_plain,
     parse_json,
@@ -75,7 +75,7 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """`part` is (0, 1) for a whole checkpoint, (index, count) where each host has a directory of its own."""
+    """The content of `manifest.json`. `part` is (index, count) where each host has a directory of its own, else (0, 1)."""
 
     step: int
     files: Mapping[str, FileRecord]
@@ -153,7 +153,7 @@ def parse(path: Path, raw: bytes) -> Manifest:
         return value
 
     def is_part(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == 2 and are_sizes(*value) and value[0] < value[1]
+        return isinstance(value, list) and len(value) == 2 and are_valid_sizes(*value) and value[0] < value[1]
 
     index, count = checked("part", is_part, "an index and a count that is larger, two whole numbers")
     files, layout, tensors, aliases = (
@@ -168,7 +168,7 @@ def parse(path: Path, raw: bytes) -> Manifest:
     check_plain(path, "layout", layout)
     content.setdefault("source", "")
     return Manifest(
-        step=checked("step", are_sizes, "a whole number, 0 or more"),
+        step=checked("step", are_valid_sizes, "a whole number, 0 or more"),
         files=records,
         tensors=_tensors(path, tensors, records),
         aliases=aliases,
@@ -188,12 +188,12 @@ def _file(path: Path, name: str, value: Any, *, whole: bool) -> FileRecord:
         raise CheckpointError(f"{path} names the file {name[:300]!r}, which is no plain name inside the checkpoint")
     content: Mapping[str, Any] = value if isinstance(value, dict) else {}
     rows, nbytes = content.get("pieces"), content.get("bytes")
-    if not isinstance(rows, list) or nbytes is None or not are_sizes(nbytes):
+    if not isinstance(rows, list) or nbytes is None or not are_valid_sizes(nbytes):
         raise CheckpointError(f"{path}: {name} should have a number of bytes and a list of pieces")
     found, end, nothing = [], 0, list[Any]([None] * 4)
     for row in rows:
         begin, stop, digest, rank = row if isinstance(row, list) and len(row) == 4 else nothing
-        if not are_sizes(begin, stop, rank) or not (isinstance(digest, str) and _CHECKSUM.fullmatch(digest)):
+        if not are_valid_sizes(begin, stop, rank) or not (isinstance(digest, str) and _CHECKSUM.fullmatch(digest)):
             raise CheckpointError(f"{path}: {name} has a piece that is no [begin, end, checksum, rank]")
         if begin < end or stop <= begin or stop > nbytes or (whole and begin != end):
             raise CheckpointError(
@@ -216,7 +216,7 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
         for name, row in rows.items():
             match row:
                 case [str(file), begin, str(dtype), list(shape)] if (
-                    file in files and dtype in DTYPES and len(shape) <= MAX_DIMS and are_sizes(begin, *shape)
+                    file in files and dtype in DTYPES and len(shape) <= MAX_DIMS and are_valid_sizes(begin, *shape)
                 ):
                     found.append(
                         TensorSpec(

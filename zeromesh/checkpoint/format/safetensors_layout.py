@@ -44,9 +44,9 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_FILE = 4 << 30
-"""The file size in bytes after which tensors go to a new file; tensors are never cut, so a file may exceed it by one."""
+"""The file size in bytes after which tensors go to a new file; a tensor is never cut, so its file may be larger."""
 _LEAST_FILE = 64 << 20
-"""The size in bytes below which more files would not make writing faster."""
+"""The file size in bytes below which dividing tensors among more files does not make writing faster."""
 _MOST_FOR_WRITERS = 64
 """The most files of a kind that are made for parallel writers, since every rank opens all of them."""
 
@@ -176,7 +176,7 @@ def _entry(path: Path, name: str, fields: Any, origin: int) -> TensorSpec:
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if len(numbers) > MAX_DIMS + 2:
         raise CheckpointError(f"{path} gives {name} {len(shape):,} dims; at most {MAX_DIMS} are allowed")
-    if not are_sizes(*numbers):
+    if not are_valid_sizes(*numbers):
         raise CheckpointError(f"{path} has a shape or offsets for {name} that are not whole numbers below 2**62")
     if end - begin != math.prod(shape) * DTYPES[code].itemsize:
         raise CheckpointError(f"{path} gives {name} {end - begin} bytes, {code}{shape} has another size")
@@ -184,7 +184,7 @@ def _entry(path: Path, name: str, fields: Any, origin: int) -> TensorSpec:
     return TensorSpec(kind="model", name=name, dtype=DTYPES[code], shape=tuple(shape), path=path.name, begin=begin)
 
 
-def are_sizes(*values: Any) -> bool:
+def are_valid_sizes(*values: Any) -> bool:
     """Return True if values from an untrusted file are valid numbers of bytes or elements."""
     for value in values:  # noqa: SIM110 - a manifest may have millions of pieces
         if type(value) is not int or not 0 <= value < 1 << 62:

@@ -19,7 +19,7 @@ from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK
 
 GRID = 4 << 20
-"""Bytes between checksum boundaries."""
+"""The bytes of a piece with a checksum: pieces are cut at multiples of this offset in a file."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size in bytes: elements are copied as these, so that no bit of a NaN changes."""
 
@@ -35,8 +35,8 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
     return [interval for interval in found if interval.length]
 
 
-def starts_in_blocks_of_others(extents: Sequence[Interval]) -> list[Interval]:
-    """List the beginnings of merged extents that lie in a disk block whose first byte belongs to another extent."""
+def starts_in_others_blocks(extents: Sequence[Interval]) -> list[Interval]:
+    """Return the start of each merged extent, up to the next block boundary, if its block's first byte is outside the extent."""
     starts = [Interval(start=each.start, end=min(each.end, round_up(each.start, BLOCK))) for each in extents]
     return [start for start in starts if start.length]
 
@@ -94,8 +94,8 @@ class TensorShard:
 
 
 def elements_of(data: torch.Tensor, tensor: TensorSpec) -> torch.Tensor:
-    """Return the elements of a stored tensor whose bytes in its file are `data`, 1-D uint8. All bytes that are not read right into
-    memory of the file's dtype become elements here; what takes the elements converts them to its own dtype."""
+    """Return the elements, in the file's dtype, whose bytes in the file are `data`, 1-D uint8. A codec of stored weights decodes
+    here, as all bytes pass through that are not read into memory of the file's dtype directly."""
     return data.view(tensor.dtype)
 
 

@@ -67,7 +67,7 @@ class CheckpointReader:
         self._tensors = {(tensor.kind, tensor.name): tensor for tensor in self.manifest.tensors}
         index, count = self.manifest.part
         if checked and not parts and count > 1:
-            raise CheckpointError(part_problem(directory, index, count))
+            raise CheckpointError(part_error_text(directory, index, count))
         if checked:
             for _, problem in self.problems():
                 raise CheckpointError(problem)
@@ -78,7 +78,7 @@ class CheckpointReader:
 
     def path_of(self, path: str) -> Path:
         """Return the path of a file of the manifest: in the checkpoint, or in the source of the frozen weights."""
-        away = self.manifest.is_elsewhere(path)  # The cache of the Hub has links to its files.
+        away = self.manifest.is_elsewhere(path)  # Links are resolved, since the Hub's cache has links to its files.
         return (self.source / path.removeprefix(manifests.SOURCE)).resolve() if away else self.directory / path
 
     def pieces(self) -> list[ChecksumPiece]:
@@ -139,12 +139,12 @@ class CheckpointReader:
             CheckpointError: naming the file, the bytes and a tensor in them, when a piece is not what was written.
             StorageError: when the system cannot read.
         """
-        with closing(self.fetched(pieces)) as fetched:
+        with closing(self.fetch_pieces(pieces)) as fetched:
             for piece, data, read in fetched:
                 read.result()
                 use(piece, data)
 
-    def fetched(
+    def fetch_pieces(
         self, pieces: Sequence[ChecksumPiece]
     ) -> Generator[tuple[ChecksumPiece, torch.Tensor, Future[None]], None, None]:
         """Yield pieces in order, each with its bytes, 1-D uint8, and a finished future, which has the error of a damaged piece.
@@ -171,7 +171,7 @@ class CheckpointReader:
                     piece, buffer, future = in_flight.popleft()
                     wait([future])
                     yield piece, buffer[: piece.end - piece.begin], future
-                    pool.give(buffer)
+                    pool.give_back(buffer)
                     if piece.path not in [each.path for each, *_ in in_flight]:
                         _close(opened.pop(piece.path))
             finally:
@@ -197,8 +197,8 @@ class CheckpointReader:
         raise CheckpointError(problem + cure if away else problem)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield path and problem of files that are no plain files of their sizes, or hold weights and are foreign. Files without
-        a piece in a part may be absent. Files of the source of frozen weights are checked when read."""
+        """Yield path and problem of each file of the manifest that is missing, no plain file or of another size, and of files with
+        weights that the manifest does not list. Files of the source of frozen weights are checked when they are read."""
         known = self.manifest.files
         for path, record in known.items():
             if self.manifest.is_elsewhere(path) or not (record.pieces or self.manifest.part[1] == 1):
@@ -269,7 +269,7 @@ def manifest_of(directory: Path) -> tuple[str, Manifest]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def part_problem(directory: Path, index: int, count: int, of: str = "") -> str:
+def part_error_text(directory: Path, index: int, count: int, of: str = "") -> str:
     """Return the message about part `index` of `count` of a checkpoint, where a whole one is needed; `of` follows the count."""
     return (
         f"{directory} is part {index + 1} of {count}{of}, one of each host; put them together first: "
@@ -375,7 +375,7 @@ def manifest_of_files(directory: Path) -> Manifest:
     except CheckpointError:
         part = (0, 1)  # Other tools write files of the same name.
     if part[1] > 1:  # The parts of other hosts would be read as zeros.
-        raise ConfigError(part_problem(directory, *part, " of a checkpoint"), where="model.source")
+        raise ConfigError(part_error_text(directory, *part, " of a checkpoint"), where="model.source")
     try:
         if (directory / INDEX).is_file():
             found = _read_indexed(directory)
@@ -432,7 +432,7 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
         bad: list[ChecksumPiece] = []
         reasons: list[str] = []
         try:
-            for piece, _, read in reader.fetched(record.pieces):
+            for piece, _, read in reader.fetch_pieces(record.pieces):
                 if (error := read.exception()) is not None:
                     bad.append(piece)
                     reasons.append(str(error))

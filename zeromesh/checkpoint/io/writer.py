@@ -47,7 +47,7 @@ from zeromesh.checkpoint.io.file_slices import (
     cut_at_grid,
     merged,
     overlapping,
-    starts_in_blocks_of_others,
+    starts_in_others_blocks,
     written_blocks,
 )
 from zeromesh.errors import CheckpointError, StorageError
@@ -58,7 +58,7 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, accelerator, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import PositionalFile
-from zeromesh.offload.io.transfer import StagingPool, pages
+from zeromesh.offload.io.transfer import StagingPool, allocate_pages
 from zeromesh.telemetry.step_recorder import Collective
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ STAGING_BUFFERS = 4
 _IO_THREADS = 2
 _PROGRESS_SECONDS = 0.2
 LONGEST_ROW = 512 << 10
-"""The longest row, in bytes, that is exchanged. Runs of longer rows are few enough to be separate pieces."""
+"""The longest row, in bytes, of a tensor whose columns are exchanged for rows; longer rows make few enough pieces as they are."""
 
 
 def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
@@ -144,7 +144,7 @@ def _exchange(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePiece:
-    """Bytes `where` of a file, which are copied from `sources`; the updates of the buckets `owners` change some of them."""
+    """The bytes `where` of the file `path`, copied from `sources`. Updates of the buckets `owners` change some of these sources."""
 
     path: str
     where: Interval
@@ -168,7 +168,7 @@ def bytes_for_others(runs: Runs) -> list[tuple[str, int, bytes]]:
     """List this rank's parts of blocks that other ranks write: the file, the first byte, and the bytes."""
     found = []
     for path, members in runs.items():
-        for edge in starts_in_blocks_of_others(_extents(members)):
+        for edge in starts_in_others_blocks(_extents(members)):
             cuts = (run.cut(edge).to_bytes() for run in overlapping(members, edge.start, edge.end))
             found.append((path, edge.start, b"".join(cuts)))
     return found
@@ -225,7 +225,7 @@ class ShardWriter:
         self._pieces = deque(pieces)
         self._rank = rank
         self._left = Counter(owner for piece in pieces for owner in piece.owners)
-        """The number of pieces with elements of each owner that are not copied yet."""
+        """By owner (bucket), the number of pieces with its elements that are not copied yet, until when it must not be updated."""
         self._changed = threading.Condition()
         self._checksums: list[ChecksumPiece] = []
         self._written: Future[Any] = Future()
@@ -234,7 +234,7 @@ class ShardWriter:
         """Begin to write in a thread; the future is done when all writing has ended."""
         launched = None
         if is_accelerator(self._device):
-            launched = accelerator.record(accelerator.current_stream(self._device))
+            launched = accelerator.record_event(accelerator.current_stream(self._device))
         self._written = in_thread("save", partial(self._write_all, launched), daemon=True)
         return self._written
 
@@ -266,8 +266,10 @@ class ShardWriter:
         try:
             with ExitStack() as stack, ThreadPoolExecutor(_IO_THREADS) as threads:
                 if launched is not None:
-                    stack.enter_context(accelerator.beside(launched))
-                pool = StagingPool(STAGING_BUFFERS, GRID, pages if launched is None else accelerator.pinned)
+                    stack.enter_context(accelerator.launching_on_new_stream(launched))
+                pool = StagingPool(
+                    STAGING_BUFFERS, GRID, allocate_pages if launched is None else accelerator.allocate_pinned
+                )
                 files = {
                     path: stack.enter_context(PositionalFile(self._directory / path, write=True))
                     for path in {piece.path for piece in self._pieces}
@@ -312,7 +314,7 @@ class ShardWriter:
             digest = checksum(data)
             file.write(data, where.start)
         finally:
-            pool.give(buffer)
+            pool.give_back(buffer)
         row = ChecksumPiece(path=piece.path, begin=where.start, end=where.end, checksum=digest, rank=self._rank)
         with self._changed:
             self._checksums.append(row)

@@ -41,8 +41,8 @@ class _ModuleSite:
 
 
 def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
-    """Count the blocks of each stage in the cut whose most expensive stage is cheapest; ties are resolved by the least sum of
-    squares of stage costs.
+    """Return the number of blocks of each stage in the cut that minimizes the cost of the most expensive stage, and among such cuts
+    the sum of squares of stage costs.
 
     `costs` has a number for each block, in parameters, FLOPs or seconds; `first` is the cost of the modules before the blocks
     (the embedding), `last` that of the modules after them (the head), in the same unit.
@@ -77,7 +77,7 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
 
 
 Balance = Literal["parameters", "flops"]
-"""The balanced quantity: parameters, and so memory, or multiplications per token, and so time."""
+"""The quantity that stages have about equal amounts of: parameters (memory), or multiplications per token (time)."""
 
 
 def block_costs(
@@ -170,7 +170,7 @@ class Stages:
                     "it is not known how it balances its experts; set output_router_logits to false to train without"
                 )
                 raise refusal(model, reason)
-        self._places = [self._place(name, outside) for name in self._stages]
+        self._sites = [self._site(name, outside) for name in self._stages]
         self._names = [tuple(names) for _, names in names_by_parameter(model)]
         self.ties: dict[tuple[str, ...], dict[int, str]] = {}
         """Parameters of which several stages have a copy, whose gradients are summed and counted once: for their names, in the
@@ -181,11 +181,9 @@ class Stages:
                 held.setdefault(self.stage_of(name), name)
             if len(held) > 1:
                 self.ties[names] = held
-        self._arrange(self.own)
+        self._install_modules(self.own)
         meta: dict[int, nn.Parameter] = {}
-        for module in (
-            each for place in self._places if place.stage not in self.own for each in place.module.modules()
-        ):
+        for module in (each for site in self._sites if site.stage not in self.own for each in site.module.modules()):
             for leaf, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in meta:
                     empty = torch.empty_like(parameter, device="meta")
@@ -193,7 +191,7 @@ class Stages:
                     vars(meta[id(parameter)]).update(vars(parameter))
                 module._parameters[leaf] = None if parameter is None else meta[id(parameter)]
 
-    def _place(self, name: str, outside: Mapping[str, nn.Module]) -> _ModuleSite:
+    def _site(self, name: str, outside: Mapping[str, nn.Module]) -> _ModuleSite:
         anatomy, slot, module = self._anatomy, self._slot, self.model.get_submodule(name)
         parent, _, leaf = name.rpartition(".")
         if name in outside:
@@ -217,8 +215,8 @@ class Stages:
 
     @contextmanager
     def chunk(self, chunk: int, received: Sequence[torch.Tensor] = (), *, balance: bool = True) -> Iterator[None]:
-        """Inside the block the model runs as this chunk, on the tensors `received` from the previous stage; none for the first
-        stage. `balance`: compute the experts' balance loss, if the model has one."""
+        """Inside the block, the model runs as chunk number `chunk` of this rank, on the tensors `received` from the previous stage
+        (none for the first one). `balance`: compute the experts' load-balancing loss, if the model has one."""
         stage = self.own[chunk]
         names = self._balance if balance and stage + 1 == self.count else None
         function = None if names is None else names[_BALANCE]
@@ -228,7 +226,7 @@ class Stages:
         slot.received = received[0] if received else None
         try:
             if len(self.own) > 1:
-                self._arrange([stage])
+                self._install_modules([stage])
             if names is not None and function is not None:
                 # The router logits of earlier stages count in the model's balance loss.
                 names[_BALANCE] = lambda logits, *args, **kwargs: function((*received[1], *logits), *args, **kwargs)
@@ -238,11 +236,11 @@ class Stages:
                 names[_BALANCE] = function
             slot.received = slot.captured = None
             if len(self.own) > 1:
-                self._arrange(self.own)
+                self._install_modules(self.own)
 
-    def _arrange(self, stages: Collection[int]) -> None:
-        for place in self._places:
-            place.parent._modules[place.leaf] = place.module if place.stage in stages else place.stub
+    def _install_modules(self, stages: Collection[int]) -> None:
+        for site in self._sites:
+            site.parent._modules[site.leaf] = site.module if site.stage in stages else site.stub
 
     def is_last(self, chunk: int) -> bool:
         """Return True if a chunk ends with the head: then the model itself is called inside `chunk`, labels included."""
@@ -268,7 +266,7 @@ class Stages:
         """Restore the whole model. Parameters of other stages are on the meta device, and tied ones are tied again."""
         while self._undo:
             self._undo.pop()()
-        self._arrange(range(self.count))
+        self._install_modules(range(self.count))
         for names in self._names:
             found = [self.model.get_parameter(name) for name in names]
             best = next((each for each in found if each.device.type != "meta"), found[0])

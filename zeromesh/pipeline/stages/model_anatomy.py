@@ -23,7 +23,7 @@ from zeromesh.errors import LayoutError, summary
 from zeromesh.overrides import cached_tensors_removed, override
 
 HIDDEN = "hidden state"
-"""The leaf that stands for the hidden state in what a block returns."""
+"""The placeholder of the hidden state among the leaves of a block's output structure (`Anatomy.outputs`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
 
 
 def _anatomy(model: nn.Module, body: str, blocks: str, inputs: Mapping[str, Any]) -> Anatomy:
-    """Return the anatomy of a model with these blocks. A module whose parts run without it is split into them."""
+    """Return the anatomy of a model with this block list. Modules outside it whose children run directly count as the children."""
     opened: set[str] = set()
     while True:
         recorder = _Recorder(model, body, blocks, _outside(model, blocks, opened))
@@ -199,8 +199,8 @@ class _Recorder:
     def __init__(self, model: nn.Module, body: str, blocks: str, outside: Sequence[str]) -> None:
         self._model, self._body, self._blocks, self._outside = model, body, blocks, outside
         self._list = list(model.get_submodule(blocks).children())
-        self._places: list[int | str] = []
-        """The position or name of each later block's hidden state."""
+        self._hidden_arguments: list[int | str] = []
+        """The position or name of the argument that is the hidden state, for each block after the first."""
         self._outputs: list[Any] = []
         self._leaf = 0
         """The index of the hidden state among the leaves of a block's output."""
@@ -211,7 +211,7 @@ class _Recorder:
         """The numbers of blocks that had begun when each module outside the blocks ran."""
         self._running = ""
         self.alone: set[str] = set()
-        """Modules of which a part ran while they did not."""
+        """Names of modules outside the blocks of which a submodule was called directly, without the module's own forward."""
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
         body = self._model.get_submodule(self._body)
@@ -224,7 +224,7 @@ class _Recorder:
         with ExitStack() as undo, cached_tensors_removed(body), torch.no_grad():
 
             def wrap(module: nn.Module, run: Callable[..., Any], given: Any) -> None:
-                # A hook would change the hooks of a model.
+                # The forward is replaced, rather than hooked, so that the model's hooks stay as they are.
                 undo.callback(override(module, "forward", partial(run, given, module.forward)))
 
             for name in self._outside:
@@ -233,7 +233,7 @@ class _Recorder:
                     wrap(module, self._run_outside if module is outer else self._run_part, name)
             for index, block in enumerate(self._list):
                 for module in block.modules():
-                    wrap(module, self._tolerate, type(module).__name__)
+                    wrap(module, self._run_or_guess, type(module).__name__)
                 wrap(block, self._run_block, index)
             for module in body.modules():
                 undo.callback(override(module, "training", False))
@@ -243,7 +243,7 @@ class _Recorder:
     def _run_block(self, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(enumerate(args)) | kwargs
         if self._order:
-            arguments = self._enter(index, arguments)
+            arguments = self._check_arguments(index, arguments)
         self._order.append(index)
         output = forward(
             *(arguments[place] for place in range(len(args))), **{name: arguments[name] for name in kwargs}
@@ -254,7 +254,7 @@ class _Recorder:
             _mark(pytree.tree_leaves(output)[self._leaf], value=False)
         return output
 
-    def _tolerate(self, kind: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def _run_or_guess(self, kind: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
         except _WITHOUT_VALUES as error:
@@ -264,7 +264,7 @@ class _Recorder:
             self._guess = self._guess or f"{kind}: {summary(error)}"
             return torch.empty_like(tensors[0])
 
-    def _enter(self, index: int, arguments: Mapping[int | str, Any]) -> dict[Any, Any]:
+    def _check_arguments(self, index: int, arguments: Mapping[int | str, Any]) -> dict[Any, Any]:
         """Check the arguments of a later block: the hidden state alone may depend on modules before the blocks. Returns the
         arguments with an unmarked copy of the hidden state."""
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
@@ -273,7 +273,7 @@ class _Recorder:
             guess = f", as far as can be told in a trial without values ({self._guess})" if self._guess else ""
             reason = f"block {index} does not take what the block before it returns just as it is{guess}"
             raise refusal(self._model, reason)
-        self._places.append(places[0])
+        self._hidden_arguments.append(places[0])
         hidden = arguments[places[0]]
         self._leaf = returned.index(id(hidden))
         for place, value in arguments.items():
@@ -310,7 +310,7 @@ class _Recorder:
             raise refusal(self._model, f"its blocks run in the order {self._order}, instead of each once")
         if count > 1 and any(map(_is_marked, pytree.tree_leaves(output)[:1])):
             raise refusal(self._model, "what comes after the blocks is computed from parameters of the first stage")
-        if len(set(self._places)) > 1:
+        if len(set(self._hidden_arguments)) > 1:
             raise refusal(self._model, "its blocks take the hidden state in different places")
         for name, when in self._begun.items():
             if not (when == {0} or when == {count}):
@@ -319,15 +319,15 @@ class _Recorder:
             body=self._body,
             blocks=self._blocks,
             count=count,
-            hidden_argument=self._places[0] if self._places else 0,
-            outputs=tuple(map(self._form, self._outputs)),
+            hidden_argument=self._hidden_arguments[0] if self._hidden_arguments else 0,
+            outputs=tuple(map(self._structure_of, self._outputs)),
             reshapes=len({pytree.tree_leaves(each)[self._leaf].shape for each in self._outputs}) > 1,
             before=tuple(name for name in self._outside if self._begun.get(name) == {0}),
             after=tuple(name for name in self._outside if self._begun.get(name) != {0}),
             idle=tuple(name for name in self._outside if name not in self._begun and name.startswith(self._body)),
         )
 
-    def _form(self, output: Any) -> Any:
+    def _structure_of(self, output: Any) -> Any:
         leaves, structure = pytree.tree_flatten(output)
         if len(leaves) <= self._leaf:
             raise refusal(self._model, "its blocks return structures that differ")

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class StageSlot:
-    """The tensors that enter and leave the running stage. All stubs of a model share one."""
+    """The hidden states that the running stage has received and will send. All stubs of a model share one slot."""
 
     last: int
     """The index of the model's last block."""
     shares: SequenceShares | None
-    """None if blocks pass on the whole sequence."""
+    """The state of sequence parallelism; None if blocks pass on the whole sequence."""
     inject_at: int = -1
     """The index of the block that returns the received hidden state; -1 for none."""
     capture_at: int = -1
@@ -63,7 +63,7 @@ class Stub(nn.Module):
 
 
 class BlockStub(Stub):
-    """A stub for block `index`. `shape` tells the shapes of its results; None if the hidden state keeps its shape."""
+    """A stub for block `index`. `shape` is a stub that returns NaN in the block's result shapes; None if no block changes them."""
 
     def __init__(
         self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: NanStub | None = None
@@ -115,7 +115,7 @@ class NanStub(Stub):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        # Models move inputs to the device of a weight, which this stage does not have.
+        # Models move inputs to the device of a weight, but this stage has no such weight: take the device of known tensors.
         known = [self._slot.received, *leaves]
         devices = (leaf.device for leaf in known if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
         device = next(devices, torch.device("cpu"))

@@ -24,9 +24,9 @@ class HeadShare:
     keys: Interval
 
 
-def share_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadShare, ...]:
-    """Return the heads of every rank. Raises `LayoutError` when a rank would have no heads, naming `where`; and when key-value
-    heads do not divide the query heads."""
+def divide_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadShare, ...]:
+    """Divide `queries` query heads and `keys` key-value heads over `ranks`. Raises `LayoutError`, naming `where`, when a rank would
+    have no heads, or the number of query heads is no multiple of that of key-value heads."""
     if keys < 1 or queries % keys:
         raise LayoutError(f"{where}: {keys} key-value heads do not divide {queries} query heads")
     group = queries // keys
@@ -38,7 +38,7 @@ def share_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadSh
             f"{where}: {queries} query heads cannot be divided among {ranks} ranks; parallel.tensor may be at most {queries}"
         )
     return tuple(
-        HeadShare(queries=moved(own, key * group), keys=Interval(start=key, end=key + 1))
+        HeadShare(queries=shifted(own, key * group), keys=Interval(start=key, end=key + 1))
         for key, crowd in enumerate(crowds)
         for own in balanced(group, crowd.length)
     )
@@ -49,7 +49,7 @@ def scaled(interval: Interval, width: int) -> Interval:
     return Interval(start=interval.start * width, end=interval.end * width)
 
 
-def moved(interval: Interval, by: int) -> Interval:
+def shifted(interval: Interval, by: int) -> Interval:
     return Interval(start=interval.start + by, end=interval.end + by)
 
 
@@ -72,7 +72,7 @@ def is_transposed(module: nn.Module) -> bool | None:
 
 
 def intermediate_dims(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | None:
-    """Return the intermediate dim of `gate_up_proj` and `down_proj` from their shapes; None for other experts."""
+    """Return the index of the intermediate dim in `gate_up_proj` and in `down_proj`, from their shapes; None for other experts."""
     if set(shapes) != {"gate_up_proj", "down_proj"} or any(len(shape) != 3 for shape in shapes.values()):
         return None
     up, down = shapes["gate_up_proj"], shapes["down_proj"]
@@ -92,14 +92,14 @@ def forward_source(module: nn.Module) -> str:
 
 
 def linear_sizes(module: Any) -> tuple[int, int]:
-    """Return outputs and inputs of a linear layer."""
+    """Return the number of outputs and the number of inputs of a linear layer."""
     outputs, inputs = module.weight.shape[::-1] if is_transposed(module) else module.weight.shape
     return outputs, inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionDivision:
-    """The heads of an attention, divided over the ranks."""
+    """The number of query heads (`queries`) and key-value heads (`keys`) of an attention, and the heads of each rank."""
 
     queries: int
     keys: int
@@ -121,19 +121,19 @@ class AttentionDivision:
         heads: list[tuple[Interval, ...]] = []
         for share in self.shares:
             if stacked:
-                keys = moved(share.keys, self.queries)
-                heads.append((share.queries, keys, moved(keys, self.keys)))
+                keys = shifted(share.keys, self.queries)
+                heads.append((share.queries, keys, shifted(keys, self.keys)))
             elif self.exclusive:
                 heads.append((scaled(share.keys, group + 2),))
             else:
                 # The queries of a group come after the keys and values of all groups before it.
-                own = moved(share.queries, 2 * share.keys.start)
+                own = shifted(share.queries, 2 * share.keys.start)
                 end = share.keys.end * (group + 2)
                 heads.append((own, Interval(start=end - 2, end=end)))
         return tuple(tuple(scaled(interval, width) for interval in intervals) for intervals in heads)
 
     def patches(self, attention: nn.Module, *, stacked: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the attributes that the attention's code reads, with their values by rank."""
+        """Yield each attribute of the attention whose value depends on its head count, with its value on each rank."""
         own = vars(attention)
         local_queries = tuple(share.queries.length for share in self.shares)
         local_keys = tuple(share.keys.length for share in self.shares)
@@ -163,7 +163,7 @@ def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivisio
     groups = own.get("num_key_value_groups")
     keys = _count(own, _KEY_COUNTS) or (queries // groups if isinstance(groups, int) and groups else 0)
     keys = keys or queries
-    return AttentionDivision(queries=queries, keys=keys, shares=share_heads(queries, keys, ranks, name))
+    return AttentionDivision(queries=queries, keys=keys, shares=divide_heads(queries, keys, ranks, name))
 
 
 def count_heads(attention: nn.Module) -> int:
@@ -172,7 +172,7 @@ def count_heads(attention: nn.Module) -> int:
 
 
 def _count(holder: Any, names: tuple[str, ...]) -> int:
-    """Return the first of these attributes that an object or one of its attributes has; 0 if none."""
+    """Return the first positive integer among the attributes (or, of a dict, items) `names` of `holder`; 0 if there is none."""
     values = (holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), 0)
 

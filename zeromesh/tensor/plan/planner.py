@@ -32,9 +32,9 @@ from zeromesh.tensor.plan.attention_split import (
     intermediate_dims,
     is_transposed,
     linear_sizes,
-    moved,
+    shifted,
 )
-from zeromesh.tensor.plan.recognition import FUSED, KEYS, OWN, QUERIES, goes_by_shape, recognised
+from zeromesh.tensor.plan.recognition import EXTRA_RULES, FUSED, KEYS, QUERIES, divides_by_shape, recognise_styles
 from zeromesh.units.plan import block_modules
 
 
@@ -71,7 +71,7 @@ class LayerPlan:
     module: str
     style: Style
     shares: Shares = ()
-    """The features of each rank; empty for `PARTIAL` and `LATENT`."""
+    """The intervals of features that each rank has; empty for `PARTIAL` and `LATENT`."""
 
     def __post_init__(self) -> None:
         if 0 in self.sizes:
@@ -150,7 +150,7 @@ def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = N
 
 
 class _Planner:
-    """A plan in the making; `styles` holds the modules that are not planned yet."""
+    """Builds a `TensorPlan` step by step; `styles` has the style of each module that is not in `layers` yet, by FQN."""
 
     def __init__(self, model: nn.Module, size: int) -> None:
         self.model, self.size, self.modules = model, size, dict(model.named_modules())
@@ -159,7 +159,7 @@ class _Planner:
         self.attentions: dict[str, AttentionDivision] = {}
         self.patches: list[tuple[str, str, tuple[int, ...]]] = []
         self.notes: list[str] = []
-        self.given: dict[str, str] = {}
+        self.user_rules: dict[str, str] = {}
 
     @contextmanager
     def _planning(self, name: str) -> Iterator[None]:
@@ -167,7 +167,7 @@ class _Planner:
         try:
             yield
         except (LayoutError, AttributeError, TypeError, IndexError, ArithmeticError) as error:
-            module, rule = self.modules.get(name), self.given.get(name)
+            module, rule = self.modules.get(name), self.user_rules.get(name)
             if rule is None or module is None:
                 raise
             held = some([f"{leaf} {list(each.shape)}" for leaf, each in module.named_parameters()]) or "no parameters"
@@ -177,14 +177,14 @@ class _Planner:
     def choose(self, rules: Mapping[str, str]) -> None:
         config = getattr(self.model, "config", None)
         kind = str(getattr(config, "model_type", ""))
-        builtin, by_shape = OWN.get(kind, {}), goes_by_shape(self.model)
+        builtin, by_shape = EXTRA_RULES.get(kind, {}), divides_by_shape(self.model)
         library: Mapping[str, str] = {} if by_shape else (getattr(self.model, "tp_plan", None) or {})
-        self.styles = recognised(self.model) if by_shape else {}
+        self.styles = recognise_styles(self.model) if by_shape else {}
         if not rules and not builtin and not library and not self.styles:
             of = {id(module): name for name, module in self.modules.items()}
             parts = (child for block in block_modules(self.model) or [self.model] for child in block.children())
             found = [each for each in parts if any(parameter.dim() > 1 for parameter in each.parameters())]
-            held = [*dict.fromkeys(f"{_shown([of[id(each)]])} ({type(each).__name__})" for each in found)]
+            held = [*dict.fromkeys(f"{_without_numbers([of[id(each)]])} ({type(each).__name__})" for each in found)]
             raise LayoutError(
                 f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}), whose blocks "
                 f"hold {some(held) or 'nothing that is known'}; give rules "
@@ -206,7 +206,7 @@ class _Planner:
                     f"{given}{style} matches no module of {type(self.model).__name__}; its modules are named like "
                     f"{some([name for name in self.modules if name.count('.') > 1] or [*self.modules], 4)}"
                 )
-            self.given.update(dict.fromkeys(matched if given else (), f"{given}{style}"))
+            self.user_rules.update(dict.fromkeys(matched if given else (), f"{given}{style}"))
 
     def embeddings(self) -> None:
         """Divide the input and output embedding by tokens, unless a rule says `replicate`."""
@@ -261,7 +261,7 @@ class _Planner:
                     )
 
     def parameters_of_attentions(self) -> None:
-        """Plan per-head norms, which plans may have forgotten, and sinks; an attention may hold no other parameters."""
+        """Plan the norms of queries and keys, and attention sinks; an attention with other parameters of its own is refused."""
         for parent in self.attentions:
             attention = self.modules[parent]
             if whole := [each for each in inspect.signature(attention.forward).parameters if _OF_HEADS.fullmatch(each)]:
@@ -281,7 +281,7 @@ class _Planner:
                 self._add(parent, Style.SINKS, self.attentions[parent].by_head(parent, parameter.shape[0]))
 
     def other_layers(self) -> None:
-        """Plan the modules whose styles are left, and activations with parameters that run on divided activations."""
+        """Plan the remaining modules of `styles`, and activation functions with parameters, which run on divided features."""
         experts = [name for name, style in self.styles.items() if style == "moe_tp_experts"]
         for name, style in self.styles.items():
             if style == "moe_identity_expert":
@@ -289,14 +289,14 @@ class _Planner:
             of_sinks = style == "local_params" and name in self.attentions
             if style != "replicate" and not of_sinks and name.rpartition(".")[0] not in experts:
                 with self._planning(name):
-                    self._other(name, style)
+                    self._plan_other(name, style)
         for parent in {layer.parent for layer in self.layers.values() if layer.style is Style.COLUMN}:
             for leaf, child in self.modules[parent].named_children():
                 name = f"{parent}.{leaf}"
                 if _ACTIVATION.fullmatch(leaf) and any(True for _ in child.parameters()) and name not in self.layers:
                     self._add(name, Style.PARTIAL)
 
-    def _other(self, name: str, style: str) -> None:
+    def _plan_other(self, name: str, style: str) -> None:
         module: Any = self.modules.get(name)
         if module is None:
             raise LayoutError(f"{name}: style {style} of a parameter alone is not known; give its module another one")
@@ -340,7 +340,7 @@ class _Planner:
             self._add(name, Style.COLUMN, attention.by_head(name, outputs))
         elif style == "packed_colwise":
             half = balanced(outputs // 2, self.size)
-            second = (moved(interval, outputs // 2) for interval in half)
+            second = (shifted(interval, outputs // 2) for interval in half)
             self._add(name, Style.COLUMN, tuple(zip(half, second, strict=True)))
         elif style == "rowwise_heads" or (style == "rowwise" and attention is not None):
             division = attention or self._attention_around(name)
@@ -396,11 +396,11 @@ class _Planner:
             and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
         ]
         if whole:
-            self.notes.append(f"whole on all tensor ranks: {_shown(whole)}")
+            self.notes.append(f"whole on all tensor ranks: {_without_numbers(whole)}")
         if sliced := [layer.module for layer in layers if layer.style is Style.SLICED]:
             reason = "since ranks share key-value heads"
             self.notes.append(
-                f"whole on all tensor ranks, though each computes its part alone: {_shown(sliced)}, {reason}"
+                f"whole on all tensor ranks, though each computes its part alone: {_without_numbers(sliced)}, {reason}"
             )
         names = {id(module): name for name, module in self.modules.items()}
         stacks: dict[str, list[str]] = {}
@@ -428,15 +428,15 @@ def _divisible_embedding(module: nn.Module) -> bool:
     return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
-def _shown(names: Iterable[str]) -> str:
+def _without_numbers(names: Iterable[str]) -> str:
     """Join names, each once, with `*` in place of numbers."""
     return ", ".join(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
 
 
 def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -> Mapping[str, ParameterPart]:
-    """Return the part of every parameter of the whole `model` that is divided, or whole with partial gradients, by its first FQN.
+    """Return a rank's part of each parameter of `model` that is divided or has partial gradients, by its first FQN.
 
-    All others are whole on every rank, with equal gradients. `sequence`: blocks pass on shares of the sequence.
+    All other parameters are whole on every rank, with equal gradients. `sequence`: blocks pass on shares of the sequence.
 
     Raises:
         LayoutError: when modules divide a parameter that they share in different ways.
@@ -473,7 +473,7 @@ def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...]
     intervals = layer.shares[rank]
     if layer.style is Style.EXPERTS and leaf == "gate_up_proj":
         (own,), half = intervals, shape[dim] // 2
-        intervals = (own, moved(own, half))
+        intervals = (own, shifted(own, half))
     dims = tuple(intervals if number == dim else (Interval(start=0, end=size),) for number, size in enumerate(shape))
     holders = tuple(other for other, share in enumerate(layer.shares) if share == layer.shares[rank])
     return ParameterPart(region=Region(shape=shape, dims=dims), holders=holders, partial=len(holders) > 1)

@@ -20,10 +20,10 @@ Rules = Mapping[str, str]
 QUERIES = ("q_proj", "q_b_proj", "q_lin", "query", "q")
 KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", "v")
 FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
-"""The names of layers that project queries, keys and values: square matrices, whose shapes do not tell which is which."""
+"""The names of layers that project queries, keys or values, or (`FUSED`) all three, which shapes alone cannot tell apart."""
 _BY_SHAPE = ("phi3",)
-"""The model types whose plan in transformers gathers outputs that the next layer could take divided."""
-OWN: Mapping[str, Rules] = {
+"""Model types divided by their layers' shapes, as transformers' plan gathers outputs that the next layer could take divided."""
+EXTRA_RULES: Mapping[str, Rules] = {
     "deepseek_v3": {
         **dict.fromkeys(("*.self_attn.q_proj", "*.self_attn.q_b_proj", "*.self_attn.kv_b_proj"), "colwise"),
         "*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
@@ -33,24 +33,24 @@ OWN: Mapping[str, Rules] = {
 """The rules that transformers' plans lack, by `config.model_type`: name patterns with their styles."""
 
 
-def goes_by_shape(model: nn.Module) -> bool:
-    """Return True for a transformers model that is divided by its shapes, unless the user gives rules.
+def divides_by_shape(model: nn.Module) -> bool:
+    """Return True for a transformers model that is divided by the shapes of its layers, unless the user gives rules.
 
-    Its plan of transformers is that of its parts together, and names layers of blocks by patterns; some divide the head alone.
+    These are models whose `tp_plan` has no pattern for the layers of blocks (some only divide the head), or gathers needlessly.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     return bool(kind) and (kind in _BY_SHAPE or not any("*" in name for name in getattr(model, "tp_plan", None) or ()))
 
 
-def recognised(model: nn.Module) -> dict[str, str]:
+def recognise_styles(model: nn.Module) -> dict[str, str]:
     """Return the style of each layer of plain attention and of plain MLPs in the blocks of a model, by FQN."""
     modules = dict(model.named_modules())
     lists = (each for each in modules.values() if isinstance(each, nn.ModuleList))
     blocks = {id(each) for each in chain(block_modules(model), *(each.children() for each in lists))}
-    # A model names the blocks of one of its stacks only; a list inside a block is covered with the block.
+    # `block_modules` knows the blocks of one stack, so children of all lists count as blocks, but none inside another block.
     found = [name for name, module in modules.items() if id(module) in blocks]
     outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
-    styles = dict(chain(*(_styles(modules[name], name) for name in outermost)))
+    styles = dict(chain(*(_block_styles(modules[name], name) for name in outermost)))
     attentions = {name.rpartition(".")[0] for name in styles if name.rpartition(".")[2] in QUERIES}
     heads = {
         count_heads(modules[name])
@@ -63,7 +63,7 @@ def recognised(model: nn.Module) -> dict[str, str]:
     return styles
 
 
-def _styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+def _block_styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     modules = dict(block.named_modules())
     linear = {name: linear_sizes(module) for name, module in modules.items() if is_transposed(module) is not None}
     order, left = list(linear), dict(linear)
@@ -95,10 +95,10 @@ def _styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
                 yield f"{prefix}.{inside}{leaf}", "embedding_heads"
         for name in columns:
             left.pop(name, None)
-    yield from ((f"{prefix}.{name}", style) for name, style in _mlps(modules, left, width))
+    yield from ((f"{prefix}.{name}", style) for name, style in _mlp_styles(modules, left, width))
 
 
-def _mlps(
+def _mlp_styles(
     modules: Mapping[str, nn.Module], linear: Mapping[str, tuple[int, int]], width: int
 ) -> Iterator[tuple[str, str]]:
     """Yield the layers of MLPs: those that widen the hidden states of a block, and the following one that narrows them again."""
