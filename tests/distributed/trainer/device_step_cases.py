@@ -81,7 +81,7 @@ def fit(
     watch = Watch(simulated=mesh.device.type == "sim")
     given = {"compute_loss": _own_loss} if own_loss else {}
     # What a device could do at most takes a while to find out.
-    peak = patch("zeromesh.trainer.models.flops._measured", return_value=1e12)
+    peak = patch("zeromesh.trainer.models.flops._timed", return_value=1e12)
     made, samples = seeded(MODELS[model]), DATA[data]()
     with peak, Trainer(made, settings(folder, **sections), samples, callbacks=[watch], **given) as trainer:
         trainer.fit()
