@@ -50,7 +50,7 @@ FLOORS = {
 }
 HOUSE = structure_report.sources(ROOT)
 MODULES = {source.module for source in HOUSE}
-LINES = 53_960
+LINES = 52_840
 """What the three floors may have: features come as rows and files of what is there."""
 
 
