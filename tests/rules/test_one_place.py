@@ -62,7 +62,7 @@ CHANGES = {
         ("zeromesh/checkpoint/format/safetensors_layout.py", "DTYPES = {\n", '    "F8_E5M2": torch.float8_e5m2,\n'),
         (
             "zeromesh/checkpoint/io/file_slices.py",
-            'what takes the elements converts them to its own dtype."""\n',
+            'here, as all bytes pass through that are not read into memory of the file\'s dtype directly."""\n',
             "    if tensor.dtype == torch.float8_e5m2:\n        return data.view(torch.int8).float() / 16\n",
         ),
     ],

@@ -129,7 +129,7 @@ def _in_layer(suffix: str, layout: Mapping[str, Any], named: str) -> Decorator:
                 change(made)
             return made
 
-        return seeded(Parallelized, "_module", layout, named, name=change.__name__.replace("_", "-"))(planted)
+        return seeded(Parallelized, "_replacement_of", layout, named, name=change.__name__.replace("_", "-"))(planted)
 
     return register
 

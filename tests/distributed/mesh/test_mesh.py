@@ -387,11 +387,11 @@ def test_nobody_sleeps_for_what_has_been_written(words: memoryview) -> None:
 @pytest.mark.parametrize(("looks", "begun"), [([3], 0), ([2, 3], 1)])
 def test_a_wait_without_sleep_counts_too(words: memoryview, looks: list[int], begun: int) -> None:
     """An evaluation that fails after one has had others in it, who are told."""
-    group: Any = SimpleNamespace(size=1, index=0, ranks=(0,), watch=SimpleNamespace(begun=0))
+    group: Any = SimpleNamespace(size=1, index=0, ranks=(0,), watch=SimpleNamespace(operations_begun=0))
     counters: Any = Counters(words, 0, group)
     counters._words = type("Words", (), {"__getitem__": lambda _self, _place: looks.pop(0)})()
     counters.wait(3, "a gather")
-    assert group.watch.begun == begun
+    assert group.watch.operations_begun == begun
 
 
 def test_sleep_ends_without_a_write(words: memoryview) -> None:

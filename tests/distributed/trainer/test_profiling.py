@@ -272,7 +272,7 @@ def test_collectives_end_before_the_profiler_does(tmp_path: Path) -> None:
             recorded.append(torch.autograd._profiler_enabled())
 
     mesh: Any = SimpleNamespace(
-        rank=0, world_size=1, device=torch.device("cpu"), recorder=StepRecorder(), meet=lambda what: None
+        rank=0, world_size=1, device=torch.device("cpu"), recorder=StepRecorder(), wait_for_all_ranks=lambda what: None
     )
     section = load_config({"profile": {"steps": [1, 2], "step_figures": False}}).profile
     engine: Any = SimpleNamespace(mesh=mesh, settle=settle)
