@@ -7,7 +7,7 @@ interleaved         a pipeline of two stages a rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from bench.ours import configuration
 from bench.probe import Probe
 from bench.workload import Workload
+from zeromesh.comm.activation_collectives import ExchangeKind
 from zeromesh.environment import read_environment
 from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import MeshShape
@@ -117,8 +118,8 @@ def train(name: str, workload: Workload, probe: Probe) -> None:
     largest: list[int] = []
     probe.training()
     for number in range(workload.steps):
-        if tensor is not None and tensor.head is not None and number == workload.steps - 1:
-            _watch(tensor.head.exchange, largest)
+        if tensor is not None and number == workload.steps - 1:
+            _watch(tensor._exchange, largest)
         probe.begin()
         probe.end(training.step(number, tokens[number]))
         found = pipeline.bubble() if pipeline is not None and workload.is_timed(number) else None
@@ -136,17 +137,13 @@ def train(name: str, workload: Workload, probe: Probe) -> None:
 
 def _watch(exchange: Any, found: list[int]) -> None:
     """From now on note the bytes of every tensor that ranks exchange, or that an exchange makes."""
+    start = exchange._start
 
-    def watched(call: Callable[..., Any]) -> Callable[..., Any]:
-        def exchanged(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            gathered = exchange.size if call.__name__ == "gather" else 1
-            found.append(gathered * tensor.nbytes)
-            return call(tensor, *args, **kwargs)
+    def noted(kind: ExchangeKind, tensor: Tensor, *rest: Any) -> Any:
+        found.append(tensor.nbytes * (exchange.size if kind is ExchangeKind.GATHER else 1))
+        return start(kind, tensor, *rest)
 
-        return exchanged
-
-    for name in ("sum", "gather", "reduce_scatter_async", "maximum"):
-        setattr(exchange, name, watched(getattr(exchange, name)))
+    exchange._start = noted
 
 
 def _spans(bubbles: list[Bubble]) -> list[list[tuple[str, int, int, float, float]]]:
