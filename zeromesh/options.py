@@ -3,20 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from zeromesh.comm.transport import TransportName
 from zeromesh.errors import ConfigError
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
-from zeromesh.settings.keys import AverageSettings, OptimizerKeys, ScalerKeys, ZeroKeys
+from zeromesh.settings.keys import (
+    AverageSettings,
+    OffloadKeys,
+    OptimizerKeys,
+    PrecisionKeys,
+    ScalerKeys,
+    StepKeys,
+    TransportName,
+    ZeroKeys,
+)
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is never updated."""
-UpdateOn = Literal["auto", "host", "device"]
 
 
 class Placement(Enum):
@@ -110,15 +117,15 @@ class ScalerSettings(ScalerKeys):
     smallest: float = 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Precision:
+@dataclass(frozen=True, kw_only=True)
+class Precision(PrecisionKeys):
     """The dtype of each role. `loss_scale` applies to float16 gradients only. Gradients are summed in `reduce`. If it is bfloat16
     and master weights fp32, they travel in bfloat16 and are summed in fp32. Raises `ConfigError` when a sum or a master weight
     would be kept in less than the compute dtype."""
 
-    compute: torch.dtype = torch.float32
-    master: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32  # type: ignore[assignment]  # a configuration has its name
+    master: torch.dtype = torch.float32  # type: ignore[assignment]
+    reduce: torch.dtype = torch.float32  # type: ignore[assignment]
     loss_scale: ScalerSettings | None = None
 
     def __post_init__(self) -> None:
@@ -158,8 +165,8 @@ STAGING_SHARE = 64
 """The fraction 1/64 of an accelerator's memory for the buffers of the update stream: 1.25 GiB of 80 GiB."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OffloadOptions:
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptions(OffloadKeys):
     """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3. The
     caller offloads `activations`, the block inputs that recomputation keeps for backward. `gradients` None follows the optimizer.
     `update` names the processor that computes updates of offloaded states. `staging_bytes` bounds the buffers through which states
@@ -169,7 +176,6 @@ class OffloadOptions:
     gradients: TierChoice | None = None
     parameters: TierChoice = field(default_factory=TierChoice)
     activations: TierChoice = field(default_factory=TierChoice)
-    update: UpdateOn = "auto"
     files: FileSettings = field(default_factory=FileSettings)
     in_place: bool = False
     """True if frozen parameters offloaded to files stay in the source's files, if these have the same bytes; neither is written."""
@@ -189,7 +195,7 @@ class OffloadOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroOptions(ZeroKeys):
+class ZeroOptions(ZeroKeys, StepKeys):
     """The partitioning and overlap of an engine. Raises `ConfigError` for impossible combinations."""
 
     transport: TransportName = "auto"
@@ -199,9 +205,7 @@ class ZeroOptions(ZeroKeys):
     average: AverageSettings | None = None
     accumulation: int = 1
     clip_norm: float = 0.0
-    on_nonfinite: Literal["skip", "stop"] = "skip"
     optimizer_in_backward: bool = False
-    seed: int = 0
     gradient_slots: int = 2
 
     def __post_init__(self) -> None:

@@ -16,34 +16,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zeromesh.comm.activation_collectives import open_exchange
-from zeromesh.comm.transport import TransportName
 from zeromesh.flat.layout import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.pipeline import Pipeline
-from zeromesh.pipeline.schedule import ScheduleName
-from zeromesh.pipeline.stages.build import Balance, Stages, copies_outside, plan_cut
+from zeromesh.pipeline.stages.build import Stages, copies_outside, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
+from zeromesh.settings.keys import ParallelOptions
 from zeromesh.units.plan import ModelCuts
 
 if TYPE_CHECKING:
     from zeromesh.tensor.parallelize_module import Parallelized
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelOptions:
-    """The options for dividing a model.
-
-    `rules` are the user's layer styles by name pattern; with `sequence`, activations between blocks are divided along the sequence.
-    `chunks` is the number of stages per pipeline rank, `stages` the number of blocks of each stage (empty: by cost, see `Balance`).
-    """
-
-    rules: Mapping[str, str] = field(default_factory=dict)
-    sequence: bool = False
-    transport: TransportName = "auto"
-    schedule: ScheduleName = "1f1b"
-    chunks: int = 1
-    stages: tuple[int, ...] = ()
-    balance: Balance = "parameters"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +61,7 @@ def divide(
     reason."""
     anatomy = examine(model, example()) if mesh.shape.divides("blocks") else None
     count = mesh.pipeline.size * options.chunks
-    cut = plan_cut(model, anatomy, count, options.stages, options.balance) if anatomy is not None else None
+    cut = plan_cut(model, anatomy, count, options.stages or (), options.balance) if anatomy is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
     tensor: Parallelized | None = None
     if mesh.shape.divides("layers"):
@@ -88,7 +70,7 @@ def divide(
         from zeromesh.tensor.plan.planner import plan_tensor
 
         exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
-        plan = plan_tensor(model, mesh.tensor.size, options.rules or None)
+        plan = plan_tensor(model, mesh.tensor.size, options.plan)
         tensor = Parallelized(model, exchange, plan, sequence=options.sequence)
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
     if anatomy is None or cut is None:

@@ -140,7 +140,8 @@ def _zeromesh(workload: Workload, tensor: int = 1) -> System:
     from zeromesh.mesh.mesh_shape import MeshShape
     from zeromesh.mesh.process_mesh import Mesh
     from zeromesh.options import Precision, ZeroOptions
-    from zeromesh.parallelize import ParallelOptions, divide
+    from zeromesh.parallelize import divide
+    from zeromesh.settings.keys import ParallelOptions
     from zeromesh.weight_init.weight_sources import build_deferred
     from zeromesh.zero.engine import ZeroEngine
 

@@ -24,10 +24,11 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import reuse_freed_memory, trim_heap
 from zeromesh.options import ZeroOptions
-from zeromesh.parallelize import Divided, ParallelOptions, divide
+from zeromesh.parallelize import Divided, divide
 from zeromesh.pipeline.executor import Bubble
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
 from zeromesh.rng import Streams
+from zeromesh.settings.keys import ParallelOptions
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear

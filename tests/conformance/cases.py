@@ -19,9 +19,10 @@ from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Purpose, Tier, resident_bytes, tensor_bytes
 from zeromesh.optim.optimizer_step import StepOutcome
-from zeromesh.parallelize import Divided, ParallelOptions, divide
+from zeromesh.parallelize import Divided, divide
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
 from zeromesh.rng import Streams
+from zeromesh.settings.keys import ParallelOptions
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltSource
 from zeromesh.zero.engine import ZeroEngine

@@ -8,7 +8,7 @@ from typing import Any
 
 from zeromesh.offload import TierChoice
 from zeromesh.options import STAGES, Placement
-from zeromesh.pipeline.schedule import ScheduleName
+from zeromesh.settings.keys import ScheduleName
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.prepare import Mode
 

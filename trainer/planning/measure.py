@@ -22,7 +22,6 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from zeromesh.comm.activation_collectives import open_exchange
-from zeromesh.comm.transport import TransportName
 from zeromesh.environment import available_cores
 from zeromesh.errors import counted
 from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
@@ -33,6 +32,7 @@ from zeromesh.offload.accelerator import is_accelerator, time_call
 from zeromesh.offload.io.direct_io import nearest_directory
 from zeromesh.offload.memory.ledger import cpu_name, machine_bytes, mapped_file_bytes, resident_bytes
 from zeromesh.optim.fused_optimizer import fused_update
+from zeromesh.settings.keys import TransportName
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.tracing.trace import Trace, free_gradient, trace_microbatch

@@ -14,7 +14,7 @@ from typing import Any
 from zeromesh.errors import ConfigError, LayoutError, counted
 from zeromesh.offload import TierChoice
 from zeromesh.offload.tiers import TierName
-from zeromesh.pipeline.schedule import ScheduleName
+from zeromesh.settings.keys import ScheduleName
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.prepare import Mode
 from zeromesh.trainer.planning.estimate import Estimate, Estimator

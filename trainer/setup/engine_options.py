@@ -11,7 +11,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from zeromesh.errors import ConfigError
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
-from zeromesh.settings.keys import OptimizerKeys
+from zeromesh.settings.keys import OptimizerKeys, PrecisionKeys, StepKeys
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
@@ -38,7 +38,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         **dict(config.zero),
         transport=config.parallel.transport,
         precision=Precision(
-            **{role: getattr(torch, getattr(precision, role)) for role in ("compute", "master", "reduce")},
+            **{each.name: getattr(torch, getattr(precision, each.name)) for each in fields(PrecisionKeys)},
             loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
         ),
         optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)})),
@@ -51,7 +51,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         average=config.ema if config.ema.decay else None,
         accumulation=accumulation,
         optimizer_in_backward=optimizer.in_backward,
-        **config.run.model_dump(include={"clip_norm", "on_nonfinite", "seed"}),
+        **config.run.model_dump(include={each.name for each in fields(StepKeys)}),
     )
 
 

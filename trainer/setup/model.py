@@ -22,7 +22,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tier, Tiers, tensor_bytes, trim_heap
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.overrides import override
-from zeromesh.parallelize import Divided, ParallelOptions, divide
+from zeromesh.parallelize import Divided, divide
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
@@ -296,9 +296,7 @@ def divide_model(
     parallel = config.parallel
     if mesh.shape.divides("layers"):
         require_equal_when_divided(model, parallel.plan or {}, sequence=parallel.sequence)
-    keys = parallel.model_dump(include={"sequence", "transport", "schedule", "chunks", "balance"})
-    options = ParallelOptions(rules=parallel.plan or {}, stages=parallel.stages or (), **keys)
-    return divide(model, mesh, options, example)
+    return divide(model, mesh, parallel, example)
 
 
 def fill_engine(

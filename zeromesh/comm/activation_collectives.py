@@ -22,10 +22,11 @@ from typing import Any
 import torch
 
 from zeromesh.comm.shm_transport import ABOUT_WORDS, SharedRing
-from zeromesh.comm.transport import TransportName, choose_transport, sum_in_order
+from zeromesh.comm.transport import choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
 from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import ProcessSet
+from zeromesh.settings.keys import TransportName
 from zeromesh.telemetry.step_recorder import Collective
 
 _CHUNK_ELEMENTS = 1 << 15

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -30,6 +29,7 @@ from zeromesh.mesh.collectives import CollectiveCall, Launched
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import DONE, ReleasableBuffer, SparePages, TieredTensor, Transfer, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.settings.keys import TransportName
 from zeromesh.telemetry.step_recorder import Collective, CommAccount
 
 _CPU = torch.device("cpu")
@@ -333,7 +333,6 @@ class Transport:
                 buffer.settle()
 
 
-TransportName = Literal["auto", "shared", "gloo", "nccl"]
 _STRONGLY_ORDERED = {"x86_64", "AMD64"}
 
 

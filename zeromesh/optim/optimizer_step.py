@@ -43,8 +43,8 @@ from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
 from zeromesh.optim.gradients import GradientReducer, gradient_of
-from zeromesh.options import Placement, ScalerSettings, UpdateOn, ZeroOptions
-from zeromesh.settings.keys import AverageSettings
+from zeromesh.options import Placement, ScalerSettings, ZeroOptions
+from zeromesh.settings.keys import AverageSettings, UpdateOn
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets

@@ -16,9 +16,10 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Bubble, Executor, signature_of, take_gradient
 from zeromesh.pipeline.generation import GenerationBatch, InterleavedBatches, StagedForward
-from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleName, make_schedule
+from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, make_schedule
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
+from zeromesh.settings.keys import ScheduleName
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.passes import Passes, PassProgress, Tensors
 

@@ -26,8 +26,7 @@ from typing import Literal, get_args
 
 from zeromesh.errors import LayoutError, counted
 from zeromesh.intervals import balanced
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+from zeromesh.settings.keys import ScheduleName
 
 
 class Kind(Enum):

@@ -72,8 +72,13 @@ Whole = Annotated[int, ConvertedBy(int_if_whole)]
 Count = Annotated[Whole, Ge(1)]
 CountOrOff = Annotated[Whole, Ge(0)]
 Bytes = Annotated[Whole, ConvertedBy(bytes_from_text), Ge(0), Allowed("a number of bytes, such as 268435456 or 256MiB")]
+Seed = Annotated[Whole, Ge(0), Lt(2**63), Allowed("an integer >= 0 and < 2**63")]
 Text = Annotated[str, MinLen(1), Predicate(lambda text: "\0" not in text)]
 Names = Listed[tuple[Text, ...]]
+Balance = Literal["parameters", "flops"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+TransportName = Literal["auto", "shared", "gloo", "nccl"]
+UpdateOn = Literal["auto", "host", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,62 @@ class ZeroKeys:
     gradients, as at stages 0 and 1."""
     overlap: bool = True
     """Gather and reduce while forward and backward compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """The division of a model among the ranks of the tensor and pipeline axes."""
+
+    sequence: bool = False
+    """Shard activations between divided layers along the sequence (sequence parallelism): less memory, the same result."""
+    plan: Annotated[dict[str, Text], Allowed("a mapping of patterns to styles")] | None = None
+    """Parallel styles of layers by name pattern, such as `{"*.q_proj": "colwise"}`, in addition to the model's or zeromesh's
+    plan."""
+    schedule: ScheduleName = "1f1b"
+    """The order in which stages run the microbatches of a step."""
+    chunks: Count = 1
+    """Stages of each pipeline rank: more than one with the schedule `interleaved` alone."""
+    stages: Annotated[Listed[tuple[Count, ...]], Allowed("a list of numbers of blocks")] | None = None
+    """Blocks of each stage, first to last; null: by `balance`."""
+    balance: Balance = "parameters"
+    """The quantity that stages share evenly: parameters, for even memory, or FLOPs of a token, for even time if the head is
+    large."""
+    transport: TransportName = "auto"
+    """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionKeys:
+    """The dtypes of each role."""
+
+    compute: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
+    """Dtype of forward and backward, and of the parameters that they read."""
+    master: Literal["float32", "float64"] = "float32"
+    """Dtype of master weights and optimizer state."""
+    reduce: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Dtype of gradient sums over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
+    bytes between accelerators."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadKeys:
+    """The processor that updates offloaded states."""
+
+    update: UpdateOn = "auto"
+    """Processor that computes updates whose states are not in an accelerator's memory: the CPU (host), or the device; auto tries
+    both once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKeys:
+    """The keys of `run` on which the values of a step depend."""
+
+    clip_norm: NotNegative = 1.0
+    """Largest global norm of the gradients, as in torch's clip_grad_norm_. 0 = off."""
+    seed: Seed = 0
+    """Seed of initial weights, data order and dropout."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """Effect of a NaN or infinite gradient: all ranks skip the step, or the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,12 +18,12 @@ from zeromesh.pipeline.schedule import (
     Kind,
     PipelineSchedule,
     ScheduleError,
-    ScheduleName,
     make_schedule,
     simulate,
     validate,
 )
 from zeromesh.pipeline.stages.build import cut_by_cost
+from zeromesh.settings.keys import ScheduleName
 
 
 def peak_in_flight(schedule: PipelineSchedule) -> tuple[int, ...]:

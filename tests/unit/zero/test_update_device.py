@@ -9,7 +9,8 @@ import torch
 from tests.support.devices import DEVICE, accelerated
 from zeromesh.offload import Ledger, Tiers
 from zeromesh.optim.optimizer_step import choose_device, time_update
-from zeromesh.options import OptimizerSettings, UpdateOn, ZeroOptions
+from zeromesh.options import OptimizerSettings, ZeroOptions
+from zeromesh.settings.keys import UpdateOn
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -5,13 +5,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from zeromesh.settings.keys import Allowed, Listed, Number, Text, Whole
+from zeromesh.settings.keys import Allowed, Listed, Number, Text
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """The pattern of a model name on the Hub; existence is checked when a run begins."""
 Ratio = Annotated[Number, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[Number, Field(gt=0.0, le=86400.0)]
-Seed = Annotated[Whole, Field(ge=0, lt=2**63), Allowed("an integer >= 0 and < 2**63")]
 Texts = Annotated[Listed[tuple[Text, ...]], Field(min_length=1), Allowed("a list of at least one text")]
 PythonName = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$"), Allowed("text such as package.module:function")]
 

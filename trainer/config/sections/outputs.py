@@ -10,8 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from zeromesh.environment import read_environment
-from zeromesh.settings.keys import Allowed, Count, CountOrOff, Fraction, Listed, Names, NotNegative, Number, Text
-from zeromesh.trainer.config.sections.base import REPOSITORY, NamedList, Seconds, Section, Seed, Texts
+from zeromesh.settings.keys import (
+    Allowed,
+    Count,
+    CountOrOff,
+    Fraction,
+    Listed,
+    Names,
+    NotNegative,
+    Number,
+    StepKeys,
+    Text,
+)
+from zeromesh.trainer.config.sections.base import REPOSITORY, NamedList, Seconds, Section, Texts
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -88,7 +99,7 @@ class ProfileSection(Section):
     little faster without."""
 
 
-class RunSection(Section):
+class RunSection(Section, StepKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The name, length, logging, evaluation and seeds of a run."""
 
     name: Annotated[
@@ -104,10 +115,6 @@ class RunSection(Section):
     """Optimizer steps; null: 200, or the steps of `epochs`."""
     epochs: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
     """Passes over the training data. With `max_steps` too, the run has the smaller number of steps."""
-    clip_norm: NotNegative = 1.0
-    """Largest global norm of the gradients, as in torch's clip_grad_norm_. 0 = off."""
-    seed: Seed = 0
-    """Seed of initial weights, data order and dropout."""
     log_every: CountOrOff | Literal["epoch"] = 1
     """Steps between lines of metrics.jsonl, or epoch: after each epoch. 0 = off."""
     log_first_step: bool = False
@@ -147,8 +154,6 @@ class RunSection(Section):
     """Callbacks of Python code: classes, functions that return one, or objects. Further keys are arguments of the call."""
     deterministic: bool = False
     """Use deterministic kernels only; an operation without one raises an error."""
-    on_nonfinite: Literal["skip", "stop"] = "skip"
-    """Effect of a NaN or infinite gradient: all ranks skip the step, or the run ends."""
     max_nonfinite: CountOrOff = 20
     """Skipped steps in a row after which the run ends. 0 = never."""
 

@@ -10,6 +10,9 @@ from zeromesh.settings.keys import (
     Count,
     Listed,
     Number,
+    OffloadKeys,
+    ParallelOptions,
+    PrecisionKeys,
     ScalerKeys,
     Text,
     Whole,
@@ -49,7 +52,7 @@ class GradientShare(TierShare):
 _TIERS = "none, host or file, or a mapping such as {tier: file, fraction: 0.7}"
 
 
-class OffloadSection(Section):
+class OffloadSection(Section, OffloadKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The states that are kept outside the device's memory until they are needed. Results do not change."""
 
     optimizer: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
@@ -60,9 +63,6 @@ class OffloadSection(Section):
     """Parameters between their uses, at stage 3."""
     activations: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
     """Inputs of recomputed blocks until backward; a fraction counts the first blocks."""
-    update: Literal["auto", "host", "device"] = "auto"
-    """Processor that computes updates whose states are not in an accelerator's memory: the CPU (host), or the device; auto tries
-    both once."""
     directory: Text | Texts | None = None
     """Directory of the files of the file tier, best on a local NVMe disk; several are used in turn, stripe by stripe. null:
     `offload` in the run's directory."""
@@ -80,7 +80,7 @@ AUTOMATIC = ("parallel", "batch.micro_size", "zero.stage")
 """Keys that a plan may decide. `parallel` means its axes, schedule and chunks, unless given."""
 
 
-class ParallelSection(Section):
+class ParallelSection(Section, ParallelOptions):  # type: ignore[misc]  # pydantic freezes it too
     """The mesh. The product of the axes is the number of ranks."""
 
     auto: Annotated[
@@ -97,26 +97,10 @@ class ParallelSection(Section):
     """Ranks that divide every layer among them, best within one host."""
     pipeline: Count = 1
     """Ranks that divide the blocks of the model into stages."""
-    sequence: bool = False
-    """Shard activations between divided layers along the sequence (sequence parallelism): less memory, the same result."""
-    plan: Annotated[dict[str, Text], Allowed("a mapping of patterns to styles")] | None = None
-    """Parallel styles of layers by name pattern, such as `{"*.q_proj": "colwise"}`, in addition to the model's or zeromesh's
-    plan."""
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """The order in which stages run the microbatches of a step."""
-    chunks: Count = 1
-    """Stages of each pipeline rank: more than one with the schedule `interleaved` alone."""
-    stages: Annotated[Listed[tuple[Count, ...]], Allowed("a list of numbers of blocks")] | None = None
-    """Blocks of each stage, first to last; null: by `balance`."""
-    balance: Literal["parameters", "flops"] = "parameters"
-    """The quantity that stages share evenly: parameters, for even memory, or FLOPs of a token, for even time if the head is
-    large."""
     order: Literal["topology", "launch"] = "topology"
     """The order of processes as ranks: host by host, so that tensor ranks are neighbours, or in launch order."""
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
     """Binding of each rank to CPUs near its GPU, as by torchrun's option of this name; null: no binding."""
-    transport: Literal["auto", "shared", "gloo", "nccl"] = "auto"
-    """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
     timeout_seconds: Seconds = 60.0
     """Seconds without progress after which waiting ranks raise an error that names the late rank; five times as long at the
     start."""
@@ -126,16 +110,9 @@ class LossScaleSection(Section, ScalerKeys):  # type: ignore[misc]  # pydantic f
     """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
 
 
-class PrecisionSection(Section):
+class PrecisionSection(Section, PrecisionKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The dtypes of each role. They are printed once at the start of a run."""
 
-    compute: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
-    """Dtype of forward and backward, and of the parameters that they read."""
-    master: Literal["float32", "float64"] = "float32"
-    """Dtype of master weights and optimizer state."""
-    reduce: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Dtype of gradient sums over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
-    bytes between accelerators."""
     tf32: bool = False
     """Use TF32 for float32 products and convolutions on GPUs that have it: much faster, with 10 bits of fraction."""
     linear: Literal["float8"] | None = None

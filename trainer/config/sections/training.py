@@ -14,10 +14,11 @@ from zeromesh.settings.keys import (
     Fraction,
     OptimizerKeys,
     Positive,
+    Seed,
     Text,
     Whole,
 )
-from zeromesh.trainer.config.sections.base import Named, NamedFunction, NamedList, Seconds, Section, Seed, Texts
+from zeromesh.trainer.config.sections.base import Named, NamedFunction, NamedList, Seconds, Section, Texts
 from zeromesh.trainer.config.sections.formats import COLUMNS, FORMATS, RowFormat
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from zeromesh.errors import LayoutError, PhaseError, counted
 from zeromesh.overrides import override
 from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs, refusal
 from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, StageSlot, meta_copy
+from zeromesh.settings.keys import Balance
 from zeromesh.units.plan import names_by_parameter
 
 if TYPE_CHECKING:
@@ -74,10 +75,6 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
             for end in range(stage + 1, len(costs) - (stages - 1 - stage) + 1)
         }
     return best[len(costs)][2]
-
-
-Balance = Literal["parameters", "flops"]
-"""The quantity that stages have about equal amounts of: parameters (memory), or multiplications per token (time)."""
 
 
 def block_costs(
