@@ -1,13 +1,7 @@
 """Collectives on activations: `Exchange` over process groups, and `SharedExchange` over memory shared by CPU ranks of a host.
 
-    exchange = open_exchange(group, device, "auto")
-    pending = exchange.all_reduce_async(partial)                                # starts; compute meanwhile
-    whole = pending.wait()                                         # a new tensor
-
 gloo's all-reduce adds in the tensors' dtype and in an unspecified order. Here the summands are gathered and added locally in rank
 order, 16-bit ones in fp32, so that all ranks and all kinds of exchange compute equal bits. NCCL's collectives are used unchanged.
-
-In `SharedExchange` each rank writes its tensor once, into a `SharedRing` that all ranks read, and sums in `wait`.
 """
 
 import math
@@ -34,14 +28,13 @@ _CHUNK_ELEMENTS = 1 << 15
 
 
 class ExchangeKind(Enum):
-    """The kinds of collectives on activations."""
+    """The kinds of collectives on activations: the name in error messages, and the row of the traffic statistics."""
 
     SUM = "sum", Collective.ALL_REDUCE
     GATHER = "gather", Collective.ALL_GATHER
     SCATTERED_SUM = "scattered sum", Collective.REDUCE_SCATTER
 
     def __init__(self, phrase: str, collective: Collective) -> None:
-        """Take the name of the kind in error messages, and the row of the traffic statistics under which it is counted."""
         self.phrase, self.collective = phrase, collective
 
 
@@ -146,57 +139,44 @@ class Exchange:
         return sum_in_ranks(parts)
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        """Begin an exchange; `lengths` are the lengths that each rank sends or receives along `dim`, if the kind has one.
-
-        On a device it never writes into the caller's tensor, which autograd may have saved.
-        """
-        tensor, size = tensor.detach(), self.size
-        if self._members is None:
+        """Begin an exchange; `lengths` are those that each rank sends or receives along `dim`, if the kind has one. On a device it
+        never writes into the caller's tensor, which autograd may have saved."""
+        tensor, group = tensor.detach(), self._members
+        if group is None:
             return Pending(lambda: self._combine(kind, [tensor], dim, lengths))
-        on_device = self._members.on_stream
+        on_device, shapes = group.on_stream, self._shapes(kind, tensor, dim, lengths)
+        how: dict[str, Any] = {}
         if kind is ExchangeKind.SCATTERED_SUM and on_device and len(set(lengths)) == 1:
-            pieces = torch.stack(torch.split(tensor, lengths[0], dim))
-            out = torch.empty_like(pieces[0])
-            return self._launch(self._members, kind, Collective.REDUCE_SCATTER, out, pieces, lambda: out)
-        if kind is ExchangeKind.SCATTERED_SUM and not on_device:
+            given = torch.stack(torch.split(tensor, lengths[0], dim))
+            row, out = Collective.REDUCE_SCATTER, torch.empty_like(given[0])
+            result = lambda: out  # noqa: E731
+        elif kind is ExchangeKind.SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
-            own, sent = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
-            received, counts = sent.new_empty(size, own.numel()), [part.numel() for part in parts]
-            result = lambda: sum_in_ranks([part.view(own.shape) for part in received])  # noqa: E731
-            return self._launch(self._members, kind, Collective.ALL_TO_ALL, received, sent, result, sent=counts)
-        own = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
-        if kind is not ExchangeKind.GATHER and on_device:
-            cut = (dim, sum(lengths[: self.index]), lengths[self.index]) if lengths else None
-            result = lambda: own if cut is None else own.narrow(*cut).contiguous()  # noqa: E731
-            return self._launch(self._members, kind, Collective.ALL_REDUCE, own, own, result)
-        shapes = self._shapes(kind, tensor, dim, lengths)
-        sizes = list(map(math.prod, shapes))
-        if on_device or (kind is ExchangeKind.GATHER and dim == 0):
-            whole = tensor.new_empty(sum(sizes))
-            parts = [part.view(shape) for part, shape in zip(torch.split(whole, sizes), shapes, strict=True)]
-            result = lambda: self._combine(kind, parts, dim, lengths) if dim else whole.view(-1, *tensor.shape[1:])  # noqa: E731
-            return self._launch(self._members, kind, Collective.ALL_GATHER, whole, own, result, received=sizes)
-        # This rank's own part is not copied, since nothing writes to it.
-        moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
-        sizes[self.index] = 0
-        others = tensor.new_empty(sum(sizes))
-        parts = list(others.split_with_sizes(sizes))
-        parts[self.index] = own
-        parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
-        times = moved / others.numel() if others.numel() else 1.0  # Without elements the traffic needs no scaling.
-        return self._launch(self._members, kind, Collective.BROADCAST, others, own, result, received=sizes, times=times)
-
-    def _launch(
-        self,
-        group: ProcessSet,
-        kind: ExchangeKind,
-        row: Collective,
-        out: torch.Tensor,
-        given: torch.Tensor,
-        result: Callable[[], torch.Tensor],
-        **how: Any,
-    ) -> Pending:
+            own, given = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
+            row, out = Collective.ALL_TO_ALL, given.new_empty(self.size, own.numel())
+            how["sent"] = [part.numel() for part in parts]
+            result = lambda: sum_in_ranks([part.view(own.shape) for part in out])  # noqa: E731
+        elif kind is not ExchangeKind.GATHER and on_device:
+            row, out = Collective.ALL_REDUCE, tensor.clone(memory_format=torch.contiguous_format)
+            given, cut = out, (dim, sum(lengths[: self.index]), lengths[self.index]) if lengths else None
+            result = lambda: out if cut is None else out.narrow(*cut).contiguous()  # noqa: E731
+        elif on_device or (kind is ExchangeKind.GATHER and dim == 0):
+            given = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
+            sizes = how["received"] = list(map(math.prod, shapes))
+            row, out = Collective.ALL_GATHER, tensor.new_empty(sum(sizes))
+            parts = [part.view(shape) for part, shape in zip(torch.split(out, sizes), shapes, strict=True)]
+            result = lambda: self._combine(kind, parts, dim, lengths) if dim else out.view(-1, *tensor.shape[1:])  # noqa: E731
+        else:
+            given, sizes = tensor.contiguous(), list(map(math.prod, shapes))
+            moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
+            sizes[self.index] = 0  # This rank's own part is not copied, since nothing writes to it.
+            row, out = Collective.BROADCAST, tensor.new_empty(sum(sizes))
+            parts = list(out.split_with_sizes(sizes))
+            parts[self.index] = given
+            parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            # Without elements the traffic needs no scaling.
+            how |= {"received": sizes, "times": moved / out.numel() if out.numel() else 1.0}
+            result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
         what = f"{kind.phrase} of activations over axis {group.name}"
         flight = group.start(row, CollectiveCall(out.view(-1), given.view(-1), what, counts_as=kind.collective, **how))
 
@@ -232,11 +212,8 @@ def _checked_dim(tensor: torch.Tensor, dim: int) -> int:
 
 
 class SharedExchange(Exchange):
-    """Collectives over memory shared by all ranks of a host. Every rank of `group` creates one, in the same order.
-
-    Raises:
-        StorageError: when memory is short or a peer's segment cannot be mapped; also when a larger slot is needed later.
-    """
+    """Collectives over memory shared by all ranks of a host: each rank writes its tensor once, into a ring that all ranks read, and
+    sums in `wait`. Every rank of `group` creates one, in the same order."""
 
     def __init__(self, group: ProcessSet) -> None:
         super().__init__(group)
@@ -267,10 +244,14 @@ class SharedExchange(Exchange):
             with traffic.timed(kind.collective):
                 ring.published.wait(sequence + 1, what)
                 try:
-                    parts = [self._read(rank, sequence, about[rank], shape, dtype) for rank, shape in enumerate(shapes)]
+                    slots = [ring.read(rank, sequence) for rank in range(self.size)]
                 except StorageError:  # The memory of an ended rank cannot be mapped any more.
                     self._group.watch.examine(self._group.ranks, what)
                     raise
+                for rank, (_, other) in enumerate(slots):
+                    if other != about[rank]:
+                        raise self._disagreement(rank, other, slots[self.index][1])
+                parts = [slot.view(shape, dtype) for (slot, _), shape in zip(slots, shapes, strict=True)]
                 return self._combine(kind, parts, dim, lengths)
 
         def consume() -> None:
@@ -281,17 +262,12 @@ class SharedExchange(Exchange):
         self._flying[sequence] = weakref.ref(pending)
         return pending
 
-    def _read(
-        self, rank: int, sequence: int, about: list[int], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Return the tensor that the rank at position `rank` published as exchange `sequence`."""
-        slot, other = self._ring.read(rank, sequence)
-        if other == about:
-            return slot.view(shape, dtype)
-        ranks, own = self._group.ranks, self._ring.read(self.index, sequence)[1]
-        raise CollectiveError(
-            f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {_decode(other)}, "
-            f"rank {ranks[self.index]} for a {_decode(own)}. Every rank must run the same modules on tensors of the same shape"
+    def _disagreement(self, rank: int, other: list[int], own: list[int]) -> CollectiveError:
+        ranks = self._group.ranks
+        theirs, ours = (array("q", about[1:]).tobytes().decode().rstrip() for about in (other, own))
+        return CollectiveError(
+            f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {theirs}, "
+            f"rank {ranks[self.index]} for a {ours}. Every rank must run the same modules on tensors of the same shape"
         )
 
 
@@ -305,10 +281,6 @@ def _encode(
     text = f"{kind.phrase}{along} of {str(dtype).removeprefix('torch.')} {list(shape)}"
     room = (ABOUT_WORDS - 1) * 8
     return [zlib.crc32(f"{text} {lengths}".encode()), *memoryview(text.encode().ljust(room)[:room]).cast("q")]
-
-
-def _decode(about: list[int]) -> str:
-    return array("q", about[1:]).tobytes().decode().rstrip()
 
 
 def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName = "auto") -> Exchange:

@@ -1,13 +1,10 @@
 """`Channels`: sends tensors of any dtype and shape from a rank of a process set to its neighbours, in order.
 
-Each direction between two ranks is a process group of these two, in which messages arrive in the order of sending and are never
-queued behind messages of the other direction (on NCCL, a receive would hold up a send behind it). A message is a broadcast, which
-unlike gloo's send and receive can be waited for in slices, so that `Watchdog` bounds the wait and names the ranks waited for.
+Each direction between two ranks is a process group of these two, so that no message is queued behind those of the other direction.
+A message is a broadcast, which unlike gloo's send and receive can be waited for in slices, so that `Watchdog` bounds the wait.
 
-On a device, both ends launch a message where the caller asks for it; if its shapes are unknown, the host waits for them.
-
-The receiver must know shapes before it can receive. The first message of a kind is preceded by a header with its shapes; both ends
-remember them, so that the next message of the kind needs no header and can travel while the receiver computes.
+The first message of a kind is preceded by a header with its shapes, for which the host waits on a device; both ends remember them,
+so that the next message of the kind needs no header and can travel while the receiver computes.
 """
 
 from __future__ import annotations
@@ -96,7 +93,8 @@ class _Channel:
         """The specifications sent so far, by kind of message; equal on both ends."""
         self.queue: deque[Incoming] = deque()
         """Messages requested by the receiver, in the order of arrival."""
-        self._flying: deque[tuple[torch.Tensor, Launched]] = deque()
+        self.flying: deque[tuple[torch.Tensor, Launched]] = deque()
+        """Messages that are being sent."""
 
     def start(self, tensor: torch.Tensor, what: str) -> Launched:
         # Bytes suit every backend, unlike dtypes; at least one, since an empty message could not be waited for.
@@ -110,34 +108,10 @@ class _Channel:
         while self.queue and self.queue[0].advance(block=self.pair.on_stream or wanted in self.queue):
             self.queue.popleft()
 
-    def send(
-        self, kind: Hashable, tensors: Sequence[torch.Tensor], specs: Sequence[MessageSpec] | None, what: str
-    ) -> None:
-        found = [MessageSpec.of(tensor) for tensor in tensors]
-        if specs is None:
-            known = self.known.setdefault(kind, found)
-            if known is found:
-                self._launch(write_header(found).to(self.device), what)
-            specs = known
-        if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in specs]:
-            raise CollectiveError(
-                f"{what} are {_describe(found)}, but for inputs of the same shapes they were {_describe(specs)}, which the "
-                "receiver expects: what a pipeline stage returns may depend on the shapes of a batch alone"
-            )
-        for tensor in tensors:
-            self._launch(tensor.detach().contiguous(), what)
-
-    def _launch(self, tensor: torch.Tensor, what: str) -> None:
-        while self._flying and self._flying[0][1].done():
-            self._flying.popleft()[1].wait()  # This raises the error of a failed send.
-        self._flying.append((tensor, self.start(tensor, what)))
-
-    def settle(self) -> None:
-        """Wait until all messages are sent, and bound the number of remembered specifications."""
-        while self._flying:
-            self._flying.popleft()[1].wait()
-        if len(self.known) > _MOST_KINDS:
-            self.known.clear()
+    def send(self, tensor: torch.Tensor, what: str) -> None:
+        while self.flying and self.flying[0][1].done():
+            self.flying.popleft()[1].wait()  # This raises the error of a failed send.
+        self.flying.append((tensor, self.start(tensor, what)))
 
 
 class Channels:
@@ -146,8 +120,7 @@ class Channels:
     def __init__(
         self, group: ProcessSet, device: torch.device, *, shape: MeshShape | None = None, ring: bool = True
     ) -> None:
-        """Open the channels, on all ranks of the world. `shape`: the mesh whose pipelines each open channels; None: only this
-        set."""
+        """Open the channels, on all ranks of the world, of each pipeline of the mesh of this `shape`; None: only of this set."""
         self.group, self.device = group, device
         self._out: dict[int, _Channel] = {}
         self._in: dict[int, _Channel] = {}
@@ -177,14 +150,21 @@ class Channels:
         what: str,
         specs: Sequence[MessageSpec] | None = None,
     ) -> None:
-        """Start to send to the neighbour at position `target` of the set; the tensors are kept alive until they are sent.
-
-        Messages of one `kind` have the same shapes and dtypes. `specs` are those that the receiver already expects.
-
-        Raises:
-            CollectiveError: for tensors that differ from `specs`.
-        """
-        self._out[target].send(kind, tensors, specs, what)
+        """Start to send to the neighbour at position `target` of the set; the tensors are kept alive until they are sent. Messages
+        of one `kind` have the same shapes and dtypes: `specs`, if the receiver already expects them. Raises `CollectiveError` for
+        others."""
+        channel, found = self._out[target], [MessageSpec.of(tensor) for tensor in tensors]
+        if specs is None:
+            specs = channel.known.setdefault(kind, found)
+            if specs is found:
+                channel.send(write_header(found).to(self.device), what)
+        if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in specs]:
+            raise CollectiveError(
+                f"{what} are {_describe(found)}, but for inputs of the same shapes they were {_describe(specs)}, which the "
+                "receiver expects: what a pipeline stage returns may depend on the shapes of a batch alone"
+            )
+        for tensor in tensors:
+            channel.send(tensor.detach().contiguous(), what)
 
     def receive(self, source: int, kind: Hashable, what: str, specs: Sequence[MessageSpec] | None = None) -> Incoming:
         """Begin to receive the next message of the neighbour at position `source`; `kind` and `specs` equal the sender's."""
@@ -200,17 +180,15 @@ class Channels:
             channel.advance()
 
     def settle(self) -> None:
-        """Wait until all messages are sent; called at the end of a step.
-
-        Raises:
-            CollectiveError: for the reasons of `Watchdog`.
-        """
+        """Wait until all messages are sent, and bound the number of remembered specifications; called at the end of a step."""
         for channel in (*self._out.values(), *self._in.values()):
-            channel.settle()
+            while channel.flying:
+                channel.flying.popleft()[1].wait()
+            if len(channel.known) > _MOST_KINDS:
+                channel.known.clear()
 
     def close(self) -> None:
-        """Leave the groups, on all ranks alike, when nothing is in flight. After a failed wait they stay until the process ends,
-        since leaving would wait for the collective in flight."""
+        """Leave the groups, on all ranks alike, when nothing is in flight; after a failed wait they stay until the process ends."""
         if not self.group.watch.may_hang:
             for channel in (*self._out.values(), *self._in.values()):
                 for group in channel.pair.groups.values() if channel.pair.groups else ():

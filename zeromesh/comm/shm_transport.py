@@ -1,22 +1,17 @@
 """Memory shared by all CPU ranks of a host: the ring of their messages, and the transport of parameters and gradients.
 
-`open_transport` opens a transport of any kind.
-
     arena   one segment                     | bucket 0: shard 0 | shard 1 | bucket 1: ... |   each rank writes its shards, all read
     words   one segment                     per bucket and rank: written, done
     ring    a segment for each rank's slot  | a tensor |                                      filled by their rank, read by all
             words, one segment              per rank: published, consumed, and entries, a ring of them
 
 `written[bucket][rank]` is the generation of the rank's shard, and `done[bucket][rank]` the last generation that the rank has
-finished reading; a shard is rewritten when all ranks are done with it. Slot n % slots of the gradients' ring is refilled when all
-have consumed gradient bucket n - slots.
+finished reading; a shard is rewritten when all ranks are done with it. Message n of a rank has an entry with its slot and a
+description by the caller. `published` counts the messages that a rank has written, `consumed` those that it has finished reading,
+in order. A slot is free once all ranks have consumed its message. If no free slot is large enough, a rank creates one, and the
+others map it when they read an entry that names it: so writing never waits for a peer, and messages may be read in any order.
 
-Message n of a rank has an entry with its slot and a description by the caller. `published` counts the messages that a rank has
-written, `consumed` those that it has finished reading, in order. Counters only grow, and each has one writer. A slot is free once
-all ranks have consumed its message. If no free slot is large enough, a rank creates one, and the others map it when they read an
-entry that names it: so writing never waits for a peer, and messages may be read in any order.
-
-The counters rely on the memory order of x86 (stores become visible in order); `choose_transport` takes gloo on other processors.
+Counters only grow, and each has one writer. They rely on the memory order of x86 (stores become visible in order).
 """
 
 from __future__ import annotations
@@ -53,11 +48,8 @@ _system_call.restype = ctypes.c_long
 
 
 class Futex:
-    """A growing 64-bit little-endian word in shared memory; its lower half is the futex.
-
-    Polling with short sleeps would take processor time from the rank waited for, and react late with more processes than cores. A
-    process that waits on a futex is woken when the word is written.
-    """
+    """A growing 64-bit little-endian word in shared memory; its lower half is the futex, on which a process sleeps until the word
+    is written. Polling would take processor time from the rank waited for, and react late with more processes than cores."""
 
     def __init__(self, words: memoryview, place: int) -> None:
         """Take 64-bit words of shared memory, which must stay mapped for the lifetime of this object."""
@@ -136,10 +128,7 @@ def shared_segments(
     group: ProcessSet, label: str, nbytes: int, *, of_first: bool = False, reserve: bool = True
 ) -> list[SharedSegment]:
     """Map segments of `nbytes` on all ranks, in rank order: one created by each rank, or with `of_first` only the first rank's.
-
-    Raises:
-        StorageError: when memory is short, or a peer's segment cannot be mapped.
-    """
+    Raises `StorageError` when memory is short, or a peer's segment cannot be mapped."""
     own = SharedSegment.create(label, nbytes, reserve=reserve) if group.index == 0 or not of_first else None
     rows = group.gather_integers([os.getpid(), own.descriptor if own else -1])
     found = [
@@ -177,13 +166,9 @@ class RingSlot:
 
 
 class SharedRing:
-    """The ring of messages of a process set on one host. Every rank of `group` creates one, in the same order.
-
-    Its memory is freed by `close`, or once no rank refers to it.
-
-    Raises:
-        StorageError: when memory is short or a peer's segment cannot be mapped; also when a larger slot is needed later.
-    """
+    """The ring of messages of a process set on one host. Every rank of `group` creates one, in the same order. Its memory is freed
+    by `close`, or once no rank refers to it. Raises `StorageError` when memory is short, also when a larger slot is needed
+    later."""
 
     def __init__(self, group: ProcessSet, label: str, *, slots: int = 0, nbytes: int = 0) -> None:
         """Create the ring for the purpose `label`. `slots` slots of `nbytes` each exist from the start, mapped by all ranks."""
@@ -242,11 +227,8 @@ class SharedRing:
         self.published.set(self.next)
 
     def read(self, rank: int, sequence: int) -> tuple[RingSlot, list[int]]:
-        """Return the slot that the rank at position `rank` published as message `sequence`, and the words that describe it.
-
-        Raises:
-            StorageError: when the slot's memory cannot be mapped any more.
-        """
+        """Return the slot that the rank at position `rank` published as message `sequence`, and the words that describe it. Raises
+        `StorageError` when the slot's memory cannot be mapped any more."""
         place = self._entries[rank] + sequence % self.room * _ENTRY_WORDS
         number, serial, descriptor, capacity, *about = self._words[place : place + _ENTRY_WORDS].tolist()
         if rank == self._index:
@@ -434,11 +416,7 @@ class SharedReducer(Reducer):
 
 
 class SharedTransport(Transport):
-    """A transport whose buffers and slots lie in memory shared by all ranks of a host.
-
-    Raises:
-        StorageError: when memory is short, or a peer's segment cannot be mapped.
-    """
+    """A transport whose buffers and slots lie in memory shared by all ranks of a host."""
 
     name = "shared"
 
@@ -474,11 +452,7 @@ def open_transport(
     name: str, group: ProcessSet, device: torch.device, requests: Sequence[BufferRequest], slots: int, nbytes: int
 ) -> Transport:
     """Allocate the buffers of a group, and `slots` gradient buffers of `nbytes` each, used in turn. Every rank of the group calls
-    this with the same requests.
-
-    Raises:
-        StorageError: when memory is short.
-    """
+    this with the same requests. Raises `StorageError` when memory is short."""
     if name == "shared":
         return SharedTransport(group, requests, slots, nbytes)
     return Transport(name, group, device, requests, slots, nbytes)

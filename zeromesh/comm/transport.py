@@ -1,16 +1,11 @@
-"""Transports own the memory that they move. Those here use torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks.
-
-A transport allocates the flat buffers to gather and the slots to reduce, so that it can avoid transfers: on one host, gathered
-parameters are shared pages, and a reduction reads the other ranks' slots (`shm_transport`).
+"""Transports own the memory that they move, so that they can avoid transfers (`shm_transport`). Those here use torch.distributed.
 
     GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> retire
     Reducer        slots  |  sequence n  |  sequence n+1    acquire -> fill -> launch -> Reduction.finish
 
-All ranks of the group make the same calls in the same order. No transport knows about parameters.
-
-gloo's reduce-scatter moves as many bytes as an all-reduce and adds in the gradients' dtype. Here it is an all-to-all, half the
-bytes, and a local sum in rank order in the dtype of the sum. A device does the same if the dtype of the transfer is narrower than
-that of the sum; otherwise NCCL's own reduce-scatter is used.
+All ranks of the group make the same calls in the same order. gloo's reduce-scatter moves as many bytes as an all-reduce and adds in
+the gradients' dtype. Here it is an all-to-all, half the bytes, and a local sum in rank order in the dtype of the sum. A device does
+the same if the dtype of the transfer is narrower than that of the sum; otherwise NCCL's own reduce-scatter is used.
 """
 
 from __future__ import annotations
@@ -37,11 +32,9 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferRequest:
-    """A request for a gather buffer of `padded` elements of `dtype`.
-
-    A `persistent` buffer keeps its memory, so gathered values stay until their owners write again; others have memory only from
-    `gather` to `release`. On a host it begins `lead` bytes after the start of a page.
-    """
+    """A request for a gather buffer of `padded` elements of `dtype`. A `persistent` one keeps its memory and gathered values until
+    their owners write again; others have memory only from `gather` to `release`. On a host it begins `lead` bytes after the start
+    of a page."""
 
     name: str
     padded: int
@@ -51,10 +44,8 @@ class BufferRequest:
 
 
 class GatherBuffer:
-    """A flat buffer whose shards belong to the ranks of a group, filled by an all-gather.
-
-    Without a group, as for a single rank and for parameters that every rank updates itself, it is private memory that always holds
-    everything while it is allocated.
+    """A flat buffer whose shards belong to the ranks of a group, filled by an all-gather. Without a group, as for a single rank and
+    for parameters that every rank updates itself, it is private memory that always holds everything while it is allocated.
 
     Gathers start once this rank's shard is in place, in the order of the calls; `queue` holds the waiting ones. A device runs
     collectives of all groups in launch order, and blocks in each until all ranks have launched it. So its gathers start at fixed
@@ -225,9 +216,8 @@ def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool)
 class Reducer:
     """The slots in which gradient buckets wait for their reduction over the group; `sequence` numbers the buckets from 0.
 
-    A single rank has no group, no sums and no slots: gradients are accumulated in place. A group has send buffers and, on gloo,
-    as many receive buffers; reductions finish in launch order. On a device, work on a slot is ordered by streams: `finish` makes
-    the compute stream wait, not the host.
+    A group has send buffers and, on gloo, as many receive buffers; a single rank has neither. Reductions finish in launch order. On
+    a device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host.
     """
 
     def __init__(
@@ -248,12 +238,9 @@ class Reducer:
         return self._send[sequence % len(self._send)] if sequence < self.finished + len(self._send) else None
 
     def launch(self, sequence: int, filled: torch.Tensor, out: torch.Tensor, *, add: bool) -> Reduction:
-        """Start to sum `filled` over the group.
-
-        `filled` is the slot as gradients, `[padded]`. `out` has the dtype of the sum and receives this rank's shard of it, or all
-        of it if `out` is as long as `filled`; `add` adds to `out`. Sums run in rank order, one addition after the other in the
-        dtype of `out`, so that every transport gives the same bits.
-        """
+        """Start to sum `filled`, the slot as gradients, `[padded]`, over the group. `out` has the dtype of the sum and receives
+        this rank's shard of it, or all of it if `out` is as long as `filled`; `add` adds to `out`. Sums run in rank order, one
+        addition after the other in the dtype of `out`, so that every transport gives the same bits."""
         group, kind, sums = self._members, Collective.REDUCE_SCATTER, out
         if group is None:
             raise LayoutError(f"a group of one rank has nothing to reduce (sequence {sequence})")
@@ -298,7 +285,8 @@ class Reducer:
 
 
 class Transport:
-    """The buffers and slots of one group, which move by collectives, or not at all under the name `local`."""
+    """The buffers and slots of one group, which move by collectives, or not at all under the name `local`. It knows no
+    parameters."""
 
     buffers: Sequence[GatherBuffer]
     reducer: Reducer
@@ -337,12 +325,8 @@ _STRONGLY_ORDERED = {"x86_64", "AMD64"}
 
 
 def choose_transport(kind: TransportName, group: ProcessSet, device: torch.device) -> str:
-    """Resolve `kind` for this group to `local`, `shared`, `gloo` or `nccl`.
-
-    Raises:
-        ConfigError: when the named transport cannot serve the group.
-        CollectiveError: when this rank is not in the group.
-    """
+    """Resolve `kind` for this group to `local`, `shared`, `gloo` or `nccl`. Raises `ConfigError` when the named transport cannot
+    serve the group, and `CollectiveError` when this rank is not in it."""
     group.require_member()
     if is_accelerator(device):
         if kind in ("shared", "gloo"):

@@ -1,10 +1,7 @@
 """The table of functions that start collectives, on CPUs and on devices.
 
-    given   what this rank sends      [n]: to all, or one part for each rank
-    out     what arrives              [m]: the parts of all ranks one after the other, or their sum
-
-A row takes flat tensors and returns a collective in flight. A codec is a row, too: it wraps another row, launches the encoded bytes
-of `given`, and its `finish` decodes the received bytes into `out`.
+A codec is a row, too: it wraps another row, launches the encoded bytes of `given`, and its `finish` decodes what arrives into
+`out`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,9 +28,10 @@ class CollectiveCall:
     """
 
     out: torch.Tensor
+    """What arrives: the parts of all ranks one after the other, or their sum."""
     given: torch.Tensor
-    """The tensor to send. It may be this rank's part of `out`, or `out` itself. A broadcast leaves that part unchanged, and sends
-    nothing from a rank whose tensor is empty."""
+    """The tensor to send, to all ranks or one part to each. It may be this rank's part of `out`, or `out` itself. A broadcast
+    leaves that part unchanged, and sends nothing from a rank whose tensor is empty."""
     what: str
     """The operation, for error messages."""
     received: Sequence[int] = ()
@@ -58,10 +56,10 @@ class CollectiveCall:
 
 @dataclass(slots=True)
 class Launched:
-    """A collective in flight: `finish` completes `out` after all `works`; `nbytes` is its size in the traffic statistics."""
+    """A collective in flight: `finish` completes `out` after all `works`; `nbytes` is its size in the traffic statistics. `call`
+    keeps the tensors alive."""
 
     call: CollectiveCall
-    """The call, held to keep its tensors alive."""
     works: Sequence[AsyncWork]
     nbytes: int
     finish: Callable[[], object] = lambda: None

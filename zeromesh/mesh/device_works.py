@@ -1,13 +1,9 @@
 """`DeviceWorks`: collectives in flight on an accelerator; the only module that waits for or queries torch's handles of them.
 
-    order   what this thread launches from now on comes after the collective; the host goes on
-    wait    the host waits until the device is through with it
-
-torch's wait with a timeout is usable on CPUs only: on a device it aborts the communicator when the timeout expires.
-
-The host seldom waits for a collective but for results computed after it, a wait without a timeout. So a thread supervises the
-collectives in flight. When a peer is gone, has failed or is late, it aborts the communicators, so that the host's wait returns and
-this rank's next use of others raises the error that names the peer. If the host does not return, its process is ended.
+The host waits without a timeout for results computed after a collective; torch's wait with one aborts the communicator. So a thread
+supervises the collectives in flight: when a peer is gone, has failed or is late, it aborts the communicators, so that the host's
+wait returns and this rank's next use of others raises the error that names the peer. If the host does not return, its process is
+ended.
 """
 
 import logging
@@ -19,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -67,14 +62,15 @@ class DeviceWorks:
 
     def __init__(self, device: torch.device, watch: Watchdog, *, traces: Path | None) -> None:
         """Start supervision. `traces` is the folder for the latest collectives of a rank that finds an error; None: no files."""
-        self.device, self._watch, self._traces = device, watch, traces
+        self.device, self.watch, self._traces = device, watch, traces
         self._pending: deque[_Pending] = deque()
         self._computing: deque[Callable[[], bool]] = deque()
         """Queries in launch order, each of which returns True once the device has computed all that was launched before it."""
         self._blocking_host: _Pending | None = None
         """The communication that blocks the host itself, in a call without a timeout."""
         self._patience: tuple[_Pending, Patience] | None = None
-        self._groups: list[dist.ProcessGroup] = []
+        self.groups: list[dist.ProcessGroup] = []
+        """The connected groups, which are supervised until they are destroyed."""
         self.nbytes = 0
         """Device bytes used by communicators as the driver counts them; torch's allocators do not see them."""
         watch.on_beat, watch.on_post = self._check_pending, lambda: self._computing.append(self._event())
@@ -82,8 +78,8 @@ class DeviceWorks:
     def order(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Make device work that this thread launches from now on wait for the collective `work`; the host does not wait. Raises
         `CollectiveError` when an earlier collective cannot complete."""
-        self._watch.refuse()
-        self._watch.operations_begun += 1
+        self.watch.refuse()
+        self.watch.operations_begun += 1
         work.wait()
         # An event is kept instead of the collective's handle, which would keep its tensors alive.
         self._pending.append(_Pending(done=self._event(), peers=peers, what=what))
@@ -94,11 +90,11 @@ class DeviceWorks:
     def wait(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Block the host until the device has finished a collective. Raises `CollectiveError` when the collective fails or cannot
         complete."""
-        self._watch.wait(work.is_completed, peers, what, lambda _seconds: time.sleep(_POLL_SECONDS))
+        self.watch.wait(work.is_completed, peers, what, lambda _seconds: time.sleep(_POLL_SECONDS))
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._watch.broken_transport(error, peers, what) from error
+            raise self.watch.broken_transport(error, peers, what) from error
 
     def connect(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         """Connect the communicator of a group at once. Made at its first use instead, ranks could wait for one another in different
@@ -110,27 +106,18 @@ class DeviceWorks:
             return memory.total - memory.free - memory.reserved
 
         what = f"connection of the devices of ranks {', '.join(map(str, ranks))}"
-        self._groups.append(group)
+        self.groups.append(group)
         count = torch.ones(1, device=self.device)
         before = bytes_of_others()
         self._blocking_host = _Pending(done=lambda: False, peers=ranks, what=what)
         try:
-            with self._watch.patience(START_SECONDS):
+            with self.watch.patience(START_SECONDS):
                 self.wait(dist.all_reduce(count, group=group, async_op=True), ranks, what)
         finally:
             self._blocking_host = None
         if int(count) != len(ranks):
             raise CollectiveError(f"{what}: a sum of one for each of {len(ranks)} ranks gave {int(count)}")
         self.nbytes += max(0, bytes_of_others() - before)
-
-    def forget(self, group: dist.ProcessGroup) -> None:
-        """Stop supervising a group, which is about to be destroyed."""
-        self._groups = [each for each in self._groups if each is not group]
-
-    @property
-    def patience(self) -> timedelta:
-        """The time that a collective may take while no peer makes progress."""
-        return timedelta(seconds=self._watch.timeout_seconds)
 
     def _check_pending(self) -> None:
         """Check the oldest communication in flight; called a few times a second by the heartbeat thread. Work that the device
@@ -147,12 +134,12 @@ class DeviceWorks:
             self._pending.clear()
             self._computing.clear()
         if moved:
-            self._watch.board.beat()
+            self.watch.board.beat()
         first = self._blocking_host or (self._pending[0] if self._pending else None)
-        if first is None or self._watch.broken is not None:
+        if first is None or self.watch.broken is not None:
             return
         if moved or self._patience is None or self._patience[0] is not first:
-            self._patience = first, Patience(self._watch, first.peers, first.what)
+            self._patience = first, Patience(self.watch, first.peers, first.what)
             return
         try:
             self._patience[1].look()
@@ -173,8 +160,8 @@ class DeviceWorks:
             except (OSError, RuntimeError) as failure:
                 where = f". The latest collectives could not be written to {path}: {failure}"
         found = CollectiveError(f"{error}{where}")
-        self._watch.broken, self._watch.may_hang = found, True
-        self._watch.fail(found)
+        self.watch.broken, self.watch.may_hang = found, True
+        self.watch.fail(found)
         _LOGGER.error("%s", found)
 
         def abort(group: dist.ProcessGroup) -> None:
@@ -183,9 +170,9 @@ class DeviceWorks:
 
         # All at once, each in a thread: an abort waits until the device has left the group's collectives, which may be
         # queued behind those of another group, or never does if the device is lost.
-        for group in self._groups:
+        for group in self.groups:
             threading.Thread(target=abort, args=(group,), name="zeromesh-abort", daemon=True).start()
-        if not self._watch.error_raised.wait(self.GRACE_SECONDS) and not self._watch.closed.is_set():
+        if not self.watch.error_raised.wait(self.GRACE_SECONDS) and not self.watch.closed.is_set():
             sys.excepthook(CollectiveError, found, None)  # `become_worker` records errors there for the launcher.
             sys.stderr.flush()
             os._exit(1)

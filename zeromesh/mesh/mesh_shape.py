@@ -44,8 +44,10 @@ class MeshShape:
     tensor: int = axis("layers", "sequence")
 
     def __post_init__(self) -> None:
-        for name in AXES:
-            _check_size(name, getattr(self, name))
+        for name, size in zip(AXES, self.sizes, strict=True):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                auto = ", or auto" if name == "shard" else ""
+                raise LayoutError(f"parallel.{name}: got {size!r}; allowed is an integer >= 1{auto}")
 
     @classmethod
     def resolve(cls, world_size: int, *, shard: int | Literal["auto"] = "auto", **others: int) -> MeshShape:
@@ -54,9 +56,7 @@ class MeshShape:
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise LayoutError(f"a world has at least 1 rank, got {world_size!r}")
         fixed = {name: others.get(name, 1) for name in AXES if name != "shard"}
-        for name, size in fixed.items():
-            _check_size(name, size)
-        product = math.prod(fixed.values())
+        product = cls(**fixed).world_size
         fits, rest = divmod(world_size, product)
         if shard == "auto" and rest:
             misfit = f"{_product(fixed)} = {product}, which does not divide the world of {counted(world_size, 'rank')}"
@@ -64,9 +64,8 @@ class MeshShape:
             raise LayoutError(f"{misfit}; start {more}, or change parallel.{max(fixed, key=fixed.__getitem__)}")
         shape = cls(**fixed, shard=fits if shard == "auto" else shard)
         if shape.world_size != world_size:
-            sizes = dict(zip(AXES, shape.sizes, strict=True))
             start = f"start {counted(shape.world_size, 'rank')}"
-            advice = f"{start}, or change parallel.{max(sizes, key=sizes.__getitem__)}"
+            advice = f"{start}, or change parallel.{max(AXES, key=lambda name: getattr(shape, name))}"
             if not rest:
                 advice = f"set parallel.shard to {fits} or auto, or {start}"
             raise LayoutError(
@@ -163,12 +162,6 @@ def axes_of(*divided: Divided, but: Sequence[Divided] = ()) -> tuple[Axis, ...]:
 
 MODEL_AXES = tuple(name for name in AXES if name not in axes_of("batch"))
 """The axes whose ranks compute one batch together."""
-
-
-def _check_size(axis: str, size: object) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        auto = ", or auto" if axis == "shard" else ""
-        raise LayoutError(f"parallel.{axis}: got {size!r}; allowed is an integer >= 1{auto}")
 
 
 def _product(sizes: Mapping[Axis, int]) -> str:

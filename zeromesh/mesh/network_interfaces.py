@@ -1,7 +1,5 @@
-"""Finds the network interface that leads to another host, which gloo must be told where a host has several.
-
-By default, gloo takes the address of the host's own name, often the loopback or an interface that other hosts cannot reach.
-"""
+"""Finds the network interface that leads to another host. By default, gloo takes the address of the host's own name, often the
+loopback or an interface that other hosts cannot reach."""
 
 import ipaddress
 import socket
@@ -81,11 +79,8 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_for(store: Any, environment: LaunchEnvironment) -> str | None:
-    """Return the name of this host's network interface that other hosts can reach; None if unknown. All ranks call this.
-
-    This is the interface towards the master. On the master's host, where that may be the loopback, it is the interface towards a
-    rank on another host, which the store tells; the loopback itself if there is none.
-    """
+    """Return the name of this host's network interface towards the master, or on the master's host towards a rank on another one,
+    which the store tells; None if unknown. All ranks call this."""
     own = address_towards(environment.master_address)
     store.set(f"route/{environment.rank}", own or "")
     if own is None or is_loopback(own):

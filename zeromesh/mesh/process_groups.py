@@ -3,7 +3,6 @@
 import atexit
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -30,22 +29,13 @@ SetGroups = dict[GroupPurpose, dist.ProcessGroup]
 """The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""
 
 
-@dataclass(kw_only=True, slots=True)
-class _Default:
-    """The state of the process's default group, which meshes share."""
-
-    made_here: bool = False
-    users: int = 0
-    may_hang: bool = False
-    """True if a mesh has left groups in which collectives may still be in flight."""
-
-
-_DEFAULT = _Default()
-
-
 class MeshGroups:
     """The process groups of a mesh, and its watchdog. Each group keeps threads, so groups are created only where they are used, and
     all are destroyed by `leave`."""
+
+    _default_made_here, _default_users, _default_may_hang = False, 0, False
+    """The state of the process's default group, which meshes share; the last is True if a mesh has left groups in which collectives
+    may still be in flight."""
 
     def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
         self._environment, self._device, self._rank = environment, device, environment.rank
@@ -89,19 +79,18 @@ class MeshGroups:
                 world_size=self._environment.world_size,
                 timeout=timedelta(seconds=START_SECONDS),
             )
-            _DEFAULT.made_here = True
+            MeshGroups._default_made_here = True
             atexit.register(_leave_default)
-        _DEFAULT.users += 1
+        MeshGroups._default_users += 1
         self._joined = True
         self._rank = rank
 
     def create(
         self, ranks: tuple[int, ...], purposes: Collection[GroupPurpose] = (), *, name: str = ""
     ) -> SetGroups | None:
-        """Create the groups of these ranks: the control group and one for each of `purposes`; returns None on other ranks.
-
-        All ranks of the world make the same calls in the same order. Equal ranks share a purpose's group, unless `name` is given.
-        """
+        """Create the groups of these ranks: the control group and one for each of `purposes`; returns None on other ranks, which
+        make the same call. Equal ranks share a purpose's group, unless `name` is given: then it is theirs alone, until
+        `leave_named`."""
         found: dict[GroupPurpose, dist.ProcessGroup | None] = {}
         for purpose in ("control", *purposes):
             key = purpose, ranks, name
@@ -124,10 +113,6 @@ class MeshGroups:
         links = [self.create(ranks, purposes) for ranks in groups_in_turn(shape, self._rank, axes, made)]
         return next(filter(None, links), None)
 
-    def separate(self, ranks: tuple[int, ...], name: str) -> SetGroups | None:
-        """Create groups of these ranks alone, until `leave_named`; returns None on other ranks, which make the same call."""
-        return self.create(ranks, ["data"] if self.works is not None else [], name=name)
-
     def leave_named(self, name: str) -> None:
         """Destroy the groups created under `name`. All ranks call this, when no collective is in flight in them."""
         for key in [key for key in self._groups if key[2] == name]:
@@ -144,24 +129,21 @@ class MeshGroups:
                 self._groups["data", tuple(dist.get_process_group_ranks(group)), f"adopted {len(self._groups)}"] = group
 
     def leave(self, *, default: bool = False) -> None:
-        """Leave the board and this mesh's groups; with `default` also the default group, if this module created it and no other
-        mesh uses it. Leaving twice is allowed.
-
-        Leaving a group waits for its collectives in flight. After a failed wait one may hang: then the groups stay until the
-        process ends. Without `default`, ranks need not leave at the same time.
-        """
+        """Leave the board and this mesh's groups; with `default`, which ranks do at the same time, also the default group, if this
+        module created it and no other mesh uses it. Leaving waits for collectives in flight; after a failed wait one may hang, and
+        the groups stay until the process ends."""
         groups, self._groups = [group for group in self._groups.values() if group is not None], {}
         watch, self.watch = self.watch, None
         joined, self._joined = self._joined, False
-        _DEFAULT.users -= joined
+        MeshGroups._default_users -= joined
         if watch is not None:
-            _DEFAULT.may_hang |= watch.may_hang
+            MeshGroups._default_may_hang |= watch.may_hang
             watch.close()
         if not dist.is_initialized() or (watch is not None and watch.may_hang):
             return
         for group in reversed(groups):
             dist.destroy_process_group(group)
-        if default and joined and not _DEFAULT.users:
+        if default and joined and not self._default_users:
             _leave_default()
 
 
@@ -180,7 +162,7 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
     backend = "gloo"
     if works is not None:
         backend = str(dist.get_default_backend_for_device(works.device))
-        patience = timedelta(seconds=2 * START_SECONDS) + works.patience
+        patience = timedelta(seconds=2 * START_SECONDS + works.watch.timeout_seconds)
     made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
     if works is not None and dist.get_rank() in ranks:
         works.connect(made, ranks)
@@ -188,12 +170,9 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
 
 
 def groups_in_turn(shape: MeshShape, rank: int, axes: Sequence[Axis], made: int) -> Iterator[tuple[int, ...]]:
-    """Yield the groups over `axes` for which a rank calls `make_group`, `made` times for each.
-
-    torch names groups by their number, so it makes all ranks call for all groups, ranks x groups at every start. Here a rank skips
-    the numbers of the others' groups instead. It yields all groups only where torch waits for all ranks, or splits a communicator
-    that the user has bound to a device.
-    """
+    """Yield the groups over `axes` for which a rank calls `make_group`, `made` times for each: its own, and all only where torch
+    waits for all ranks, or splits a communicator that the user has bound to a device. torch names groups by their number, so the
+    numbers of the others' groups are skipped."""
     c10d = dist.distributed_c10d
     if c10d._get_default_group().bound_device_id is not None or c10d._is_barrier_after_init():
         yield from shape.groups(*axes)
@@ -207,12 +186,12 @@ def groups_in_turn(shape: MeshShape, rank: int, axes: Sequence[Axis], made: int)
 def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:
     """Destroy a group created by `make_group`, in which no collective is in flight."""
     if works is not None:
-        works.forget(group)
+        works.groups = [each for each in works.groups if each is not group]
     dist.destroy_process_group(group)
 
 
 def _leave_default() -> None:
     """Destroy torch's default group if it was created here, since its threads could abort the process at the interpreter's exit."""
-    if _DEFAULT.made_here and not _DEFAULT.may_hang and dist.is_initialized():
-        _DEFAULT.made_here = False
+    if MeshGroups._default_made_here and not MeshGroups._default_may_hang and dist.is_initialized():
+        MeshGroups._default_made_here = False
         dist.destroy_process_group()

@@ -311,9 +311,8 @@ Mesh = ProcessMesh
 def exchange_locations(
     store: Store, process: int, processes: int, device: torch.device, requested: Mapping[str, object]
 ) -> list[ProcessLocation]:
-    """Return the locations of all processes, in the order of the launch; a collective call that waits for the last process. Raises
-    `ConfigError` when processes request different meshes (`requested`), or share one accelerator, which NCCL would
-    refuse later with a less clear error."""
+    """Return the locations of all processes, in the order of the launch; waits for the last process. Raises `ConfigError` when
+    processes request different meshes (`requested`), or share one accelerator, which NCCL would refuse less clearly."""
     location = {"host": host_identity(), "name": socket.gethostname(), "island": island_of(device)}
     wanted = {name: str(value) for name, value in requested.items()}
     found = _gather_all(store, "location", process, processes, [location, wanted, accelerator.device_uuid(device)])
@@ -357,11 +356,8 @@ def host_identity() -> str:
 
 
 def island_of(device: torch.device) -> int:
-    """Return the number of the NUMA node or device island that this process computes in; 0 if unknown or not bound to one.
-
-    A CPU process has the NUMA node that contains all of its cores. A process with an accelerator has the island of devices with
-    direct access to each other's memory, numbered by its lowest device.
-    """
+    """Return the number of the NUMA node that has all cores of this process, or of the lowest device with direct access to the
+    memory of `device`; 0 if unknown."""
     if is_accelerator(device):
         return min([*accelerator.peer_devices(device), device.index or 0])
     own_cores = os.sched_getaffinity(0)

@@ -1,12 +1,5 @@
-"""`ProcessSet`: ranks that act together, and their small agreements; `ProcessSets`: named sets, which may be added and removed.
-
-As in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`), every rank of the world makes the same call in the same order and
-receives the set, as a member or not. Arguments are compared first: all ranks refuse, by name, a set declared differently.
-
-Each such set has its own process groups, so a collective of one set never waits for another: different ranks and threads may use
-overlapping sets in different orders, as long as the program itself does not deadlock. All ranks of a set make their calls on it in
-the same order. Declarations use another group, and may run beside collectives of other threads.
-"""
+"""`ProcessSet`: ranks that act together, and their small agreements; `ProcessSets`: named sets, which may be added and removed, as
+in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`)."""
 
 from __future__ import annotations
 
@@ -201,22 +194,16 @@ class ProcessSet:
     def require_member(self) -> SetGroups | None:
         """Return the process groups; None for a set of one rank. Raises `CollectiveError` when this rank may not act in the set: it
         is not in it, or the set was removed."""
-        if self.index < 0:
-            raise CollectiveError(
-                f"this rank is not in process set {self.name} (ranks {_listed(self.ranks)}); only those may act in it"
-            )
-        if self.groups is not None and not self.groups:
-            raise CollectiveError(f"process set {self.name} (ranks {_listed(self.ranks)}) was removed; add it again")
+        if self.index < 0 or (self.groups is not None and not self.groups):
+            where = f"process set {self.name} (ranks {', '.join(map(str, self.ranks))})"
+            outside = f"this rank is not in {where}; only those may act in it"
+            raise CollectiveError(outside if self.index < 0 else f"{where} was removed; add it again")
         return self.groups
 
     def _gather(self, own: torch.Tensor, what: str) -> torch.Tensor:
         everyone = own.new_empty(own.numel() * self.size)
         self.start(Collective.AGREEMENT, CollectiveCall(everyone, own, what, purpose="control")).wait()
         return everyone.view(self.size, own.numel())
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list[str]:
@@ -242,9 +229,11 @@ _RESERVED = {"world", "data", _AGREEMENT, *AXES}
 
 
 class ProcessSets(Mapping[str, ProcessSet]):
-    """The process sets of a mesh, by name. Every rank of the world calls each method with the same arguments in the same order.
+    """The process sets of a mesh, by name. Every rank of the world calls each method with the same arguments in the same order, and
+    receives the sets, as a member or not.
 
-    A name is unique: a second set of that name is refused, even with the same ranks. Sets of equal ranks share nothing.
+    A name is unique: a second set of that name is refused, even with the same ranks. Each set has its own process groups, so
+    different ranks and threads may use overlapping sets in different orders; declarations use another group.
 
     All methods raise:
         CollectiveError: when ranks call differently, naming them and what each asked for; or a rank is gone or late.
@@ -277,7 +266,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
     def add(self, ranks: Sequence[int], *, name: str = "") -> ProcessSet:
         """Add the set of these ranks, in this order; the default name is made from the ranks."""
         numbers = _numbers(ranks)
-        name = name or f"ranks {_listed(numbers)}"
+        name = name or f"ranks {', '.join(map(str, numbers))}"
         return self.declare({name: numbers})[name]
 
     def split(self, colour: int | None, key: int = 0, *, name: str) -> ProcessSet | None:
@@ -337,7 +326,8 @@ class ProcessSets(Mapping[str, ProcessSet]):
         return made
 
     def _apart(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
-        return self._as_set(name, ranks, self._links.separate(ranks, name) if len(ranks) > 1 else None)
+        purposes: list[GroupPurpose] = ["data"] if self._links.works is not None else []
+        return self._as_set(name, ranks, self._links.create(ranks, purposes, name=name) if len(ranks) > 1 else None)
 
 
 def _numbers(ranks: Sequence[int]) -> list[int]:

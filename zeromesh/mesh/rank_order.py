@@ -1,16 +1,6 @@
 """The order in which processes become ranks, so that ranks that communicate most are near each other, and a picture of the mesh.
 
-The mesh numbers its axes from outer to inner (pipeline, replicate, shard, tensor), and tensor neighbours are neighbouring ranks. So
-ranks run through one host after the other, and within a host through one island (NUMA node, or devices joined by NVLink) after the
-other. Most launchers number processes so; `srun --distribution=cyclic` and `mpirun --map-by node` do not.
-
-    pipeline 2 x replicate 1 x shard 1 x tensor 2: 4 ranks on 2 hosts
-      node-a
-        rank 0   pipeline 0  tensor 0
-        rank 1   pipeline 0  tensor 1
-      node-b
-        rank 2   pipeline 1  tensor 0   <- here
-        rank 3   pipeline 1  tensor 1
+Most launchers number processes host by host; `srun --distribution=cyclic` and `mpirun --map-by node` do not.
 """
 
 import textwrap
@@ -88,11 +78,8 @@ Item = TypeVar("Item")
 def mesh_picture(
     shape: MeshShape, locations: Sequence[ProcessLocation], *, here: int | None = None, processes: Sequence[int] = ()
 ) -> str:
-    """Draw the mesh in lines of at most `WIDTH` columns. `locations` are in the order of ranks; `here` is the rank to be marked.
-
-    `processes` are the launch numbers of the ranks, shown where they differ. For many ranks per host, or many hosts, only the first
-    and the last are shown, and always the marked rank.
-    """
+    """Draw the mesh in lines of at most `WIDTH` columns: the first and the last ranks and hosts, and always the rank `here`, which
+    is marked. `locations` and `processes`, the launch numbers, are in the order of ranks."""
     hosts: dict[str, list[int]] = {}
     for rank, location in enumerate(locations):
         hosts.setdefault(location.host, []).append(rank)

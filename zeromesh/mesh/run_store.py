@@ -1,10 +1,8 @@
 """The store in which the ranks of a run find each other. On a single host, other users of the machine cannot reach it.
 
-Ranks of one host keep the store in anonymous memory. Rank 0 creates it and passes its descriptor over a Unix socket; both ends
-check that the other belongs to the same user. Nothing listens on a network.
-
-Ranks of several hosts use torch's `TCPStore`, at the one address by which other hosts reach rank 0. It has no authentication, so
-these hosts belong on a closed network. Both stores hold text and numbers only; nothing is unpickled.
+Ranks of one host keep it in anonymous memory, whose descriptor rank 0 passes over a Unix socket to processes of the same user.
+Ranks of several hosts use torch's `TCPStore`, without authentication, so these hosts belong on a closed network. Nothing is
+unpickled.
 """
 
 from __future__ import annotations
@@ -75,14 +73,9 @@ class LocalRowStore:
 
 
 def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> Store:
-    """Return the store of the launch, created once per process. All ranks call this, and wait at most `seconds` for rank 0.
-
-    With a store per group, a fast rank would join its next group in the previous store, which is about to be deleted.
-
-    Raises:
-        ConfigError: when the address of rank 0 resolves to no address of its host that others could reach.
-        CollectiveError: when the others cannot be reached.
-    """
+    """Return the store of the launch, created once per process. All ranks call this, and wait at most `seconds` for rank 0. Raises
+    `ConfigError` when the address of rank 0 resolves to no address of its host that others could reach, and `CollectiveError` when
+    the others cannot be reached."""
     if environment in _STORES:
         return _STORES[environment]
     store: Store
