@@ -22,7 +22,7 @@ from bench.without_zero import PlainRunner
 from bench.workload import Workload
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
-from zeromesh.pipeline.schedule import Kind, make_schedule, message_received_by
+from zeromesh.pipeline.schedule import Kind, make_schedule, message_of
 from zeromesh.pipeline.stages.build import Stages, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.tensor.parallelize_module import Parallelized
@@ -116,7 +116,7 @@ def _stages(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[
     def step() -> None:
         runner = PlainRunner(stages, batches, lambda model, batch: loss(model, batch, seed=seed), seed, queue)
         for action in schedule.actions[rank]:
-            given = [hidden()] if message_received_by(schedule, rank, action) is not None else []
+            given = [hidden()] if message_of(schedule, rank, action, received=True) is not None else []
             if action.kind is Kind.FORWARD:
                 given = [tensor.requires_grad_() for tensor in given]
             runner.run(action, given)

@@ -146,6 +146,7 @@ class Exchange:
             return Pending(lambda: self._combine(kind, [tensor], dim, lengths))
         on_device, shapes = group.on_stream, self._shapes(kind, tensor, dim, lengths)
         how: dict[str, Any] = {}
+        result: Callable[[], torch.Tensor]
         if kind is ExchangeKind.SCATTERED_SUM and on_device and len(set(lengths)) == 1:
             given = torch.stack(torch.split(tensor, lengths[0], dim))
             row, out = Collective.REDUCE_SCATTER, torch.empty_like(given[0])

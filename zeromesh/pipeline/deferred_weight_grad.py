@@ -1,8 +1,7 @@
 """Computes gradients of linear weights separately from the rest of backward: the W of zero-bubble schedules.
 
-Backward computes the gradient of a linear layer's input at once, as the previous stage waits for it, and queues the two factors
-of the weight's gradient. Later these are multiplied, and a backward through the parameter alone accumulates the product into
-`parameter.grad`, so that hooks on the parameter run as usual, once for each microbatch.
+Backward queues the two factors of the weight's gradient. Later these are multiplied, and a backward through the parameter alone
+accumulates the product into `parameter.grad`, so that hooks on the parameter run as usual, once for each microbatch.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ class WeightQueue:
 
 
 class _DeferredLinear(torch.autograd.Function):
-    """A linear layer whose backward passes the factors of the weight's gradient to `queue`.
-
-    `weight` is a plain tensor: if the parameter were an input without a gradient, autograd would still run its hooks.
-    """
+    """A linear layer whose backward passes the factors of the weight's gradient to `queue`. `weight` is a plain tensor: autograd
+    would run the hooks of a parameter that is an input without a gradient."""
 
     @staticmethod
     def forward(

@@ -1,9 +1,6 @@
-"""The executor carries out a rank's actions, with sends and receives between them, in training, evaluation and generation.
-
-Sends go in the background, and a receive begins where the simulated schedule sends the message, so both overlap computing. All
-ranks launch their messages in one order (`message_order`): on a device a message occupies both ends from its launch until the other
-end has launched it too, so messages launched in different orders could deadlock.
-"""
+"""The executor carries out a rank's actions. Sends go in the background, and a receive begins where the simulated schedule sends
+the message, so both overlap computing. All ranks launch their messages in one order (`message_order`): on a device a message
+occupies both ends until both have launched it, so messages launched in different orders could deadlock."""
 
 import time
 from collections import deque
@@ -24,9 +21,8 @@ from zeromesh.pipeline.schedule import (
     Message,
     PipelineSchedule,
     Timeline,
+    message_of,
     message_order,
-    message_received_by,
-    message_sent_by,
     simulate,
 )
 from zeromesh.telemetry.event_ring import Activity
@@ -39,8 +35,7 @@ class StageRunner(Protocol):
         """Return all that activation shapes depend on (shapes of the batch, gradient mode); it is equal on all ranks."""
 
     def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run an action on the tensors that its rank received for it; returns those to send on. At the ends of the pipeline both
-        are empty.
+        """Run an action on the tensors that its rank received for it; returns those to send on. Both may be empty.
 
         A forward runs a microbatch through a chunk; received tensors require a gradient if one is to be sent back for them. A
         backward starts from the gradients of the forward's outputs and returns those of its inputs, both in order, of tensors that
@@ -72,7 +67,7 @@ def _now(device: torch.device) -> _Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bubble:
-    """The idle fraction of a step, in which ranks do not compute, on average over ranks, from 0 to 1."""
+    """The idle fraction of a step, on average over ranks, from 0 to 1."""
 
     predicted: float
     """The bubble of a simulation in which each kind of action takes its measured mean time and messages take none."""
@@ -91,15 +86,9 @@ class Executor:
         """The result of `message_order` for each schedule that has been run."""
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> list[_Moment]:
-        """Carry out this rank's part of a schedule.
-
-        Returns the beginning of the run, then the start and end of each action, without the waiting before the action; an empty
-        list for a single stage.
-
-        Raises:
-            LayoutError: for a schedule of another number of ranks, or one that cannot be carried out.
-            CollectiveError: when a neighbour is gone or late, or ranks have microbatches of different shapes.
-        """
+        """Carry out this rank's part of a schedule. Returns the beginning of the run, then the start and end of each action,
+        without the waiting before it; an empty list for a single stage. Raises `LayoutError` for a schedule that cannot be carried
+        out here, and `CollectiveError` when a neighbour is gone or late, or ranks have microbatches of different shapes."""
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
@@ -166,14 +155,14 @@ class _Run:
     channels: Channels
     _waiting: dict[Message, Incoming] = field(default_factory=dict)
     _to_self: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
-    """The tensors that this rank sends to itself, where it has two consecutive stages, by message."""
+    """The tensors that this rank sends to itself, by message."""
     _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
     """The specs of the gradient messages that will follow, by receiving stage and microbatch, from the activations' specs."""
 
     def do(self, action: Action) -> list[_Moment]:
         """Wait for the action's inputs, compute it, and send its outputs; returns its start and end."""
         device, watch = self.channels.device, self.channels.group.watch
-        awaited = message_received_by(self.schedule, self.rank, action)
+        awaited = message_of(self.schedule, self.rank, action, received=True)
         received: list[torch.Tensor] = []
         if awaited is not None:
             if awaited.source == self.rank == awaited.target:
@@ -196,7 +185,7 @@ class _Run:
         outputs = self.runner.run(action, received)
         end = _now(device)
         del received
-        message = message_sent_by(self.schedule, self.rank, action)
+        message = message_of(self.schedule, self.rank, action)
         if message is not None:
             known = self._specs(message, outputs)
             if message.target == message.source:

@@ -1,7 +1,4 @@
-"""Runs the forward of a staged model for a token generation loop; each stage keeps the keys and values of its own blocks.
-
-Every rank of the pipeline runs the same loop and receives the same logits, so that all ranks choose the same tokens.
-"""
+"""Runs the forward of a staged model for a token generation loop; each stage keeps the keys and values of its own blocks."""
 
 import copy
 from collections import deque
@@ -23,11 +20,8 @@ _BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 class StagedForward:
     """The forward calls of one generation: the first takes the prompts, each later one the new tokens if keys and values are
-    cached.
-
-    Args:
-        microbatches: the number of parts into which rows are split, to keep all ranks busy.
-    """
+    cached. Rows are split into `microbatches` parts, to keep all ranks busy. Every rank runs the same loop and receives the same
+    logits, so that all choose the same tokens."""
 
     def __init__(self, executor: Executor, stages: Stages, *, microbatches: int, call: Callable[..., Any]) -> None:
         self._executor = executor
@@ -45,16 +39,10 @@ class StagedForward:
         self._logits: dict[int, torch.Tensor] = {}
 
     def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Logits `[rows, 1, vocabulary]` of the last position, the same on every rank, from the arguments of a forward. They are in
-        fp32, or in float64 where the model computes in it.
-
-        `past_key_values` is empty in the first call, and the same object in all calls; without it no keys and values are cached.
-        All ranks of the pipeline call this together, with the same inputs.
-
-        Raises:
-            DataError: for fewer rows than microbatches.
-            LayoutError: for a model whose cache is not `past_key_values`.
-        """
+        """Return the logits `[rows, 1, vocabulary]` of the last position, in fp32, or in float64 where the model computes in it,
+        from the arguments of a forward, which are the same on all ranks. `past_key_values` is empty in the first call, and the same
+        object in all calls; without it no keys and values are cached. Raises `DataError` for fewer rows than microbatches, and
+        `LayoutError` for a model whose cache is not `past_key_values`."""
         rows = len(inputs["input_ids"])
         if rows < self._microbatches:
             raise DataError(

@@ -156,15 +156,9 @@ class StepDriver:
         loss: LossOf,
         after: Callable[[int], None] = lambda number: None,
     ) -> list[torch.Tensor]:
-        """Run forward and backward of a step's microbatches; returns their losses on the last stage, zeros elsewhere.
-
-        `after` is called with the number of each completed microbatch, in order on all ranks; in a pipeline at the end of the
-        step.
-
-        Raises:
-            CollectiveError: when a neighbour is gone or late.
-            PhaseError: during another pass; nothing is begun then.
-        """
+        """Run forward and backward of a step's microbatches; returns their losses on the last stage, zeros elsewhere. `after` is
+        called with the number of each completed microbatch, in order on all ranks; in a pipeline at the end of the step. Raises
+        `CollectiveError` when a neighbour is gone or late, and `PhaseError` during another pass, when nothing is begun."""
         schedule = self._schedule(self._name, len(work))
         each, actions = self._ranks == 1, schedule.actions[self._executor.group.index]
         follows = frozenset(

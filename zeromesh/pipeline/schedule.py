@@ -92,23 +92,13 @@ class Message:
         return f"{what} of microbatch {self.microbatch} for stage {self.stage}"
 
 
-def message_sent_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
-    """Return the message that an action sends; None at the ends of the pipeline and for weight gradients. Sender and receiver may
-    be one rank."""
-    return _message(schedule, rank, action, action.kind.direction)
-
-
-def message_received_by(schedule: PipelineSchedule, rank: int, action: Action) -> Message | None:
-    """Return the message that an action waits for, or None."""
-    return _message(schedule, rank, action, -action.kind.direction)
-
-
-def _message(schedule: PipelineSchedule, rank: int, action: Action, step: int) -> Message | None:
-    """Return the message between an action's stage and the stage `step` (1 or -1) after it; None for 0 and past either end."""
-    stage, forth = action.chunk * schedule.ranks + rank, step == action.kind.direction
-    if not step or not 0 <= stage + step < schedule.stages:
+def message_of(schedule: PipelineSchedule, rank: int, action: Action, *, received: bool = False) -> Message | None:
+    """Return the message that an action sends, or the one that it waits for (`received`); None at the ends of the pipeline and for
+    weight gradients. Sender and receiver may be one rank."""
+    stage, step = action.chunk * schedule.ranks + rank, action.kind.direction
+    source, target = (stage - step, stage) if received else (stage, stage + step)
+    if not step or not 0 <= min(source, target) <= max(source, target) < schedule.stages:
         return None
-    source, target = (stage, stage + step) if forth else (stage + step, stage)
     return Message(
         source=source % schedule.ranks,
         target=target % schedule.ranks,
@@ -183,15 +173,7 @@ def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: in
 
 Times = Callable[[int, Action], float]
 """Returns the time of an action on a rank, in seconds or any other unit."""
-Spans = tuple[list[float], list[float]]
-"""The starts and the ends of a rank's actions."""
-
-UNIT_TIMES: Mapping[Kind, float] = {
-    Kind.FORWARD: 1.0,
-    Kind.BACKWARD: 2.0,
-    Kind.BACKWARD_INPUT: 1.0,
-    Kind.BACKWARD_WEIGHT: 1.0,
-}
+UNIT_TIMES: Mapping[Kind, float] = dict.fromkeys(Kind, 1.0) | {Kind.BACKWARD: 2.0}
 """Relative times: a backward takes about as long as two forwards, and each of its halves as long as one."""
 
 
@@ -235,14 +217,9 @@ _BEFORE = {
 
 
 def validate(schedule: PipelineSchedule) -> Timeline:
-    """Prove that a schedule can be carried out, and return its simulated times.
-
-    Every action of training (or, without any backward, of evaluation) occurs once. No rank waits for ever for its own action or
-    another's message, if sends do not block and each rank receives another's messages in the order of their sends.
-
-    Raises:
-        ScheduleError: naming rank and action.
-    """
+    """Prove that a schedule can be carried out, and return its simulated times: every action of training (or, without any backward,
+    of evaluation) occurs once, and no rank waits for ever, if sends do not block and messages arrive in order. Raises
+    `ScheduleError`, naming rank and action."""
     if len(schedule.actions) != schedule.ranks:
         raise ScheduleError(
             f"{schedule} has actions for {counted(len(schedule.actions), 'rank')} instead of {schedule.ranks}"
@@ -273,14 +250,9 @@ def validate(schedule: PipelineSchedule) -> Timeline:
 
 
 def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer: float = 0.0) -> Timeline:
-    """Simulate a schedule whose actions take `times(rank, action)` and whose messages between ranks take `transfer`.
-
-    Every rank runs its actions as soon as possible. Without `times`, a forward takes 1, a backward 2 and each of its halves 1.
-    The simulation's own cost is proportional to the number of actions.
-
-    Raises:
-        ScheduleError: when ranks wait for each other, or for an action that comes later, for ever.
-    """
+    """Simulate a schedule whose actions take `times(rank, action)` and whose messages between ranks take `transfer`. Every rank
+    runs its actions as soon as possible. Without `times`, a forward takes 1, a backward 2 and each of its halves 1. Raises
+    `ScheduleError` when ranks wait for each other, or for an action that comes later, for ever."""
     starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
     ends: list[list[float]] = [[] for _ in range(schedule.ranks)]
     arrivals: dict[int, float] = {}
@@ -297,7 +269,7 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
             action = actions[len(ended)]
             earlier = replace(action, kind=_BEFORE.get(action.kind, action.kind))
             lacks = earlier != action and earlier not in actions[: len(ended)]
-            needed = earlier if lacks else message_received_by(schedule, rank, action)
+            needed = earlier if lacks else message_of(schedule, rank, action, received=True)
             waits.append(f"rank {rank} for the {needed} before {action}")
     if waits:
         raise ScheduleError(f"{schedule}: ranks would wait for ever: {'; '.join(waits)}")
@@ -305,12 +277,16 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
 
 
 def _run_rank(
-    schedule: PipelineSchedule, rank: int, times: Times, transfer: float, arrivals: dict[int, float], spans: Spans
+    schedule: PipelineSchedule,
+    rank: int,
+    times: Times,
+    transfer: float,
+    arrivals: dict[int, float],
+    spans: tuple[list[float], list[float]],
 ) -> Iterator[None]:
-    """Run a rank's actions; yields while it waits for a message, and stops at an action that can never run.
-
-    A message in `arrivals` is an integer: `stage * microbatches + microbatch` of its receiver, complemented for gradients.
-    """
+    """Run a rank's actions, whose starts and ends are appended to `spans`; yields while it waits for a message, and stops at an
+    action that can never run. A message in `arrivals` is `stage * microbatches + microbatch` of its receiver, complemented for
+    gradients."""
     ranks, number, last = schedule.ranks, schedule.microbatches, (schedule.stages - 1) * schedule.microbatches
     forward, backward_input, backward_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     (starts, ends), delay, clock, done = spans, transfer if ranks > 1 else 0.0, 0.0, set[int]()
@@ -343,21 +319,16 @@ def _run_rank(
 
 
 def message_order(schedule: PipelineSchedule, rank: int) -> tuple[list[tuple[float, Message]], dict[Action, float]]:
-    """Return a rank's part of one global order of messages, in which each rank can launch its sends and receives.
-
-    These are the messages that the rank sends or receives, each with its simulated send time under `UNIT_TIMES`, and the simulated
-    ends of its actions. A rank has computed each send before any message of a later moment can arrive, so no rank waits for ever if
-    all follow the order. Among messages of one moment, that of the lower rank is first.
-
-    Raises:
-        ScheduleError: for a schedule that `validate` refuses.
-    """
+    """Return a rank's part of one global order of messages, in which each rank can launch its sends and receives: the messages with
+    their simulated send times under `UNIT_TIMES`, and the simulated ends of the rank's actions. A rank has computed each send
+    before any message of a later moment can arrive, so no rank waits for ever if all follow the order. Raises `ScheduleError` for a
+    schedule that `validate` refuses."""
     ends = validate(schedule).ends
     messages: list[tuple[float, int, Message]] = []
     for source in {(rank - 1) % schedule.ranks, rank, (rank + 1) % schedule.ranks}:
         for action, end in zip(schedule.actions[source], ends[source], strict=True):
-            message = message_sent_by(schedule, source, action)
+            message = message_of(schedule, source, action)
             if message is not None and source != message.target and rank in (source, message.target):
                 messages.append((end, source, message))
-    messages.sort(key=itemgetter(0, 1))
+    messages.sort(key=itemgetter(0, 1))  # Among messages of one moment, that of the lower rank is first.
     return [(end, message) for end, _, message in messages], dict(zip(schedule.actions[rank], ends[rank], strict=True))

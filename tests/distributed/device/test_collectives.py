@@ -23,7 +23,7 @@ from zeromesh.mesh import device_works
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Transfer
-from zeromesh.pipeline.schedule import make_schedule, message_order, message_received_by, message_sent_by
+from zeromesh.pipeline.schedule import make_schedule, message_of, message_order
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
@@ -188,7 +188,7 @@ def test_a_message_is_made_before_later_ones_and_launched_before_it_is_needed(
         for rank, actions in enumerate(plan.actions):
             due, ends = message_order(plan, rank)
             for action in actions:
-                wanted, made = message_received_by(plan, rank, action), message_sent_by(plan, rank, action)
+                wanted, made = message_of(plan, rank, action, received=True), message_of(plan, rank, action)
                 before, end = [message for _, message in due], ends[action]
                 if wanted is not None and wanted.source != rank and wanted in before:
                     launched, due = before[: before.index(wanted) + 1], due[before.index(wanted) + 1 :]

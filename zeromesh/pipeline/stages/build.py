@@ -1,8 +1,7 @@
 """A rank's stages: the unmodified model, in which stubs replace everything that belongs to other stages.
 
-Names do not change: a block keeps its place in the list, a parameter its FQN. Parameters of other stages are removed from the
-model, so that iterating over its parameters gives this rank's alone. The model runs unmodified from the batch: it computes masks,
-positions and rotary embeddings itself.
+Names do not change. Parameters of other stages are removed, so that iterating over the model's parameters gives this rank's alone.
+The model runs unmodified from the batch: it computes masks, positions and rotary embeddings itself.
 """
 
 from __future__ import annotations
@@ -43,14 +42,8 @@ class _ModuleSite:
 
 def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Return the number of blocks of each stage in the cut that minimizes the cost of the most expensive stage, and among such cuts
-    the sum of squares of stage costs.
-
-    `costs` has a number for each block, in parameters, FLOPs or seconds; `first` is the cost of the modules before the blocks
-    (the embedding), `last` that of the modules after them (the head), in the same unit.
-
-    Raises:
-        LayoutError: with fewer blocks than stages, or a cost that is negative.
-    """
+    the sum of squares of stage costs. `costs` are those of the blocks; `first` and `last` of the modules before and after them, in
+    the same unit. Raises `LayoutError` with fewer blocks than stages, or a cost that is negative."""
     if stages < 1 or stages > len(costs):
         raise LayoutError(
             f"{counted(len(costs), 'block')} cannot be cut into {stages} pipeline stages: each has at least one; "
@@ -80,13 +73,9 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
 def block_costs(
     model: nn.Module, anatomy: Anatomy, balance: Balance = "parameters"
 ) -> tuple[list[float], float, float]:
-    """Compute the costs of each block, of the modules before the blocks, and of those after, as `cut_by_cost` takes them. A tied
-    weight counts at both ends, as both stages hold it.
-
-    Multiplications are counted from the weights: each element of a matrix once, of experts as many as a token is routed to, and
-    none of an embedding, which is looked up. Those of attention scores are left out, as they are alike in all blocks.
-    """
-
+    """Compute the costs of each block, of the modules before the blocks, and of those after: parameters, or multiplications per
+    token, one for each element of a matrix, of as many experts as a token is routed to. A tied weight counts at both ends.
+    Attention scores are left out, as they are alike in all blocks."""
     config = getattr(model, "config", None)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
 
@@ -109,9 +98,8 @@ def block_costs(
 def plan_cut(
     model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = (), balance: Balance = "parameters"
 ) -> tuple[int, ...]:
-    """Choose the number of blocks of each stage: `counts` if given, else so that stages cost about the same. All ranks choose
-    alike, since the cut depends on the model alone. Raises `LayoutError` for counts that are not the model's, or more stages than
-    blocks."""
+    """Choose the number of blocks of each stage: `counts` if given, else so that stages cost about the same. Raises `LayoutError`
+    for counts that are not the model's, or more stages than blocks."""
     if counts:
         if (len(counts), sum(counts)) != (stages, anatomy.count) or min(counts) < 1:
             raise LayoutError(
@@ -157,21 +145,18 @@ class Stages:
         idle = [(name, each) for name in anatomy.idle for each in (model.get_submodule(name), outside[name])]
         self._undo = [override(module, "forward", partial(self._refuse_to_run, name)) for name, module in idle]
         self._balance: dict[str, Any] | None = None
-        """The globals that hold the load-balancing loss function of a transformers model with experts. That loss is a product of
-        sums over all layers, and no sum over stages: the router logits of earlier stages travel with the hidden state, and the
-        last stage passes all of them to the function."""
+        """The globals that hold the load-balancing loss function of a transformers model with experts, which the last stage
+        computes from the router logits of all layers: those of earlier stages travel with the hidden state."""
         if self.count > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
             self._balance = inspect.unwrap(type(model).forward).__globals__
             if _BALANCE not in self._balance:
-                reason = (
-                    "it is not known how it balances its experts; set output_router_logits to false to train without"
-                )
-                raise refusal(model, reason)
+                cure = "set output_router_logits to false to train without"
+                raise refusal(model, f"it is not known how it balances its experts; {cure}")
         self._sites = [self._site(name, outside) for name in self._stages]
         self._names = [tuple(names) for _, names in names_by_parameter(model)]
         self.ties: dict[tuple[str, ...], dict[int, str]] = {}
-        """Parameters of which several stages have a copy, whose gradients are summed and counted once: for their names, in the
-        order of the model, the copy's first name in each stage that has one. The first name is the name in checkpoints."""
+        """For the names of each parameter that several stages have, the first one being that in checkpoints: the first name in each
+        stage that has one. Its gradients are summed and counted once."""
         for names in self._names:
             held: dict[int, str] = {}
             for name in names:

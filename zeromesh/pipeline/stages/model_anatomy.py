@@ -1,9 +1,8 @@
 """Analyses a model for a pipeline: its blocks, the modules before and after them, their arguments and results.
 
-The model is run once with parameters on the meta device, which needs no memory and no initialized weights. If the model reads a
-value (is anything masked?), the answer is yes; a module inside a block that cannot run without values (an expert that picks its
-tokens) is assumed to return a tensor like its input. Tensors computed from the embedding are tracked through all operators, so a
-model whose later blocks need more than the hidden state is refused here.
+The model is run once on the meta device. If it reads a value (is anything masked?), the answer is yes; a module inside a block that
+cannot run without values (an expert that picks its tokens) is assumed to return a tensor like its input. Tensors computed from the
+embedding are tracked through all operators, so a model whose later blocks need more than the hidden state is refused here.
 """
 
 import inspect
@@ -50,13 +49,8 @@ class Anatomy:
 
 
 def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anatomy:
-    """Run a model on the meta device to find its parts.
-
-    `example` is a batch, by default token ids alone; its values do not matter.
-
-    Raises:
-        LayoutError: for a model that cannot be cut, with the reason.
-    """
+    """Run a model on the meta device to find its parts. `example` is a batch, by default token ids alone; its values do not matter.
+    Raises `LayoutError` for a model that cannot be cut, with the reason."""
     config = getattr(model, "config", None)
     for name, reason in _REFUSED.items():
         if getattr(config, name, None):

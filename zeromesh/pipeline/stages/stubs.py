@@ -5,10 +5,8 @@ For a stage with blocks 2 and 3 of six:
     embedding   0      1       2   3   4        5      norm  head
     NaN         pass   inject  own own capture  pass   NaN   not run
 
-Inject returns the hidden state that the stage received, and capture keeps the one to send. In a model that can be cut, nothing
-uses the result of a NaN stub; in any other model the loss is NaN instead of silently wrong.
-
-If tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is gathered.
+In a model that can be cut, nothing uses the result of a NaN stub; in any other model the loss is NaN instead of silently wrong. If
+tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is gathered.
 """
 
 from __future__ import annotations
