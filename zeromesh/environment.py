@@ -115,11 +115,8 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
 def worker_environment(
     processes: int, *, environ: Mapping[str, str] | None = None, cores: int | None = None, alone: bool = True
 ) -> dict[str, str]:
-    """Return the variables to set for `processes` workers on this host, without those that are already set.
-
-    The workers divide the cores, so that their kernels do not compete for all of them. The loopback interface works without a
-    resolvable host name, but reaches no other host, so it is set only for a host `alone`.
-    """
+    """Return the variables to set for `processes` workers on this host, without those that are already set: their share of the
+    cores, and for a host `alone` the loopback interface, which works without a resolvable host name."""
     environ = os.environ if environ is None else environ
     wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
     if alone:
@@ -158,10 +155,7 @@ def export(variables: Mapping[str, str]) -> None:
 
 
 def die_with_launcher() -> None:
-    """Make the kernel end this process when its launcher ends; exit if the launcher has ended already.
-
-    Call it before slow imports: a launcher that is killed cannot end its workers itself.
-    """
+    """Make the kernel end this process when its launcher ends; exit if it has ended already. Call it before slow imports."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
     launcher = setting(_LAUNCHER_PID)
     if launcher is not None and launcher != str(os.getppid()):
@@ -216,11 +210,8 @@ def available_cores() -> int:
 
 
 def python_arguments(module: str, arguments: Sequence[str]) -> tuple[str, ...]:
-    """Return the arguments that run `module` in a new Python with the module search path of this one.
-
-    `python -m` searches the working directory first, an installed command does not: then a worker must not either, or a
-    `datasets.py` in it would shadow the library.
-    """
+    """Return the arguments that run `module` in a new Python with the module search path of this one. `python -m` searches the
+    working directory first, an installed command does not: a `datasets.py` in it must not shadow the library then."""
     searched = {os.path.realpath(entry or os.getcwd()) for entry in sys.path[:1]}
     isolated = () if os.path.realpath(os.getcwd()) in searched else ("-P",)
     return (*isolated, "-m", module, *arguments)
@@ -266,10 +257,8 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
     # A step may be smaller than its job, and the interactive step of `salloc` has one task: the step's count is used.
     total = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, world_size, local_rank = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
-    counts, nodes_of_step = (
-        environ.get("SLURM_STEP_TASKS_PER_NODE"),
-        _first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
-    )
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    nodes_of_step = _first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     if counts and environ.get("SLURM_NODEID"):
         local_world_size = _tasks_on_node(counts, _integers(environ, ["SLURM_NODEID"])[0])
     elif environ.get("SLURM_NTASKS_PER_NODE"):
@@ -296,10 +285,8 @@ def _read_mpi(environ: Mapping[str, str], names: Sequence[str], launcher: str) -
 
 
 def _job_port(environ: Mapping[str, str]) -> int:
-    """Return a port on which all ranks of a job agree: MASTER_PORT, or one derived from the job's identity.
-
-    The port lies below the ephemeral ports (32768 and up on Linux), which any connection may hold.
-    """
+    """Return a port on which all ranks of a job agree: MASTER_PORT, or one derived from the job's identity, below the ephemeral
+    ports (32768 and up on Linux), which any connection may hold."""
     if environ.get("MASTER_PORT"):
         return _integers(environ, ["MASTER_PORT"])[0]
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")

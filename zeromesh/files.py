@@ -1,11 +1,7 @@
 """Opens, reads and writes files of a run: links are not followed, opening never waits for a pipe, and the umask sets permissions.
 
-It also tracks the disk operations that this process waits for, to tell a slow disk from a hanging rank.
-
-    with disk_call("fsync", path): ...
-    longest_disk_call()   DiskWait(what="fsync of '/data/run/model.safetensors'", seconds=3.2, in_all=3.4)
-
-Functions that open, read and write raise `OSError`. For a path that is no regular file, its `strerror` names the kind of file.
+It also tracks the disk operations that this process waits for, to tell a slow disk from a hanging rank. Functions that open, read
+and write raise `OSError`. For a path that is no regular file, its `strerror` names the kind of file.
 """
 
 import contextlib
@@ -40,11 +36,7 @@ _NO_LOCK_ERRNOS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno
 
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
-    """Open the regular file at `path` and return its descriptor; a file created by `os.O_CREAT` has the umask's permissions.
-
-    Raises:
-        OSError: for a path that cannot be opened, or is a link, a pipe or anything else but a regular file.
-    """
+    """Open the regular file at `path` and return its descriptor; a file created by `os.O_CREAT` has the umask's permissions."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for its other end.
         descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -77,13 +69,8 @@ def read_whole(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True) -> None:
-    """Replace the content of `path` atomically: concurrent readers, and those after a kill, find the old content or the new.
-
-    A link at `path` is replaced, and its target left alone. With `sync` the data is flushed to disk first.
-
-    Raises:
-        OSError: when the write fails; the old content is then unchanged.
-    """
+    """Replace the content of `path` atomically: concurrent readers, and those after a kill or an error, find the old content or the
+    new. A link at `path` is replaced, and its target left alone. With `sync` the data is flushed to disk first."""
     path = Path(path)
     passing = path.parent / f".zeromesh-{secrets.token_hex(8)}.tmp"
     try:
@@ -109,13 +96,8 @@ def remove_unfinished(directory: Path) -> None:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed; returns False if another open file holds the lock.
-
-    The lock is one of `flock`, or on file systems without it an open file description lock of `fcntl`.
-
-    Raises:
-        OSError: when the file system supports neither lock.
-    """
+    """Lock an open file until it is closed, by `flock`, or on file systems without it by an open file description lock of `fcntl`;
+    returns False if another open file holds the lock. Raises `OSError` when the file system supports neither."""
     whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     for lock in (
         lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB),

@@ -52,10 +52,8 @@ def override(instance: object, attribute: str, value: Any) -> Callable[[], None]
 
 @contextmanager
 def cached_tensors_removed(root: nn.Module) -> Iterator[Callable[[], list[str]]]:
-    """Remove, after the block, tensors that modules cached as attributes inside it, such as a recurrent state.
-
-    Attributes that were not None before are kept. Yields a function that returns the names of attributes that hold such a tensor.
-    """
+    """Remove, after the block, tensors that modules cached as attributes inside it, such as a recurrent state. Yields a function
+    that returns the names of attributes that hold such a tensor."""
     had = [(name, module, dict(vars(module))) for name, module in root.named_modules()]
 
     def found() -> Iterator[tuple[str, nn.Module, str, bool]]:

@@ -1,9 +1,5 @@
 """Divides a model in place over the tensor and pipeline axes of a mesh, before its parameters are sharded over the data axes.
 
-    source = BuiltSource(model)                   # or any other of the whole model
-    divided = divide(model, mesh, options)        # modules compute this rank's part; what is divided is on the meta device
-    engine = ZeroEngine.build(model, mesh, zero_options, source, cuts=divided.cuts)
-
 Layers are divided first, then other ranks' stages are removed: the cut into stages does not depend on the division of layers.
 """
 

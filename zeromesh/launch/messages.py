@@ -1,8 +1,5 @@
 """Messages between the launchers of a run: JSON objects, each field of which is checked before use.
 
-A malformed message raises `MessageError`, which names the defect; the caller adds the sender. Launchers send messages over a
-`LauncherConnection`, as lines, through a socket or through the pipes of an ssh command.
-
 A follower sends several *beats* within the seconds after which it counts as lost, and the leader an *echo* of each. A beat is its
 sending time by the follower's clock: the follower kills its processes when the latest echoed beat is too old, so they have always
 ended before the leader, which received that beat later, counts the follower as lost. So two runs never write into one directory (a
@@ -68,11 +65,8 @@ def parsed(data: bytes) -> Message:
 
 
 def field(message: Message, name: str, default: Value, *, least: int = 0, most: int = (1 << 53) - 1) -> Value:
-    """Return the text, Boolean or integer under `name`, or `default` if it is missing; it has the type of `default`.
-
-    Raises:
-        MessageError: for another type, and for an integer, the default too, that is not from `least` to `most`.
-    """
+    """Return the text, Boolean or integer under `name`, or `default` if it is missing. Raises `MessageError` for another type than
+    that of `default`, and for an integer, the default too, that is not from `least` to `most`."""
     value = message.get(name, default)
     if type(value) is not type(default) or (type(value) is int and not least <= value <= most):
         allowed = {str: "a text", bool: "true or false"}.get(type(default), f"an integer from {least} to {most}")
@@ -109,12 +103,10 @@ def rank_range(message: Message) -> RankRange:
 
 
 class LauncherConnection:
-    """One end of a connection between two launchers: lines of JSON, each with a digest that needs the secret.
-
-    The digest covers the direction, random words drawn by both ends for this connection, and the number of the line, so that no
-    line can be replayed. An empty `secret` only guards against accidents. The end that `serves` is the leader's. Both ends send
-    signs of life, which `receive` hides. Nothing here waits for the other end.
-    """
+    """One end of a connection between two launchers, a socket or the pipes of an ssh command: lines of JSON, each with a digest
+    that needs the secret and covers the direction, random words drawn by both ends, and the number of the line, so that no line can
+    be replayed. An empty `secret` only guards against accidents. The end that `serves` is the leader's. Both ends send signs of
+    life, which `receive` hides. Nothing here waits for the other end."""
 
     def __init__(
         self,
@@ -167,12 +159,8 @@ class LauncherConnection:
                 self._unsent = self._unsent[os.write(self._writer.fileno(), self._unsent[:end]) :]
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived, without waiting.
-
-        Raises:
-            MessageError: for a malformed message, or one without a valid digest.
-            ConnectionError: when the connection has ended, or nothing was received for some seconds.
-        """
+        """Return the messages that have arrived, without waiting. Raises `MessageError` for a malformed one, or one without a valid
+        digest, and `ConnectionError` when the connection has ended, or nothing was received for some seconds."""
         now = time.monotonic()
         if self._agreed and not self._serves and now > self._beat_at + self._silence / BEATS:
             self._beat_at = now

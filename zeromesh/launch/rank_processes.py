@@ -83,10 +83,8 @@ class _RankProcess:
 
 
 class RankProcesses:
-    """The processes `python ARGUMENTS` of one start on this host, in separate sessions, away from the terminal's Ctrl-C.
-
-    Each writes its error into an anonymous file in memory, so nothing has to be removed when this process is killed.
-    """
+    """The processes `python ARGUMENTS` of one start on this host, in separate sessions, away from the terminal's Ctrl-C. Each
+    writes its error into an anonymous file in memory, so nothing has to be removed when this process is killed."""
 
     def __init__(self, arguments: Sequence[str], assigned: RankRange) -> None:
         self._arguments, self._assigned = arguments, assigned
@@ -155,10 +153,8 @@ class RankProcesses:
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
-    """Make this process a worker of `launch_workers`: it dies with its parent and records its error for it.
-
-    `exit_code_of` returns the exit code of the launching command for an error.
-    """
+    """Make this process a worker of `launch_workers`: it dies with its parent and records its error for it, with the exit code of
+    the launching command."""
     die_with_launcher()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -184,10 +180,8 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
 
 
 class StopSignals:
-    """The signals received by this process and not yet passed on, and the number of those passed on to its child processes.
-
-    Signals in `told` do not ask this process to stop; they are only passed on.
-    """
+    """The signals received by this process and not yet passed on, and the number of those passed on to its child processes. Signals
+    in `told` do not ask this process to stop; they are only passed on."""
 
     def __init__(self, told: Sequence[int] = ()) -> None:
         self.first = 0
@@ -232,10 +226,8 @@ os.register_at_fork(after_in_child=_restore)
 
 @contextmanager
 def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Inside the block these signals call `handler`; then the old handlers are restored. Only the main thread may do this.
-
-    SIGHUP stays ignored in a process started by `nohup`.
-    """
+    """Inside the block these signals call `handler`, if this is the main thread. SIGHUP stays ignored in a process started by
+    `nohup`."""
     changes = threading.current_thread() is threading.main_thread()
     handled = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
     kept = {number: signal.signal(number, handler) for number in handled} if changes else {}

@@ -1,8 +1,5 @@
 """Starts a command as the ranks of this host, together with the launchers of other hosts, and restarts it when hosts come or go.
 
-`launch_workers` only waits, without loading torch. It ends its workers when one fails or on a signal. Each worker records its
-error, so that a single message is shown, of the rank that failed first, and not a traceback of each process.
-
 The launcher on the endpoint's host leads: it waits for enough launchers, numbers the hosts, and sends each its ranks. When a host
 fails, is lost or joins, the leader ends all ranks and numbers the hosts anew. A single launcher leads itself, and listens nowhere;
 so does `zeromesh launch`, which leads the launchers that it has started over ssh (see `ssh`).
@@ -52,10 +49,8 @@ _MOST_SIGNAL = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """The launchers that start a run together, each with its own workers, and that may come and go while it runs.
-
-    `endpoint` is `HOST:PORT` of the leader; all launchers have the same `run_id`. When a host is lost or joins, all workers start
-    again; after a failure they do so at most `max_restarts` times.
+    """The launchers that start a run together, and that may come and go while it runs. `endpoint` is `HOST:PORT` of the leader.
+    When a host is lost or joins, all workers start again; after a failure they do so at most `max_restarts` times.
 
     With a `rank`, exactly `most` launchers take part; their ranks are numbered in the same order, and number 0 serves the endpoint.
     None joins later, and the run ends when one is lost.
@@ -110,10 +105,8 @@ class Member:
 
 class Leader:
     """The launcher that numbers the ranks of all hosts: of those that come to its endpoint, or of `members` that it has started.
-
     `address_of` refuses members that cannot go on together, or returns the address and port at which their ranks meet; by default
-    they meet at this host. Raises `ConfigError` when this host cannot listen at the endpoint.
-    """
+    they meet at this host. Raises `ConfigError` when this host cannot listen at the endpoint."""
 
     def __init__(
         self,
@@ -174,7 +167,11 @@ class Leader:
         self._serve()
         numbered = [each for each in self._members if each.numbered]
         self._joining = len(numbered) < min(len(self._known), self._nodes.most - 1)
-        if self._joining or self._failed():
+        failures, now = [each.failure for each in self._members if each.failure], time.monotonic()
+        self._failed_at = now if failures and self._failed_at is None else self._failed_at
+        late = self._failed_at is not None and now >= self._failed_at + self._nodes.cause_seconds
+        failed = late or bool(self._lost) or any(not each.distance for each in failures)
+        if self._joining or (failed and not self.ending):
             self._stop()
         return self._nodes.rest_seconds if self._stopping else None
 
@@ -218,14 +215,6 @@ class Leader:
     def _too_few(self) -> bool:
         """True if the run does not go on without the hosts that are lost."""
         return self._nodes.rank is not None if self._listener else 1 + len(self._members) < self._nodes.least
-
-    def _failed(self) -> bool:
-        """Return True if a failure or a lost host must end all ranks."""
-        failures, now = [each.failure for each in self._members if each.failure], time.monotonic()
-        self._failed_at = now if failures and self._failed_at is None else self._failed_at
-        late = self._failed_at is not None and now >= self._failed_at + self._nodes.cause_seconds
-        known = bool(self._lost) or any(not each.distance for each in failures)
-        return (known or late) and not self.ending
 
     def _start(self) -> RankRange:
         """Number the hosts, this one first, and send each its ranks."""
@@ -357,11 +346,9 @@ class Leader:
 
 
 class Follower:
-    """A launcher that starts ranks when its leader says so. If the leader is gone, ranks are killed at once.
-
-    `attach` connects it to the `zeromesh launch` that has started it, which also sends variables and signals; without it the
-    follower goes to the endpoint of `nodes`.
-    """
+    """A launcher that starts ranks when its leader says so. If the leader is gone, ranks are killed at once. `attach` connects it
+    to the `zeromesh launch` that has started it, which also sends variables and signals; without it the follower goes to the
+    endpoint."""
 
     def __init__(
         self, nodes: Nodes, processes: int, stopped: Stopped, attach: Callable[[], LauncherConnection] | None = None
@@ -484,15 +471,11 @@ def launch_workers(
     talks: bool = False,
     passes: int = 1,
 ) -> WorkersFailed | int:
-    """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them.
-
-    `notify` receives a line for the user at a restart. `talks`: a user interacts with the ranks, and Ctrl-C is only passed on to
-    them. The first `passes` signals to stop are passed on, and the next one kills. Returns 0 when all succeed, the failure when one
-    fails, and 128 plus the signal's number after a signal to stop; the workers have ended then.
-
-    Raises:
-        ConfigError: when this host must serve the endpoint, and cannot.
-    """
+    """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them, without
+    loading torch. `notify` receives a line for the user at a restart. `talks`: a user interacts with the ranks, and Ctrl-C is only
+    passed on to them. The first `passes` signals to stop are passed on, and the next one kills. Returns 0 when all succeed, the
+    failure when one fails, and 128 plus the signal's number after a signal to stop; the workers have ended then. Raises
+    `ConfigError` when this host must serve the endpoint, and cannot."""
     with noted_signals((signal.SIGINT,) if talks else ()) as requests:
         stopped, must_lead = lambda: bool(requests.first), nodes.most == 1 or nodes.rank == 0
         others: Leader | Follower = Follower(nodes, processes, stopped)

@@ -1,10 +1,8 @@
 """A run on several hosts over ssh: one launcher per host, led from here, and restarted on the remaining hosts when some are lost.
 
 The connection to a host is the standard input and output of the remote command. The host's messages begin with `BEGIN`, to be told
-from the output of its processes.
-
-A host counts as *lost* when it is silent for a while, or when its connection ends before it has reported how its processes ended.
-Any failure ends the other hosts too; every wait here is bounded.
+from the output of its processes. A host counts as *lost* when it is silent for a while, or when its connection ends before it has
+reported how its processes ended.
 
 A hostfile has a line `NAME slots=N [address=NAME]` for each host: its name for ssh, its number of processes, and the name or
 address by which other hosts reach it, if that differs. A `#` begins a comment.
@@ -68,11 +66,8 @@ class Host:
 
 
 def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
-    """Read the hosts of a hostfile, in the order of ranks. `where` names the file in errors.
-
-    Raises:
-        ConfigError: with every mistake and its line.
-    """
+    """Read the hosts of a hostfile, in the order of ranks. Raises `ConfigError` with every mistake and its line; `where` names the
+    file."""
     hosts: dict[str, tuple[int, Host]] = {}
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -97,13 +92,10 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """The plan of a run on `hosts`, and the conditions under which it starts again.
-
-    `ssh` is called with `HOST COMMAND`, and runs the launcher's `command` in `directory` with `variables`, sent over its standard
-    input. Ranks find each other at `port` of the first host, or at any port. `check` refuses unusable hosts. After a failure of
-    ranks the run restarts at most `max_restarts` times; hosts silent for `silence_seconds` are lost, and at least `least` others go
-    on.
-    """
+    """The plan of a run on `hosts`. `ssh` is called with `HOST COMMAND`, and runs the launcher's `command` in `directory` with
+    `variables`, sent over its standard input. Ranks find each other at `port` of the first host, or at any port. `check` refuses
+    unusable hosts. After a failure of ranks the run restarts at most `max_restarts` times; hosts silent for `silence_seconds` are
+    lost, and at least `least` others go on."""
 
     hosts: tuple[Host, ...]
     command: tuple[str, ...]
@@ -129,14 +121,9 @@ class LaunchPlan:
 
 
 def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed | int:
-    """Run until all hosts have ended. `notify` receives lines for the user.
-
-    Returns 0 when all succeed, the first failure when one fails, and 128 plus the signal's number after a signal to stop. No
-    process is left running then, except on unreachable hosts, which end by themselves.
-
-    Raises:
-        ConfigError: when the command `ssh` of the plan cannot be started, or `check` refuses the hosts.
-    """
+    """Run until all hosts have ended. `notify` receives lines for the user. Returns 0 when all succeed, the first failure when one
+    fails, and 128 plus the signal's number after a signal to stop; processes on unreachable hosts then end by themselves. Raises
+    `ConfigError` when the command `ssh` of the plan cannot be started, or `check` refuses the hosts."""
     plan.check(plan.hosts)
     hosts = {host.name: host for host in plan.hosts}
     output, started, members = Output(), list[HostProcess](), list[Member]()
@@ -250,10 +237,7 @@ class HostStream:
 
 class HostProcess(LauncherConnection):
     """The connection to one host: the local ssh process, which prints what the host prints and passes the messages between it.
-
-    Raises:
-        ConfigError: when the local command cannot be started.
-    """
+    Raises `ConfigError` when the local command cannot be started."""
 
     def __init__(self, host: Host, plan: LaunchPlan, output: Output) -> None:
         self.host = host
@@ -334,10 +318,8 @@ def drain(processes: Sequence[HostProcess], until: float) -> None:
 
 
 def run_attached(arguments: Sequence[str], silence_seconds: float) -> Result:
-    """Run `python ARGUMENTS` as the ranks requested by the `zeromesh launch` at the other end of standard input and output.
-
-    The ranks are killed when that end is silent for `silence_seconds`, or has closed the connection.
-    """
+    """Run `python ARGUMENTS` as the ranks requested by the `zeromesh launch` at the other end of standard input and output. They
+    are killed when that end is silent for `silence_seconds`, or has closed the connection."""
 
     def attach() -> LauncherConnection:
         """Connect over standard input and output. The ranks get an empty standard input, and share standard output."""

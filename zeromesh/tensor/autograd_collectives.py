@@ -7,9 +7,8 @@
     split                   this rank's share              all-gather            before which all ranks have all
     reduce_scatter_output   reduce-scatter, plus a bias    all-gather            after what is divided, along the sequence
 
-A gradient is *whole* if every rank has all of it, and *partial* if ranks have summands of it: it is partial between
-`copy_input` and `all_reduce_output`, and whole elsewhere. (Megatron-LM: Shoeybi et al. 2019, arXiv:1909.08053; for sequence
-parallelism Korthikanti et al. 2022, arXiv:2205.05198.)
+Between `copy_input` and `all_reduce_output` ranks have summands of a gradient, elsewhere all of it. (Megatron-LM: Shoeybi et al.
+2019, arXiv:1909.08053; for sequence parallelism Korthikanti et al. 2022, arXiv:2205.05198.)
 """
 
 from collections.abc import Callable, Sequence

@@ -36,15 +36,10 @@ class _Linear(nn.Module):
 
 
 class ColumnParallelLinear(_Linear):
-    """Computes some outputs of a linear layer from its whole input.
-
-    Args:
-        source: the input, shared with the other layers that read it.
-        randomness: random number generators, switched to this rank's state after this layer; None: the caller switches them.
-        sizes: the number of outputs of each rank, if outputs are all-gathered. None: each rank returns its outputs alone.
-        rows: this rank's outputs of a weight that all ranks have whole, with a partial gradient: for fused projections whose
-            key and value heads are shared by ranks. None: the weight has this rank's outputs alone.
-    """
+    """Computes some outputs of a linear layer from its whole input, `source`, shared with the other layers that read it.
+    `randomness` is switched to this rank's state after this layer. `sizes` are the outputs of each rank, if these are all-gathered.
+    `rows` are this rank's outputs of a weight that all ranks have whole, with a partial gradient: for fused projections whose key
+    and value heads are shared by ranks."""
 
     def __init__(
         self,
@@ -80,14 +75,10 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """Computes a linear layer from this rank's inputs; outputs are summed over the ranks, and the bias is added to the sum.
-
-    Args:
-        shares: sequence parallelism: outputs are reduce-scattered along the sequence; None: every rank gets the whole output.
-        randomness: generators, switched back to the state shared by ranks before this layer; None: the caller switches them.
-        source: the input of the preceding column layers, dropped before this layer computes.
-        splits: the number of inputs of each rank, if every rank has the whole input; None: the input has this rank's alone.
-    """
+    """Computes a linear layer from this rank's inputs; outputs are summed over the ranks, and the bias is added to the sum. With
+    `shares` outputs are reduce-scattered along the sequence. `randomness` is switched back to the state shared by ranks before this
+    layer. `source`, the input of the preceding column layers, is dropped before this layer computes. `splits` are the inputs of
+    each rank, if every rank has the whole input."""
 
     def __init__(
         self,
@@ -126,10 +117,8 @@ class RowParallelLinear(_Linear):
 def lookup_sharded_embedding(
     lookup: Callable[[torch.Tensor], torch.Tensor], tokens: Interval, exchange: Exchange, ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return the embeddings `[*ids.shape, features]` of integer `ids` from an embedding whose rows are divided over the ranks.
-
-    `lookup` returns rows of this rank, which has those of the token ids in `tokens`, by id minus `tokens.start`.
-    """
+    """Return the embeddings `[*ids.shape, features]` of integer `ids`. `lookup` returns rows of this rank, which has those of the
+    token ids in `tokens`, by id minus `tokens.start`."""
     foreign = (ids < tokens.start) | (ids >= tokens.end)
     vectors = lookup((ids - tokens.start).masked_fill(foreign, 0))
     return autograd_collectives.all_reduce_output(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
@@ -139,9 +128,7 @@ def run_sharded_experts(
     forward: Callable[..., torch.Tensor], exchange: Exchange, /, *args: torch.Tensor, **kwargs: torch.Tensor
 ) -> torch.Tensor:
     """Run experts whose intermediate features are divided over the ranks; all-reduces this rank's summand, which `forward` returns.
-
-    The arguments (hidden states, router weights of the chosen experts) and their gradients are whole on every rank.
-    """
+    The arguments and their gradients are whole on every rank."""
 
     def copied(value: torch.Tensor) -> torch.Tensor:
         tracked = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
@@ -155,9 +142,7 @@ def project_latent(
     forward: Callable[[torch.Tensor], torch.Tensor], latent: int, exchange: Exchange, x: torch.Tensor
 ) -> torch.Tensor:
     """Return the outputs [..., latent + rotary] of an undivided projection `forward` (multi-head latent attention, DeepSeek-V2).
-
-    Column layers read the latent outputs and sum their gradient over ranks; that of the rotary outputs is summed here.
-    """
+    Column layers sum the gradient of the latent outputs over ranks; that of the rotary outputs is summed here."""
     out = forward(x)
     rotary = autograd_collectives.copy_input(out[..., latent:], exchange)
     return torch.cat((out[..., :latent], rotary), dim=-1)

@@ -54,17 +54,10 @@ def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) ->
 
 
 class Parallelized:
-    """Makes `model` compute rank `exchange.index`'s part of `plan`, and can restore the whole model.
-
-    Divided parameters become local ones on the meta device, with unchanged dtype and `requires_grad`; the engine fills them. All
-    other parameters and buffers stay unchanged.
-
-    Args:
-        sequence: blocks pass on shares of the sequence, so that norms, residuals and dropout between them are divided too.
-
-    Raises:
-        LayoutError: when the plan is for another number of ranks; with `sequence`, for a model whose blocks may need all of it.
-    """
+    """Makes `model` compute rank `exchange.index`'s part of `plan`, and can restore the whole model. Divided parameters become
+    local ones on the meta device, which the engine fills. With `sequence`, blocks pass on shares of the sequence, so that norms,
+    residuals and dropout between them are divided too. Raises `LayoutError` when the plan is for another number of ranks, and with
+    `sequence` for a model whose blocks may need all of it."""
 
     def __init__(self, model: nn.Module, exchange: Exchange, plan: TensorPlan, *, sequence: bool = False) -> None:
         if plan.size != exchange.size:
@@ -73,8 +66,7 @@ class Parallelized:
             check_blocks(model, plan)
         self.plan = plan
         self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
-        """This rank's part of every parameter that is divided or has partial gradients, by FQN (the first of a tied parameter). All
-        others are whole on every rank, with equal gradients."""
+        """The result of `parts_of` for this rank."""
         self.randomness = ShardedRandomness(exchange.index, active=_has_dropout(model))
         self.shares = SequenceShares(exchange) if sequence else None
         """The state of sequence parallelism; None if blocks pass on the whole sequence."""
@@ -170,11 +162,8 @@ class Parallelized:
                 self._set(module, "forward", run)
 
     def _share_sequence(self, shares: SequenceShares) -> None:
-        """Wrap the forwards of blocks, attentions and blocks of experts.
-
-        The first block of a stack takes the whole sequence, the last one returns it. Attentions and blocks of experts run on all of
-        it, since their code reads its length. All take hidden states [batch, sequence, hidden] first, or as `hidden_states`.
-        """
+        """Wrap the forwards of blocks, attentions and blocks of experts, which take hidden states [batch, sequence, hidden] first,
+        or as `hidden_states`. Attentions and blocks of experts run on the whole sequence, since their code reads its length."""
         for stack in self.plan.stacks:
             for name in stack:
                 block = self._model.get_submodule(name)
@@ -191,10 +180,8 @@ class Parallelized:
             if layer.style is Style.EXPERTS:
                 module = self._model.get_submodule(layer.parent)
                 if float(getattr(module, "jitter_noise", 0.0) or 0.0) > 0:
-                    raise LayoutError(
-                        f"{layer.parent}: noise of a router cannot be drawn where the sequence is divided; "
-                        "set parallel.sequence: false"
-                    )
+                    noise = "noise of a router cannot be drawn where the sequence is divided"
+                    raise LayoutError(f"{layer.parent}: {noise}; set parallel.sequence: false")
                 self._set(module, "forward", partial(_run_on_whole_sequence, module.forward, shares, None))
 
 
@@ -209,11 +196,8 @@ def _with_narrow_input(
 def _with_biases(
     forward: Callable[..., Any], names: list[str], name: str, own: Interval, heads: int, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run an attention on this rank's heads of its argument `name`: position biases of all heads, or a mask with them.
-
-    `names` are its arguments in order. Biases are [batch x heads, 1, sequence], [heads, 1, sequence] or [batch, heads, 1,
-    sequence], masks [batch, heads, sequence, sequence]. Those made by an attention of this rank have only its heads already.
-    """
+    """Run an attention on this rank's heads of its argument `name`: position biases, or a mask, of all heads, with or without a
+    batch. Those made by an attention of this rank have only its heads already. `names` are its arguments in order."""
     kwargs |= dict(zip(names, args, strict=False))
     biases, mask = kwargs.get(name), kwargs.get("attention_mask")
     if biases is not None and biases.shape[-3] % heads == 0:
@@ -286,7 +270,7 @@ def _run_on_whole_sequence(
     def gathered(share: torch.Tensor) -> torch.Tensor:
         whole = autograd_collectives.all_gather(share, 1, shares.exchange)
         if source is not None:
-            source.record_gathered(whole, share)
+            source.gathered = whole, share
         return whole
 
     args, kwargs = _map_hidden_states(args, kwargs, gathered)

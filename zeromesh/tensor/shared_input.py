@@ -20,11 +20,8 @@ from zeromesh.tensor.autograd_collectives import Gradients, share_of_dim, uncomp
 
 
 class SequenceShares:
-    """Sequence parallelism of a model: decides whether its residual stream is divided into equal shares of the sequence.
-
-    It is always divided while gradients are recorded. Otherwise (`generate` takes single tokens) a sequence whose length is not a
-    multiple of the ranks stays whole.
-    """
+    """Sequence parallelism of a model: decides whether its residual stream is divided into equal shares of the sequence: always
+    while gradients are recorded, else (`generate` takes single tokens) if its length is a multiple of the ranks."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -72,7 +69,7 @@ class SharedInput:
     shares: SequenceShares | None = None
     """The state of sequence parallelism if the input is a share of the sequence; None: the input is whole on every rank."""
     before: bool = False
-    """True if the caller gathers the shares (`record_gathered`), as the code around the layers reads the whole input's shape."""
+    """True if the caller gathers the shares (see `gathered`), as the code around the layers reads the whole input's shape."""
     members: list[Any] = field(default_factory=list)
     """The layers that read the input, each with its `weight`, which is `[in, out]` if the layer is `transposed`."""
     _seen: tuple[torch.Tensor, int, bool] | None = None
@@ -80,12 +77,9 @@ class SharedInput:
     _layer_input: tuple[torch.Tensor, _InputRead] | None = None
     """The tensor passed to the layers in place of the input, and its `_InputRead`."""
     _unread: int = 0
-    _gathered: tuple[torch.Tensor, torch.Tensor] | None = None
+    gathered: tuple[torch.Tensor, torch.Tensor] | None = None
+    """The whole input that layers read until `forget`, set by a caller that has gathered it, and this rank's share of it."""
     _narrow: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def record_gathered(self, whole: torch.Tensor, share: torch.Tensor) -> None:
-        """Record that `whole`, which layers read until `forget`, is the concatenation of the ranks' shares, here `share`."""
-        self._gathered = (whole, share)
 
     def narrow_for_shape(self, x: torch.Tensor, features: int) -> torch.Tensor:
         """Return the first `features` of `x` for code that reads only its shape; layers given it read all of `x` until `forget`."""
@@ -100,8 +94,8 @@ class SharedInput:
         now = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
         if self._layer_input is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
             mode, share = "sum", x
-            if self._gathered is not None and self._gathered[0] is x:
-                mode, share = "gathered", self._gathered[1]
+            if self.gathered is not None and self.gathered[0] is x:
+                mode, share = "gathered", self.gathered[1]
             elif self.shares is not None and self.shares.active and not self.before:
                 mode = "gather"
             weights: list[torch.Tensor] = [member.weight for member in self.members]
@@ -116,7 +110,7 @@ class SharedInput:
 
     def forget(self) -> None:
         """Drop the references to the latest input, even if some layers have not read it."""
-        self._seen = self._layer_input = self._gathered = self._narrow = None
+        self._seen = self._layer_input = self.gathered = self._narrow = None
 
     @uncompiled
     def project(self, x: torch.Tensor, number: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

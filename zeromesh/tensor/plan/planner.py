@@ -382,9 +382,8 @@ class _Planner:
                 layer = self.layers.pop(name, None)
                 if layer is not None and layer.style not in (Style.EMBEDDING, Style.HEAD):
                     raise LayoutError(f"{' and '.join(names)} hold one parameter, which they would divide differently")
-            self.notes.append(
-                f"{' and '.join(names)} share a parameter that not all of them can divide; it is whole on all ranks"
-            )
+            why = "share a parameter that not all of them can divide; it is whole on all ranks"
+            self.notes.append(f"{' and '.join(names)} {why}")
 
     def plan(self) -> TensorPlan:
         order = {name: number for number, name in enumerate(self.modules)}
@@ -398,10 +397,8 @@ class _Planner:
         if whole:
             self.notes.append(f"whole on all tensor ranks: {_without_numbers(whole)}")
         if sliced := [layer.module for layer in layers if layer.style is Style.SLICED]:
-            reason = "since ranks share key-value heads"
-            self.notes.append(
-                f"whole on all tensor ranks, though each computes its part alone: {_without_numbers(sliced)}, {reason}"
-            )
+            shown = f"{_without_numbers(sliced)}, since ranks share key-value heads"
+            self.notes.append(f"whole on all tensor ranks, though each computes its part alone: {shown}")
         names = {id(module): name for name, module in self.modules.items()}
         stacks: dict[str, list[str]] = {}
         for block in block_modules(self.model):
@@ -434,23 +431,16 @@ def _without_numbers(names: Iterable[str]) -> str:
 
 
 def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -> Mapping[str, ParameterPart]:
-    """Return a rank's part of each parameter of `model` that is divided or has partial gradients, by its first FQN.
-
-    All other parameters are whole on every rank, with equal gradients. `sequence`: blocks pass on shares of the sequence.
-
-    Raises:
-        LayoutError: when modules divide a parameter that they share in different ways.
-    """
+    """Return a rank's part of each parameter of `model` that is divided or has partial gradients, by its first FQN. All others are
+    whole on every rank, with equal gradients. `sequence`: blocks pass on shares of the sequence. Raises `LayoutError` when modules
+    divide a parameter that they share in different ways."""
     layers = {layer.module: layer for layer in plan.layers}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, ParameterPart] = {}
     for full, parameter in model.named_parameters(remove_duplicate=False):
         module, _, leaf = full.rpartition(".")
-        name, shape = first[id(parameter)], tuple(parameter.shape)
-        part = None
-        layer = layers.get(module)
-        if layer is not None:
-            part = _part(layer, model.get_submodule(module), leaf, shape, rank)
+        name, shape, layer = first[id(parameter)], tuple(parameter.shape), layers.get(module)
+        part = None if layer is None else _part(layer, model.get_submodule(module), leaf, shape, rank)
         if part is None and _partial(plan, full, sequence):
             part = ParameterPart(region=Region.whole(shape), holders=tuple(range(plan.size)), partial=True)
         if part is not None and found.setdefault(name, part) != part:
