@@ -30,8 +30,10 @@ ERRORS = "ZEROMESH_ERROR_FILE"
 BEGAN = "ZEROMESH_BEGAN"
 """The variable that tells workers the start time of their command, in seconds since boot."""
 
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""The variable that is True if the launcher, then torchrun, serves the store in which the ranks of several hosts meet."""
+
 _LAUNCHER_PID = "ZEROMESH_LAUNCHER_PID"
-_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -181,7 +183,7 @@ class RankRange:
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": self.master_port,
             **dict(zip(_RUN_VARIABLES, (self.run_id, self.restart), strict=True)),
-            _AGENT_STORE: False,
+            AGENT_STORE: False,
             _LAUNCHER_PID: os.getpid(),
         }
         return {name: str(value) for name, value in found.items()}
@@ -197,11 +199,6 @@ def launch_identity(environment: LaunchEnvironment) -> str:
     """Return a text that is equal in all ranks of one start, and differs between simultaneous starts on a host."""
     started = (os.environ.get(name, "") for name in _RUN_VARIABLES)
     return " ".join((environment.master_address, str(environment.master_port), *started))
-
-
-def launcher_serves_store() -> bool:
-    """Return True if the launcher, then torchrun, serves the store in which the ranks of several hosts meet."""
-    return os.environ.get(_AGENT_STORE) == "True"
 
 
 def available_cores() -> int:

@@ -11,16 +11,7 @@ from torch.optim import Optimizer
 from zeromesh.errors import ConfigError
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
-from zeromesh.settings.keys import (
-    AverageSettings,
-    OffloadKeys,
-    OptimizerKeys,
-    PrecisionKeys,
-    ScalerKeys,
-    StepKeys,
-    TransportName,
-    ZeroKeys,
-)
+from zeromesh.settings import keys
 
 NO_GROUP = -1
 """The optimizer group of a parameter that is never updated."""
@@ -87,7 +78,7 @@ class OptimizerClass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerSettings(OptimizerKeys):
+class OptimizerSettings(keys.OptimizerKeys):
     """The optimizer and its hyperparameters, under torch's names and, unlike in a configuration, with torch's defaults but for
     `lr`."""
 
@@ -111,14 +102,14 @@ class OptimizerSettings(OptimizerKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalerSettings(ScalerKeys):
+class ScalerSettings(keys.ScalerKeys):
     """The dynamic loss scale of float16 gradients, which never falls below `smallest`."""
 
     smallest: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision(PrecisionKeys):
+class Precision(keys.PrecisionKeys):
     """The dtype of each role. `loss_scale` applies to float16 gradients only. Gradients are summed in `reduce`. If it is bfloat16
     and master weights fp32, they travel in bfloat16 and are summed in fp32. Raises `ConfigError` when a sum or a master weight
     would be kept in less than the compute dtype."""
@@ -166,7 +157,7 @@ STAGING_SHARE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class OffloadOptions(OffloadKeys):
+class OffloadOptions(keys.OffloadKeys):
     """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3. The
     caller offloads `activations`, the block inputs that recomputation keeps for backward. `gradients` None follows the optimizer.
     `update` names the processor that computes updates of offloaded states. `staging_bytes` bounds the buffers through which states
@@ -195,14 +186,13 @@ class OffloadOptions(OffloadKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroOptions(ZeroKeys, StepKeys):
+class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     """The partitioning and overlap of an engine. Raises `ConfigError` for impossible combinations."""
 
-    transport: TransportName = "auto"
     precision: Precision = field(default_factory=Precision)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
-    average: AverageSettings | None = None
+    average: keys.AverageSettings | None = None
     accumulation: int = 1
     clip_norm: float = 0.0
     optimizer_in_backward: bool = False

@@ -19,18 +19,8 @@ from dataclasses import asdict, dataclass, replace
 
 from zeromesh.environment import LOOPBACK, SECRET, RankRange, export, setting
 from zeromesh.errors import ConfigError, counted
-from zeromesh.launch.messages import (
-    HELLO_SECONDS,
-    MAX_EXIT_CODE,
-    MAX_PROCESSES,
-    MISSING,
-    LauncherConnection,
-    Message,
-    MessageError,
-    field,
-    rank_range,
-    variables,
-)
+from zeromesh.launch import messages
+from zeromesh.launch.messages import LauncherConnection, Message, MessageError, field
 from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, StopSignals, WorkersFailed, noted_signals
 from zeromesh.mesh.network_interfaces import is_this_host, listen
 
@@ -323,7 +313,7 @@ class Leader:
             self._introduce(each, message)
         elif "rest" in message and each.running:
             each.running = False
-            if code := field(message, "rest", MISSING, most=MAX_EXIT_CODE):
+            if code := field(message, "rest", messages.MISSING, most=messages.MAX_EXIT_CODE):
                 text, noticed = field(message, "text", ""), field(message, "noticed", False)
                 each.failure = WorkersFailed(message=text, exit_code=code, distance=int(noticed))
 
@@ -332,14 +322,14 @@ class Leader:
             each.processes = each.slots
             each.connection.send(each.greeting)
             return
-        processes = field(message, "processes", MISSING, least=1, most=MAX_PROCESSES)
+        processes = field(message, "processes", messages.MISSING, least=1, most=messages.MAX_PROCESSES)
         if field(message, "run_id", "") != self._nodes.run_id:
             raise MessageError(f"its --rdzv-id is {message.get('run_id')!r}, not {self._nodes.run_id!r}")
         if not field(message, "name", "").isprintable():
             raise MessageError("its host's name has characters that cannot be printed")
         each.name = field(message, "name", "")
         if self._nodes.rank is not None:
-            each.rank = field(message, "rank", MISSING, least=1, most=self._nodes.most - 1)
+            each.rank = field(message, "rank", messages.MISSING, least=1, most=self._nodes.most - 1)
             if each.rank in [other.rank for other in self._known]:
                 raise MessageError(f"--node-rank {each.rank} is there twice")
         each.processes = processes
@@ -375,7 +365,7 @@ class Follower:
         return self._wait()
 
     def _dial(self) -> LauncherConnection:
-        reached = socket.create_connection(self._nodes.where, timeout=HELLO_SECONDS)
+        reached = socket.create_connection(self._nodes.where, timeout=messages.HELLO_SECONDS)
         return LauncherConnection(reached, reached, setting(SECRET) or "", serves=False)
 
     def poll(self) -> int | None:
@@ -387,7 +377,7 @@ class Follower:
         self._receive()  # Sending to a leader that has ended would lose its last message.
         if self._connection is not None:
             end = failure or WorkersFailed(message="", exit_code=0)
-            code, noticed = min(end.exit_code, MAX_EXIT_CODE), end.distance > 0
+            code, noticed = min(end.exit_code, messages.MAX_EXIT_CODE), end.distance > 0
             self._connection.send({"rest": code, "text": str(end), "noticed": noticed})
         found = self._wait()
         # A cause on this host says more than the leader's text; ranks that only noticed a failure say less.
@@ -441,17 +431,17 @@ class Follower:
 
     def _take(self, message: Message) -> None:
         if "start" in message:
-            self._assigned = rank_range(message)
+            self._assigned = messages.rank_range(message)
         elif "stop" in message:
-            self._stop = field(message, "stop", MISSING)
+            self._stop = field(message, "stop", messages.MISSING)
         elif "over" in message:
             end = message["over"] if isinstance(message["over"], dict) else {}
-            code = field(end, "code", MISSING, most=MAX_EXIT_CODE)
+            code = field(end, "code", messages.MISSING, most=messages.MAX_EXIT_CODE)
             self._result = code and WorkersFailed(message=field(end, "text", ""), exit_code=code, distance=1)
         elif self._attach is not None and "variables" in message:
-            export(variables(message))
+            export(messages.variables(message))
         elif self._attach is not None and "signal" in message:
-            os.kill(os.getpid(), field(message, "signal", MISSING, least=1, most=_MOST_SIGNAL))
+            os.kill(os.getpid(), field(message, "signal", messages.MISSING, least=1, most=_MOST_SIGNAL))
 
     def _unreached(self, reason: str) -> WorkersFailed:
         nodes = self._nodes

@@ -20,7 +20,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-from zeromesh.environment import LaunchEnvironment, launch_identity, launcher_serves_store
+from zeromesh.environment import AGENT_STORE, LaunchEnvironment, launch_identity, setting
 from zeromesh.errors import CollectiveError, ConfigError
 from zeromesh.mesh.network_interfaces import listen
 
@@ -83,7 +83,7 @@ def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) ->
         store = FileStore(f"/proc/self/fd/{_descriptors(environment, seconds)[0]}", -1)
     else:
         host, port, listener = environment.master_address, environment.master_port, None
-        if environment.rank == 0 and not launcher_serves_store():
+        if environment.rank == 0 and setting(AGENT_STORE) != "True":
             listening = listen(host, port)
             host, port = listening.getsockname()[:2]
             listener = listening.detach()

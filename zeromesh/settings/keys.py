@@ -99,7 +99,15 @@ class ZeroKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelOptions:
+class TransportKeys:
+    """The transport between ranks."""
+
+    transport: TransportName = "auto"
+    """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions(TransportKeys):
     """The division of a model among the ranks of the tensor and pipeline axes."""
 
     sequence: bool = False
@@ -116,8 +124,6 @@ class ParallelOptions:
     balance: Balance = "parameters"
     """The quantity that stages share evenly: parameters, for even memory, or FLOPs of a token, for even time if the head is
     large."""
-    transport: TransportName = "auto"
-    """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,15 +22,8 @@ from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError, some
 from zeromesh.intervals import Interval
 from zeromesh.overrides import override
-from zeromesh.tensor import autograd_collectives
+from zeromesh.tensor import autograd_collectives, layers
 from zeromesh.tensor.dropout_rng import ShardedRandomness
-from zeromesh.tensor.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    lookup_sharded_embedding,
-    project_latent,
-    run_sharded_experts,
-)
 from zeromesh.tensor.plan.attention_split import forward_source
 from zeromesh.tensor.plan.planner import WHOLE, LayerPlan, Style, TensorPlan, inside, parts_of
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
@@ -96,19 +89,21 @@ class Parallelized:
         module: Any = self._model.get_submodule(layer.module)
         exchange, index, style = self._exchange, self._exchange.index, layer.style
         if style is Style.EXPERTS:
-            self._set(module, "forward", partial(run_sharded_experts, module.forward, exchange))
+            self._set(module, "forward", partial(layers.run_sharded_experts, module.forward, exchange))
         elif style is Style.LATENT:
             attention: Any = self._model.get_submodule(layer.parent)
-            self._set(module, "forward", partial(project_latent, module.forward, attention.kv_lora_rank, exchange))
+            self._set(
+                module, "forward", partial(layers.project_latent, module.forward, attention.kv_lora_rank, exchange)
+            )
         elif style is Style.EMBEDDING:
             # The lookup takes local token numbers, as it took global ones before.
             (tokens,), padding = layer.shares[index], module.padding_idx
             owned = padding is not None and tokens.start <= padding < tokens.end
             self._set(module, "padding_idx", padding - tokens.start if owned else None)
             self._set(module, "num_embeddings", tokens.length)
-            self._set(module, "forward", partial(lookup_sharded_embedding, module.forward, tokens, exchange))
+            self._set(module, "forward", partial(layers.lookup_sharded_embedding, module.forward, tokens, exchange))
         elif style is Style.HEAD:
-            return ColumnParallelLinear(module, SharedInput(exchange), sizes=layer.sizes)
+            return layers.ColumnParallelLinear(module, SharedInput(exchange), sizes=layer.sizes)
         if style in (*WHOLE, Style.EXPERTS, Style.EMBEDDING, Style.EMBEDDING_FEATURES):
             return None
         # Modules beside experts get the whole sequence, not a share, since the router's losses are not sums over tokens.
@@ -118,15 +113,15 @@ class Parallelized:
         if style in (Style.ROW, Style.ROW_SPLIT):
             source = self._sources.get(layer.parent)
             splits = layer.sizes if style is Style.ROW_SPLIT else None
-            return RowParallelLinear(
+            return layers.RowParallelLinear(
                 module, exchange, shares=shares, randomness=randomness, source=source, splits=splits
             )
         new = SharedInput(exchange, shares, before=layer.parent in self._whole_sequence)
         source = self._sources.setdefault(layer.parent, new)
         if style is Style.COLUMN_GATHERED:
-            return ColumnParallelLinear(module, source, sizes=layer.sizes)
+            return layers.ColumnParallelLinear(module, source, sizes=layer.sizes)
         rows = layer.shares[index] if style is Style.SLICED else None
-        return ColumnParallelLinear(module, source, rows=rows, randomness=randomness)
+        return layers.ColumnParallelLinear(module, source, rows=rows, randomness=randomness)
 
     def _replace(self, name: str, made: nn.Module) -> None:
         old = self._model.get_submodule(name)

@@ -42,10 +42,6 @@ class SequenceShares:
             )
         return self._shared
 
-    def whole_length(self, length: int) -> int:
-        """Return the length of the whole sequence, given the length of the hidden states between blocks on this rank."""
-        return length * self.exchange.size if self.active else length
-
 
 @dataclass(kw_only=True, slots=True)
 class _InputRead:

@@ -256,7 +256,7 @@ def test_a_host_that_does_not_come_back_is_ended(watch: Watchdog, monkeypatch: p
     monkeypatch.setattr(device_works.os, "_exit", ended.append)
     monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: ended.append(str(error)))
     works, aborted = DeviceWorks(torch.device("cpu"), watch, traces=None), threading.Event()
-    works._groups.append(SimpleNamespace(abort=aborted.set))  # type: ignore[arg-type]
+    works.groups.append(SimpleNamespace(abort=aborted.set))  # type: ignore[arg-type]
     _late(works, watch)
     assert "all-gather of layers.3 did not end within 0.05 seconds" in str(ended[0])
     assert ended[1:] == [1]

@@ -78,7 +78,7 @@ class BlockStub(Stub):
             if self._index == 0:
                 slot.shares.decide(length)
             elif self._index > slot.inject_at:
-                length = slot.shares.whole_length(length)
+                length *= slot.shares.exchange.size if slot.shares.active else 1
         if self._index == slot.inject_at:
             if slot.received is None:
                 raise PhaseError(f"block {self._index} was to hand on a hidden state, but none was received")

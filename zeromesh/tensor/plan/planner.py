@@ -123,9 +123,8 @@ _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_spl
 _EVENLY = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 """The styles of linear layers whose outputs or inputs are divided evenly."""
 _STYLES = (
-    *(*_EVENLY, "packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads", "embedding_rowwise"),
-    *("embedding_heads", "moe_tp_experts", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj"),
-    *("replicate", *_SYNONYMS),
+    *(style.value for style in Style if style not in (Style.SLICED, Style.HEAD)),
+    *("packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads", "replicate", *_SYNONYMS),
 )
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
 _OF_HEADS = re.compile(r"(q|k|v|query|key|value)_embed(s|dings?)?")
