@@ -88,11 +88,8 @@ class LaunchEnvironment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Read this process's position from `environ` (default: the process's own variables).
-
-    Raises:
-        ConfigError: when some variables of a launcher are missing; the message names them.
-    """
+    """Read this process's position from `environ` (default: the process's own variables). Raises `ConfigError` when some variables
+    of a launcher are missing; the message names them."""
     environ = os.environ if environ is None else environ
     if environ.get("RANK"):  # torchrun's variables come before those of others.
         return _read_torchrun(environ)

@@ -55,11 +55,8 @@ class Pending:
             self._release()
 
     def wait(self) -> torch.Tensor:
-        """Return the result; may be called once. On CUDA the compute stream waits, not the host.
-
-        Raises:
-            CollectiveError: when a peer is gone, late, or exchanges another tensor; and for a second call.
-        """
+        """Return the result; may be called once. On CUDA the compute stream waits, not the host. Raises `CollectiveError` when a
+        peer is gone, late, or exchanges another tensor; and for a second call."""
         self.settle()
         result, self._result = self._result, None
         if result is None:
@@ -91,11 +88,8 @@ class Exchange:
         return self._start(ExchangeKind.SUM, tensor)
 
     def all_gather_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        """Concatenate the ranks' tensors along `dim`. `sizes` gives each rank's length along `dim` when these differ.
-
-        Raises:
-            LayoutError: when `sizes` do not fit the tensor or the ranks.
-        """
+        """Concatenate the ranks' tensors along `dim`. `sizes` gives each rank's length along `dim` when these differ. Raises
+        `LayoutError` when `sizes` do not fit the tensor or the ranks."""
         dim = _checked_dim(tensor, dim)
         length = tensor.shape[dim]
         lengths = (length,) * self.size if sizes is None else tuple(sizes)
@@ -107,11 +101,8 @@ class Exchange:
         return self._start(ExchangeKind.GATHER, tensor, dim, lengths)
 
     def reduce_scatter_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
-        """Sum over the ranks and give each rank its slice along `dim`: equal slices, or slices of the lengths in `sizes`.
-
-        Raises:
-            LayoutError: when `dim` cannot be divided into these slices.
-        """
+        """Sum over the ranks and give each rank its slice along `dim`: equal slices, or slices of the lengths in `sizes`. Raises
+        `LayoutError` when `dim` cannot be divided into these slices."""
         dim = _checked_dim(tensor, dim)
         length, size = tensor.shape[dim], self.size
         where = f"scattered sum of {list(tensor.shape)} along dim {dim}"
@@ -285,11 +276,7 @@ def _encode(
 
 
 def open_exchange(group: ProcessSet, device: torch.device, kind: TransportName = "auto") -> Exchange:
-    """Open the exchange of activations over `group`. Every rank of the group calls this, in the same order.
-
-    Raises:
-        ConfigError: when the named kind cannot serve the group.
-        StorageError: when memory is short.
-    """
+    """Open the exchange of activations over `group`. Every rank of the group calls this, in the same order. Raises `ConfigError`
+    when the named kind cannot serve the group, and `StorageError` when memory is short."""
     name = choose_transport(kind, group, device)
     return SharedExchange(group) if name == "shared" else Exchange(None if name == "local" else group)

@@ -184,10 +184,7 @@ class ProcessMesh:
         """Return this rank's set over these axes, or the process set of this name.
 
         `world`, `data` and the single axes exist from the start. All ranks create sets over other axes at their first use, in one
-        order.
-
-        Raises:
-            LayoutError: for names that are neither axes nor one process set.
+        order. Raises `LayoutError` for names that are neither axes nor one process set.
         """
         if names in (("world",), ("data",)):
             return self.world if names == ("world",) else self.data
@@ -270,11 +267,8 @@ class ProcessMesh:
         return self.watch.call(name, self.world.ranks)
 
     def fail(self, error: BaseException) -> None:
-        """Publish the error that stops this rank in the middle of a common operation, so that other ranks' errors name it.
-
-        Raises:
-            CollectiveError: in place of a library's error that an abort has caused, with the reason of the abort.
-        """
+        """Publish the error that stops this rank in the middle of a common operation, so that other ranks' errors name it. Raises
+        `CollectiveError` in place of a library's error that an abort has caused, with the reason of the abort."""
         self.watch.may_hang = self.world_size > 1
         cause = self.watch.cause_of(error)
         self.watch.fail(cause)

@@ -105,11 +105,8 @@ class ProcessSet:
         return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode(), what)]
 
     def require_same(self, values: Mapping[str, object], error: type[ZeromeshError], *, advice: str) -> None:
-        """Compare named values, as text, on all ranks of the set.
-
-        Raises:
-            error: on every rank, with the names that differ, what each rank has, and `advice`.
-        """
+        """Compare named values, as text, on all ranks of the set. Raises `error` on every rank, with the names that differ, what
+        each rank has, and `advice`."""
         content = json.dumps({name: str(value) for name, value in values.items()}).encode()
         digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
         if len({row[0] for row in self.gather_integers([digest])}) == 1:
@@ -129,11 +126,8 @@ class ProcessSet:
         """Return the bytes that `work` returns on each rank, or other values that JSON can express; with `first` only the first
         rank works.
 
-        No rank continues alone: if the work of one fails, all ranks raise its error.
-
-        Raises:
-            kept: when the work of some rank raises this class.
-            error: for any other exception of the work.
+        No rank continues alone: if the work of one fails, all ranks raise its error. Raises `kept` when the work of some rank
+        raises this class, and `error` for any other exception of the work.
         """
         failure: Exception | None = None
         try:
