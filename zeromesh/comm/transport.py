@@ -47,10 +47,9 @@ class GatherBuffer:
     """A flat buffer whose shards belong to the ranks of a group, filled by an all-gather. Without a group, as for a single rank and
     for parameters that every rank updates itself, it is private memory that always holds everything while it is allocated.
 
-    Gathers start once this rank's shard is in place, in the order of the calls; `queue` holds the waiting ones. A device runs
-    collectives of all groups in launch order, and blocks in each until all ranks have launched it. So its gathers start at fixed
-    places of the program: at once if a stream waits for the shard, else when the next gather is requested or this one is needed;
-    the host then waits for the shard.
+    Gathers start once this rank's shard is in place, in the order of the calls; `queue` holds the waiting ones. A device blocks in
+    each collective until all ranks have launched it. So its gathers start at fixed places of the program: at once if a stream waits
+    for the shard, else when the next gather is requested or this one is needed.
     """
 
     full: torch.Tensor

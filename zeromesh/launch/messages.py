@@ -1,9 +1,8 @@
 """Messages between the launchers of a run: JSON objects, each field of which is checked before use.
 
-A follower sends several *beats* within the seconds after which it counts as lost, and the leader an *echo* of each. A beat is its
-sending time by the follower's clock: the follower kills its processes when the latest echoed beat is too old, so they have always
-ended before the leader, which received that beat later, counts the follower as lost. So two runs never write into one directory (a
-lease, as in Gray and Cheriton 1989).
+A follower sends several *beats*, its time, within the seconds after which it counts as lost, and the leader an *echo* of each. The
+follower kills its processes when the latest echoed beat is too old, before the leader, which received that beat later, counts it as
+lost. So two runs never write into one directory (a lease, as in Gray and Cheriton 1989).
 """
 
 import hashlib

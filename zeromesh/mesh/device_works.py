@@ -1,9 +1,8 @@
 """`DeviceWorks`: collectives in flight on an accelerator; the only module that waits for or queries torch's handles of them.
 
-The host waits without a timeout for results computed after a collective; torch's wait with one aborts the communicator. So a thread
-supervises the collectives in flight: when a peer is gone, has failed or is late, it aborts the communicators, so that the host's
-wait returns and this rank's next use of others raises the error that names the peer. If the host does not return, its process is
-ended.
+The host waits for a device without a timeout; torch's wait with one aborts the communicator. So a thread supervises the collectives
+in flight: when a peer is gone, has failed or is late, it aborts the communicators, so that the host's wait returns and this rank's
+next use of others raises the error that names the peer. If the host does not return, its process is ended.
 """
 
 import logging

@@ -112,11 +112,8 @@ class MeshShape:
         return self.group_index(rank, *MODEL_AXES)
 
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
-        """Return all groups of ranks that differ along `axes` only; every rank is in exactly one.
-
-        Groups are in the order of their lowest rank, and ranks ascend inside each, whatever the order of
-        `axes`. With no axes, every rank is a group of its own.
-        """
+        """Return all groups of ranks that differ along `axes` only, in the order of their lowest rank; ranks ascend inside each.
+        With no axes, every rank is a group of its own."""
         firsts = self._offsets([axis for axis in AXES if axis not in axes])
         others = self._offsets(axes)
         return tuple(tuple(first + more for more in others) for first in firsts)

@@ -149,11 +149,11 @@ class MeshGroups:
 
 def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timedelta) -> dist.ProcessGroup:
     """Create a process group of these ranks; all ranks of the world make the same calls. With `works` the group is for tensors on
-    its device, and is connected at once, since ranks may differ in the order in which they first use their groups.
+    its device, and is connected at once, since ranks may differ in the order in which they first use their groups. Raises
+    `CollectiveError` when the ranks cannot be connected.
 
     gloo's collectives time out after `patience`. On a device `works` supervises them, since it knows whether peers make progress;
-    torch's own watchdog, which ends the process without naming a peer, has a longer timeout. Raises `CollectiveError` when the
-    ranks cannot be connected.
+    torch's own watchdog, which ends the process without naming a peer, has a longer timeout.
     """
     # torch sorts ranks by default, and only newer versions can be told not to.
     as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}

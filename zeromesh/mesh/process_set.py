@@ -126,8 +126,8 @@ class ProcessSet:
         """Return the bytes that `work` returns on each rank, or other values that JSON can express; with `first` only the first
         rank works.
 
-        No rank continues alone: if the work of one fails, all ranks raise its error. Raises `kept` when the work of some rank
-        raises this class, and `error` for any other exception of the work.
+        No rank continues alone: if the work of one fails, all ranks raise its error, as `kept` if it is of this class, else as
+        `error`.
         """
         failure: Exception | None = None
         try:

@@ -2,8 +2,6 @@
 
 Its gradient is a sum over the ranks and these layers, which takes a single all-reduce. Each layer's backward computes only the
 gradient of its input; after the last layer the all-reduce starts, and the gradients of the weights are computed meanwhile.
-
-    backward      dX of q | dX of k | dX of v | start of the sum | dW of q | dW of k | dW of v | end of the sum
 """
 
 from __future__ import annotations

@@ -34,10 +34,7 @@ EXTRA_RULES: Mapping[str, Rules] = {
 
 
 def divides_by_shape(model: nn.Module) -> bool:
-    """Return True for a transformers model that is divided by the shapes of its layers, unless the user gives rules.
-
-    These are models whose `tp_plan` has no pattern for the layers of blocks (some only divide the head), or gathers needlessly.
-    """
+    """Return True for a transformers model whose `tp_plan` has no pattern for the layers of blocks, or gathers needlessly."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     return bool(kind) and (kind in _BY_SHAPE or not any("*" in name for name in getattr(model, "tp_plan", None) or ()))
 
