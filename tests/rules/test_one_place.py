@@ -56,7 +56,8 @@ CHANGES = {
         ),
     ],
     "a key that the engine reads": [
-        ("zeromesh/settings/keys.py", "    overlap: bool = True\n", "    warmth: Count = 3\n")
+        ("zeromesh/settings/keys.py", "    overlap: bool = True\n", "    warmth: Count = 3\n"),
+        ("zeromesh/settings/keys.py", '    on_nonfinite: Literal["skip", "stop"] = "skip"\n', "    calm: Count = 3\n"),
     ],
     "a codec of weights, of which a byte is the number of sixteenths": [
         ("zeromesh/checkpoint/format/safetensors_layout.py", "DTYPES = {\n", '    "F8_E5M2": torch.float8_e5m2,\n'),
@@ -103,7 +104,7 @@ batch: {global_size: 2, micro_size: 1}
 optimizer: {name: sign, lr: 0.25}
 schedule: {name: halved, warmup_steps: 0}
 zero: {warmth: 5}
-run: {name: new, max_steps: 1, colour: red}
+run: {name: new, max_steps: 1, colour: red, calm: 4}
 tracking: {backends: [dummy]}
 checkpoint: {every_steps: 1}
 """
@@ -112,7 +113,7 @@ from zeromesh import Trainer
 from zeromesh.trainer.cli.main import main
 assert main(["config", "new.yaml"]) == 0
 with Trainer(config="new.yaml") as trainer:
-    assert trainer.engine.options.warmth == 5
+    assert (trainer.engine.options.warmth, trainer.engine.options.calm) == (5, 4)
     trainer.fit()
 """
 
