@@ -88,10 +88,9 @@ def test_a_message_that_has_failed_is_named_by_the_next_one() -> None:
 
     pair = SimpleNamespace(start=failed, on_stream=False, index=0)
     channel = point_to_point._Channel(pair, torch.device("cpu"))  # type: ignore[arg-type]
-    specs = [point_to_point.MessageSpec.of(torch.ones(2))]
-    channel.send("kind", [torch.ones(2)], specs, "the first")
+    channel.send(torch.ones(2), "the first")
     with pytest.raises(CollectiveError, match="rank 1 is gone; the first"):
-        channel.send("kind", [torch.ones(2)], specs, "the second")
+        channel.send(torch.ones(2), "the second")
 
 
 @pytest.mark.skipif(DEVICE.type == "sim", reason="what moves the simulated device's tensors says itself who is gone")
