@@ -244,8 +244,8 @@ class ProcessMesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The torch `DeviceMesh` with the same axes and ranks, for DTensor and `parallelize_module`. Its process groups are created at
-        the first use, by all ranks alike."""
+        """The torch `DeviceMesh` with the same axes and ranks, for DTensor and `parallelize_module`. Its process groups are created
+        at the first use, by all ranks alike."""
         if self._device_mesh is None:
             if not dist.is_initialized():
                 raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
