@@ -3,7 +3,7 @@
 A transport allocates the flat buffers to gather and the slots to reduce, so that it can avoid transfers: on one host, gathered
 parameters are shared pages, and a reduction reads the other ranks' slots (`shm_transport`).
 
-    GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> retire
+    GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> end_read
     Reducer        slots  |  sequence n  |  sequence n+1    acquire -> fill -> launch -> Reduction.finish
 
 All ranks of the group make the same calls in the same order. No transport knows about parameters.
@@ -161,10 +161,10 @@ class GatherBuffer:
             self._memory.give_back()
             self._live = False
 
-    def retire(self) -> None:
+    def end_read(self) -> None:
         """Mark the current contents as no longer read by this rank, so that their owners may write."""
 
-    def settle(self) -> None:
+    def order_gather(self) -> None:
         """Make a device's current stream wait for a gather in flight, since memory is freed in the order of that stream."""
         if self._flight is not None and self._group is not None and self._group.on_stream:
             self._flight.wait()
@@ -186,8 +186,8 @@ class Reduction:
     wait: Callable[[], None]
     free: Callable[[], None]
     """Called once this rank has read the received tensors, so that the slot may be refilled."""
-    complete: Callable[[], None] | None = None
-    """Gathers the other ranks' sums, if this rank needs the whole sum."""
+    gather_sums: Callable[[], None] = lambda: None
+    """Gathers the other ranks' sums if this rank needs the whole sum. All ranks call it in the order of launches."""
     done: bool = False
 
     def ready(self) -> bool:
@@ -202,11 +202,6 @@ class Reduction:
                 sum_in_order(self.sums, self.parts(), add=self.add)
                 self.free()
             self.done = True
-
-    def settle(self) -> None:
-        """Gather the other ranks' sums if this rank needs the whole sum. All ranks call it in the order of launches."""
-        if self.complete is not None:
-            self.complete()
 
 
 def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
@@ -281,8 +276,9 @@ class Reducer:
             self.finished += 1
 
         def gather_sums() -> None:
-            call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
-            group.start(Collective.ALL_GATHER, call).wait()
+            if sums.numel() != out.numel():
+                call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
+                group.start(Collective.ALL_GATHER, call).wait()
 
         return Reduction(
             traffic=group.traffic,
@@ -293,7 +289,7 @@ class Reducer:
             arrived=flight.done,
             wait=flight.wait,
             free=free,
-            complete=gather_sums if sums.numel() != out.numel() else None,
+            gather_sums=gather_sums,
         )
 
 
@@ -330,7 +326,7 @@ class Transport:
         """Free the resources that are not freed with the tensors."""
         with suppress(CollectiveError):  # The caller has already seen the error of a gather.
             for buffer in self.buffers:
-                buffer.settle()
+                buffer.order_gather()
 
 
 TransportName = Literal["auto", "shared", "gloo", "nccl"]

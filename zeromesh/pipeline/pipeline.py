@@ -179,7 +179,7 @@ class StepDriver:
                 work=work,
                 loss=loss,
                 queue=self._queue,
-                scale=engine.loss_scale,
+                scale=engine.optimizer_step.scaler.scale,
                 backward_follows=follows,
                 after=after if each else None,
             )
