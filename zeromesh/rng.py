@@ -149,7 +149,7 @@ _MASK = 2**63 - 1
 
 
 def number_of(text: str) -> int:
-    """Return a 63-bit hash of the text."""
+    """Hash a text to 63 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -75,7 +75,6 @@ class StridedRows:
     @classmethod
     @lru_cache
     def whole(cls, numel: int) -> StridedRows:
-        """Return all of a tensor of `numel` elements, as one row."""
         return cls(count=1, width=max(1, numel), columns=_full_dim(max(1, numel)))
 
     def before(self, logical: int) -> int:
@@ -275,7 +274,7 @@ class StageCopies:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSpec:
-    """One physical parameter. Tied parameters are one spec with several names."""
+    """One physical parameter, of which this rank holds `region`. Tied parameters are one spec with several names."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -286,12 +285,10 @@ class ParameterSpec:
     part: ParameterPart | None = None
     """The part of the whole parameter under tensor parallelism; None: all of it, equal on all ranks of the tensor axis."""
     copies: StageCopies | None = None
-    """The copies of a tied parameter on several pipeline stages; None for a single copy."""
     numel: int = field(init=False, repr=False, compare=False)
     name: str = field(init=False, repr=False, compare=False)
     """The name of the parameter in checkpoints and for users."""
     region: Region = field(init=False, repr=False, compare=False)
-    """The region of the whole parameter that this rank holds."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numel", prod(self.shape))
@@ -335,11 +332,10 @@ class ParameterSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSegment:
-    """A run of elements of a shard with the same update; `where` counts from the start of the shard."""
+    """A run of elements of a shard that all have the group and kind of parameter `number` of the bucket."""
 
     group: int
     number: int
-    """The number in the bucket of a parameter whose group and kind all parameters of the segment have."""
     where: Interval
 
 
@@ -385,7 +381,6 @@ class BucketLayout:
         return self.padded * self.first.dtype.itemsize
 
     def shard(self, index: int) -> Interval:
-        """Return the elements of the buffer that shard `index` owns."""
         return shard_interval(self.padded, self.parts, index)
 
     def gaps(self) -> tuple[Interval, ...]:

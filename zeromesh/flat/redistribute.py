@@ -30,12 +30,10 @@ FlatPlacement = tuple[Spans, ...]
 
 
 def replicated(numel: int, ranks: int) -> FlatPlacement:
-    """Return the placement in which every rank holds all elements."""
     return ((Interval(start=0, end=numel),),) * ranks
 
 
 def on_one_rank(numel: int, ranks: int, index: int) -> FlatPlacement:
-    """Return the placement in which the rank at position `index` holds all elements."""
     return tuple((Interval(start=0, end=numel),) if each == index else () for each in range(ranks))
 
 
@@ -133,7 +131,6 @@ def _copies(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Mo
 
 
 def _merged(placement: FlatPlacement) -> list[Interval]:
-    """Return the intervals of all ranks in order, with adjacent ones merged."""
     merged: list[Interval] = []
     for each in (each for spans in placement for each in spans if each.length):
         begin = merged.pop().start if merged and merged[-1].end == each.start else each.start

@@ -213,7 +213,16 @@ class HeadPass:
                 self._finish_sum()
                 self._pending_sum = begun
         del logits
-        self.finish()
+        self._finish_sum()
+        dtype = self.hidden.dtype
+        if self.grad_bias is not None:
+            self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
+        if self.grad_weight is not None:
+            self.grad_weight = self.grad_weight.zero_() if self.tokens == 0 else self.grad_weight
+            self.grad_weight = self.grad_weight.to(dtype)
+        if self.grad_hidden is not None and self.rows is not None:
+            full = self.grad_hidden.new_zeros(self.shape)
+            self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
         return losses.sum()
 
     @property
@@ -330,18 +339,6 @@ class HeadPass:
             part, pending = self._pending_sum
             part.copy_(pending.wait())
             self._pending_sum = None
-
-    def finish(self) -> None:
-        self._finish_sum()
-        dtype = self.hidden.dtype
-        if self.grad_bias is not None:
-            self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
-        if self.grad_weight is not None:
-            self.grad_weight = self.grad_weight.zero_() if self.tokens == 0 else self.grad_weight
-            self.grad_weight = self.grad_weight.to(dtype)
-        if self.grad_hidden is not None and self.rows is not None:
-            full = self.grad_hidden.new_zeros(self.shape)
-            self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
 
 
 def _local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

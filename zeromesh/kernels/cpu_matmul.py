@@ -40,15 +40,10 @@ def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
 def _try_products(dtype: torch.dtype) -> tuple[float, float]:
     """Return the CPU seconds of a product of matrices of `dtype`, and of one computed in fp32."""
     left, right = (torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype, device="cpu") for _ in range(2))
-    rounds = [
-        (
-            timeit(lambda: torch.mm(left, right.t()), timer=thread_time, number=1),
-            timeit(lambda: torch.mm(left.float(), right.float().t()).to(dtype), timer=thread_time, number=1),
-        )
-        for _ in range(_TRIAL_ROUNDS)
-    ]
-    narrow, wide = zip(*rounds, strict=True)
-    return min(narrow), min(wide)
+    products = (lambda: torch.mm(left, right.t()), lambda: torch.mm(left.float(), right.float().t()).to(dtype))
+    rounds = [[timeit(each, timer=thread_time, number=1) for each in products] for _ in range(_TRIAL_ROUNDS)]
+    narrow, wide = map(min, zip(*rounds, strict=True))
+    return narrow, wide
 
 
 def row_blocks(rows: int, columns: int) -> list[slice]:

@@ -327,7 +327,6 @@ class _Trial:
 
     @property
     def element_wise(self) -> bool:
-        """True if an update of flat pieces of the first tensor equals the update of the whole tensor."""
         if any(each.shape != self._values[0].shape for each in self.plan.tensors.values()):
             return False
         try:

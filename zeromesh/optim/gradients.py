@@ -89,9 +89,7 @@ class GradientReducer:
         """Reduce through another reducer, which has launched nothing yet, from the next backward on."""
         self._reducer, self._next_sequence = reducer, 0
 
-    def begin(
-        self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, known_order: bool = False
-    ) -> None:
+    def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, known_order: bool) -> None:
         """Begin a backward, the step's `first` or `last` one. `reduce`: sum over ranks now, rather than only accumulate this
         rank's sums. `known_order`: its order of buckets is that of an earlier backward."""
         self.buckets = buckets
@@ -192,7 +190,7 @@ class GradientReducer:
         self._mesh.data.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
             if bucket.spec.copies is not None:  # Other pipeline stages have a copy of the parameter, too.
-                self.sharing.sharers(bucket).all_reduce(counts, "shared parameters with gradients")
+                self.sharing.sets[bucket.shared_by].all_reduce(counts, "shared parameters with gradients")
             missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
             bucket.missing = frozenset(() if self.keep_zeros else missing)
 
@@ -291,7 +289,6 @@ class GradientReducer:
         self.shards.abandon(buckets)
 
     def _announce(self, bucket: Bucket) -> None:
-        """Report the reduction that starts now to the watchdog, which compares its order over all data-parallel ranks."""
         if self._watched_ranks:
             self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._watched_ranks, known_order=self._known_order)
 
@@ -488,7 +485,8 @@ class ReplicaGroups:
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
         self._coordinate = mesh.coordinate
-        self._sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
+        self.sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
+        """The ranks that sum gradients, this rank included, by `Bucket.shared_by`."""
         if mesh.model_size == 1:
             return
         shared = sorted({bucket.shared_by for bucket in buckets} - {()})
@@ -504,17 +502,13 @@ class ReplicaGroups:
             if not any(each.startswith(name) for each in mesh.process_sets):
                 mesh.process_sets.split(colour, name=name)
             if colour is not None:
-                self._sets[positions] = mesh.process_sets[f"{name} {colour}"]
+                self.sets[positions] = mesh.process_sets[f"{name} {colour}"]
 
     def counts(self, bucket: Bucket) -> bool:
         """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it for the same samples."""
         return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
 
-    def sharers(self, bucket: Bucket) -> ProcessSet:
-        """Return the ranks that sum gradients of a bucket's elements, this rank included."""
-        return self._sets[bucket.shared_by]
-
     def all_reduce_async(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
         """Start to sum a gradient shard in place over its sharers. Returns a call that waits; None if no other rank shares it."""
-        ranks = self.sharers(bucket)
+        ranks = self.sets[bucket.shared_by]
         return ranks.all_reduce_async(gradient, f"sum of gradients over {ranks.name}") if ranks.size > 1 else None

@@ -76,7 +76,6 @@ class WeightAverage:
         self._at = at
 
     def begin(self, bucket: Bucket) -> None:
-        """Initialize a bucket's average with its weights, which have not been updated yet."""
         master, what = bucket.master, f"averages of {bucket.name}"
         bucket.average = self._tiers.allocate(master.numel, master.dtype, self._at, Purpose.AVERAGES, what)
         bucket.average.copy_from(master)
@@ -208,7 +207,6 @@ class OptimizerStep:
         self._units_read: set[int] = set()
         """The indices of units whose gathered parameters this rank reads no more in this step."""
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
-        """The hyperparameters of each parameter group for the next update."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
         """Buckets that backward has reduced for an update, with the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []
@@ -249,9 +247,7 @@ class OptimizerStep:
             optimizer.update_segments()
         if len(self._optimizers) > known:
             self._stream.drop_read_ahead()
-            device = self._stream.device
-            self._tiers.ledger.add(_tier_of(device), Purpose.STAGING, -self._stream.nbytes)
-            self._stream = self._make_stream(device)
+            self._stream = self._make_stream(self._stream.device, self._stream.nbytes)
 
     def _most_elsewhere(self, device: torch.device) -> int:
         """Return the largest number of tensors that a bucket's update needs and that are outside the memory of `device`."""
@@ -264,7 +260,7 @@ class OptimizerStep:
 
         return max(map(count, self._buckets), default=0)
 
-    def _make_stream(self, device: torch.device) -> UpdateStream:
+    def _make_stream(self, device: torch.device, replaced_nbytes: int = 0) -> UpdateStream:
         stream = UpdateStream(
             device,
             width=self._most_elsewhere(device),
@@ -273,7 +269,8 @@ class OptimizerStep:
             waits=self._tiers.waits,
             memory=partial(self._tiers.buffer, device=device),
         )
-        self._tiers.ledger.add(_tier_of(device), Purpose.STAGING, stream.nbytes)
+        tier = Tier.DEVICE if is_accelerator(device) else Tier.HOST
+        self._tiers.ledger.add(tier, Purpose.STAGING, stream.nbytes - replaced_nbytes)
         return stream
 
     def resume(self, updates: int, steps: Mapping[str, int]) -> None:
@@ -356,7 +353,6 @@ class OptimizerStep:
         self.updates += 1
 
     def drop_gradients(self) -> None:
-        """Release the memory of gradients, unless it is kept from step to step."""
         for bucket in self._buckets:
             self.gradients.shards.drop(bucket)
 
@@ -379,7 +375,6 @@ class OptimizerStep:
         return text
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
-        """Return the optimizer of a bucket's shard; None for a bucket that was never trained."""
         return self._optimizers.get(id(bucket))
 
     def abandon(self) -> None:
@@ -465,7 +460,3 @@ class OptimizerStep:
         if bucket.copy is not None:
             uses.append(StreamOperand(tensor=bucket.copy, mode=Access.WRITE))
         return uses
-
-
-def _tier_of(device: torch.device) -> Tier:
-    return Tier.DEVICE if is_accelerator(device) else Tier.HOST

@@ -60,7 +60,6 @@ class Built:
 
 
 def plan_layouts(plan: Sequence[UnitPlan], parts: int) -> list[list[BucketLayout]]:
-    """Return the bucket layouts of every unit, for `parts` ranks that share the states."""
     return [
         [build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())]
         for unit in plan
@@ -75,12 +74,7 @@ def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
 
 
 def build_units(
-    model: nn.Module,
-    plan: Sequence[UnitPlan],
-    mesh: Mesh,
-    options: ZeroOptions,
-    source: ParameterSource,
-    tiers: Tiers,
+    model: nn.Module, plan: list[UnitPlan], mesh: Mesh, options: ZeroOptions, source: ParameterSource, tiers: Tiers
 ) -> Built:
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views. All units are at
     rest afterwards. Raises `LayoutError` when ranks have different plans, or a parameter is wider than its master weight. Raises

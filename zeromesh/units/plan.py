@@ -4,7 +4,7 @@ docs/architecture.md says which modules are units.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from inspect import getattr_static
 
@@ -60,7 +60,7 @@ def plan_model(
     compute_dtype: torch.dtype,
     group_of: Callable[[str], int] = lambda fqn: 0,
     cuts: ModelCuts | None = None,
-) -> Sequence[UnitPlan]:
+) -> list[UnitPlan]:
     """Divide `model` into units: the root first, the others in module order. Every parameter is in exactly one.
 
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
@@ -128,7 +128,6 @@ def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]
 def _dtypes(
     model: nn.Module, names: Iterable[tuple[nn.Parameter, list[str]]], compute: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Return the dtype in which each parameter is gathered, by its first name; see `plan_model`."""
     counts: Counter[torch.dtype] = Counter()
     for parameter, _ in names:
         if parameter.is_floating_point():
@@ -136,11 +135,8 @@ def _dtypes(
     main = counts.most_common(1)[0][0] if counts else torch.float32
     # Parameters that a transformers model names stay in fp32, and those of batch norms, whose running statistics are fp32 buffers:
     # PyTorch takes 16-bit inputs with fp32 weights, not the reverse.
-    parts = {
-        part
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        for part in getattr(model, attribute, None) or ()
-    }
+    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    parts = {part for attribute in attributes for part in getattr(model, attribute, None) or ()}
     norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     kept = {f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters()}
     gathered: dict[str, torch.dtype] = {}

@@ -59,7 +59,6 @@ class ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives th
 
 
 def make_subclass(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
-    """Make the subclass of `base` for parameters of class `kind`, with these attributes."""
     return type(name, (base,) if kind is nn.Parameter else (base, kind), {"kind": kind, **attributes})
 
 
@@ -94,7 +93,6 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
         return self.__deepcopy__(memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Show the values if they are available, else the metadata, for debuggers."""
         try:
             self.wake()
         except PhaseError as error:
@@ -110,7 +108,6 @@ def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def live_class(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """Return the class of a parameter while it is live."""
     kind = type(parameter)
     return kind.kind if issubclass(kind, AtRest) else kind
 
@@ -119,7 +116,6 @@ class Phase(Enum):
     RESTING = "resting"
     """Parameters are not usable: sharded, or out of date."""
     GATHERING = "gathering"
-    """A gather is in flight."""
     LIVE = "live"
     """Parameters are whole and current."""
 
@@ -328,7 +324,6 @@ class Unit:
             bucket.record_digests()
 
     def enter(self, phase: Phase) -> None:
-        """Enter the next phase. Raises `PhaseError` for a phase that may not follow."""
         if phase is not _NEXT_PHASE[self.phase]:
             raise PhaseError(
                 f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become "
@@ -369,25 +364,23 @@ class Unit:
 
 
 _FIRST_FORWARDS = 2
-"""The number of forwards of each unit, from its first on, in which all parameter values are compared."""
 
 
 class InplaceWrites:
     """Detects parameters that were changed in place. Version counters are compared in every pass. Digests of values, which show
-    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit a forward, of parameters that
+    writes through `.data` too, are compared in the `_FIRST_FORWARDS` of each unit, then of one unit a forward, of parameters that
     were read between steps, and from then on of those whose counters rise without a change."""
 
     def __init__(self, *, alone: bool) -> None:
         """`alone`: no other rank has copies or shards of the parameters."""
         self._is_alone = alone
-        self.forwards = 0
-        """The number of training forwards so far."""
+        self.training_forwards = 0
         self._calls: Counter[int] = Counter()
 
     def record(self, unit: Unit, units: int) -> None:
         """Record digests of a unit that is about to run forward: in its first forwards, then in one of every `units` forwards."""
         self._calls[unit.index] += 1
-        if self._calls[unit.index] <= _FIRST_FORWARDS or self.forwards % units == unit.index:
+        if self._calls[unit.index] <= _FIRST_FORWARDS or self.training_forwards % units == unit.index:
             self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
             unit.record_digests()
 
@@ -452,7 +445,6 @@ def digest(values: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_closed(name: str) -> None:
-    """Raise the error for the use of a parameter whose engine is closed."""
     raise PhaseError(
         f"parameter {name} was read or written after the trainer was closed, while the model was still divided among ranks; its "
         "values are gone. Take them before, from trainer.state_dict(), or train to the end"

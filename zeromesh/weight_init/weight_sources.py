@@ -372,13 +372,12 @@ def materialize_buffers(
         values, unset, _ = skeleton.recompute(fqn, "_buffers", todo, seed) if skeleton and todo else ({}, (), "")
         for name, buffer in buffers.items():
             if id(buffer) not in moved:
-                value: torch.Tensor | None = buffer
-                if name in todo:
-                    value = source.buffer(_full_name(fqn, name)) if source is not None else None
-                    if value is None:
-                        unknown = float("nan") if buffer.is_floating_point() else -1
-                        value = values[name] if name in values else torch.full(buffer.shape, unknown)
-                        lost += [_full_name(fqn, name)] if name in unset else []
+                stored = source.buffer(_full_name(fqn, name)) if source is not None and name in todo else None
+                value = buffer if stored is None else stored
+                if name in todo and stored is None:
+                    unknown = float("nan") if buffer.is_floating_point() else -1
+                    value = values[name] if name in values else torch.full(buffer.shape, unknown)
+                    lost += [_full_name(fqn, name)] if name in unset else []
                 moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
             module._buffers[name] = moved[id(buffer)]
     return tuple(lost)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
@@ -31,10 +31,8 @@ from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes, PassMode, PassProgress
 
-_will_run_node: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _GRAD_DESCRIPTOR: Any = vars(torch._C.TensorBase)["grad"]
 _Result = TypeVar("_Result")
-_current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
@@ -94,9 +92,8 @@ class StepGradients:
     used: bool = False
     """True if an update has used the gradients."""
     summed: bool = False
-    """True if the gradients are summed over all ranks."""
     closed: bool = False
-    """True if ranks have also agreed which parameters have no gradient."""
+    """True if the gradients are `summed` over all ranks, which also know what has no gradient."""
     norm: float | None = None
     clip: float = 1.0
     """The clipping factor, by which gradients are multiplied when they are read or used."""
@@ -113,8 +110,7 @@ class AutogradPasses(Passes):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._accumulation = self._options.accumulation
-        self._reduces_each = self._reduces_each or self._accumulation == 1
+        self._reduces_each = self._reduces_each or self._options.accumulation == 1
         self.step = StepGradients()
         self.synced = True
         self.generation = 0
@@ -227,10 +223,11 @@ class AutogradPasses(Passes):
 
     def _sets_gradients(self) -> bool:
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
+        will_run = torch._C._will_engine_execute_node
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                 # Keeping a node would keep its parameter alive, and with it the engine, which garbage collection could not free.
-                return any(_will_run_node(get_gradient_edge(each).node) for each in trained if each.requires_grad)
+                return any(will_run(get_gradient_edge(each).node) for each in trained if each.requires_grad)
         except RuntimeError:  # `autograd.grad` of a parameter: the call returns its gradient.
             return False
 
@@ -261,12 +258,13 @@ class AutogradPasses(Passes):
                 "the gradients of this step have been clipped, and another backward would add to them; clip after the last "
                 "backward of a step, or call optimizer.zero_grad() before the next one"
             )
-        if self._accumulation > 1 and step.backwards >= self._accumulation:
+        accumulation = self._options.accumulation
+        if step.backwards >= accumulation > 1:
             raise PhaseError(
-                f"the step has had its {self._accumulation} backwards (accumulation={self._accumulation}); call optimizer.step() "
+                f"the step has had its {accumulation} backwards (accumulation={accumulation}); call optimizer.step() "
                 "and optimizer.zero_grad(), or give shard() another accumulation"
             )
-        last = self.synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
+        last = self.synced and step.backwards + 1 == accumulation > 1
         graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
         # An earlier backward of this graph, through another part of it or with retain_graph, may have set these.
@@ -288,7 +286,7 @@ class AutogradPasses(Passes):
     @property
     def failed(self) -> bool:
         """True if the latest backward ended with an error."""
-        return self.mode is PassMode.BACKWARD and _current_backward() == -1
+        return self.mode is PassMode.BACKWARD and torch._C._current_graph_task_id() == -1
 
     def require_no_failure(self) -> None:
         if self.failed:
@@ -321,7 +319,8 @@ class AutogradPasses(Passes):
         self.step.closed = True
         buckets = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
         if not self.step.summed:
-            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False, last=True)
+            reduce = self._options.sums_before_reducing
+            self.gradients.begin(buckets, reduce=reduce, first=False, last=True, known_order=False)
             self.gradients.flush()
             self._updater.leave(self.units)
         self.gradients.find_missing(buckets)

@@ -76,7 +76,6 @@ class ZeroEngine:
             chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)
         self._passes = self.passes_class(built, mesh, options, self.optimizer_step, chunks)
         self._averages_swapped = False
-        """True while averaged weights and master weights are exchanged."""
         self._inconsistent = False
         """True if some weights may be older than others, because an update or a load was cut short."""
         # Each stage of a pipeline has its own units.
@@ -84,9 +83,8 @@ class ZeroEngine:
         mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank)["pipeline"]] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
         self._flag_changes = 0
-        """The number of changes of the set of trained parameters."""
         self._states: dict[bool, FullState] = {}
-        """The values of `state` (False) and `averaged_state` (True), cached until the set of trained parameters changes."""
+        """The values of `full_state` by `averaged`, cached until `requires_grad` of a parameter changes."""
         self._states_valid_at: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self.optimizer_step, mesh, options)
         if not self._releases:
@@ -122,14 +120,10 @@ class ZeroEngine:
     @property
     def state(self) -> FullState:
         """Whole parameters and gradients by name."""
-        return self._full_state(averaged=False)
+        return self.full_state(averaged=False)
 
-    @property
-    def averaged_state(self) -> FullState:
-        """Whole averaged weights and gradients by name; the weights themselves if no average is kept."""
-        return self._full_state(averaged=True)
-
-    def _full_state(self, *, averaged: bool) -> FullState:
+    def full_state(self, *, averaged: bool) -> FullState:
+        """Return whole parameters, or if they are kept the averages of these, and gradients by name. All ranks call it."""
         # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
         followed = self.mesh.pipeline.gather_integers([self._flag_changes])
         if followed != self._states_valid_at:
@@ -241,9 +235,8 @@ class ZeroEngine:
         return slot_bytes(trained, self.options, self.mesh.device)
 
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
-        """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order. Afterwards the gradients
-        are in this rank's shards. Raises `CollectiveError` when a peer is gone, late or in another unit, and `PhaseError` during
-        another pass; nothing is begun then."""
+        """Run all microbatches of a step into this rank's gradient shards: `run` calls the passes. Raises `CollectiveError` when a
+        peer is gone, late or in another unit, and `PhaseError` during another pass; nothing is begun then."""
         self._passes.require_idle()
         try:
             result = run(self._passes)
@@ -256,9 +249,8 @@ class ZeroEngine:
             self._inconsistent = bool(self.optimizer_step.last_order)  # True if buckets were updated inside backward.
 
     def read_step(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
-        """Read the caller's `scalars` from the device after the last backward, for which the host waits once. Returns them, and
-        this rank's part of the squared norm of all gradients, to be summed over the world. Raises `PhaseError` when forward has
-        changed a parameter in place, which is known on a device only after this read."""
+        """Read the caller's `scalars` from the device after the last backward, for which the host waits once, and this rank's part
+        of the squared norm of all gradients. Raises `PhaseError` when forward has changed a parameter in place."""
         writes = self._passes.writes
         unread = writes.comparisons(self.units)
         try:
@@ -374,7 +366,6 @@ class ZeroEngine:
             self._passes.start(unit, known_order=True)
 
     def wait_for_gathers(self) -> None:
-        """Wait for the gathers that run in the background, such as those that an update starts."""
         for bucket in self._buckets:
             bucket.buffer.wait()
 

@@ -105,9 +105,8 @@ class CheckpointState:
             shard.values.write(0, local.reshape(-1)[shard.interval.start : shard.interval.end]).wait()
 
     def require_same_weights(self) -> None:
-        """Check, between passes, that ranks that hold the same weights hold the same values: replicas along data axes, parameters
-        that tensor ranks hold whole, copies of a tied parameter on stages. All ranks call it. 64-bit digests (XXH3) of gathered
-        parameters that are kept, shards at rest and buffers are compared. Raises `WeightsDifferError` with tensors and ranks."""
+        """Raise `WeightsDifferError`, with tensors and ranks, where 64-bit digests (XXH3) of weights differ on ranks that hold the
+        same: gathered parameters that are kept, shards at rest, and buffers. All ranks call it between passes."""
         for bucket in self._buckets:
             bucket.buffer.wait()  # An update starts gathers, which write the buffer.
         world = self._mesh.world
@@ -119,9 +118,9 @@ class CheckpointState:
         for what, digests in holders.items():
             most, count = Counter(digests.values()).most_common(1)[0]
             others = [rank for rank, digest in digests.items() if digest != most]
-            rest = [rank for rank in digests if rank not in others]
+            alike = [rank for rank in digests if rank not in others]
             if others and 2 * count > len(digests):
-                lines.append(f"{what}: {ranks_text(others)} has other values than {ranks_text(rest, 8)}")
+                lines.append(f"{what}: {ranks_text(others)} has other values than {ranks_text(alike, 8)}")
             elif others:
                 lines.append(f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}")
         if lines:
@@ -228,7 +227,6 @@ def _buffer_shard(name: str, buffer: torch.Tensor) -> TensorShard:
 
 
 def buffers_by_stage(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
-    """List the persistent buffers of each stage that no earlier stage has; all ranks of `pipeline` call this."""
     specs = [spec_of(name, buffer) for name, buffer in persistent_buffers(model).items()]
     return tensors_by_stage(specs, pipeline, "buffers of all stages")
 
@@ -321,7 +319,6 @@ class FullState:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole model."""
         return sum(spec.numel for spec in chain.from_iterable(self._stages))
 
     def names(self) -> list[str]:

@@ -202,7 +202,6 @@ class UnitCalls:
         self._new_calls: list[UnitCall] = []
 
     def reset(self) -> None:
-        """Forget the calls of a pass."""
         self._open_calls, self._new_calls = [], []
 
     def begin(self, unit: int) -> None:

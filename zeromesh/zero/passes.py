@@ -70,8 +70,8 @@ class PassProgress:
     inside: list[int] = field(default_factory=list)
     """The indices of units whose backward is not over."""
     calls: int = 0
-    """The number of calls of units in forward."""
     first_visits: dict[int, int] = field(default_factory=dict)
+    """The number of `calls` of units before the first one of each unit."""
 
 
 class Passes:
@@ -83,14 +83,8 @@ class Passes:
     )
 
     def __init__(
-        self,
-        built: Built,
-        mesh: Mesh,
-        options: ZeroOptions,
-        updater: OptimizerStep,
-        chunks: Sequence[Sequence[Unit]],
+        self, built: Built, mesh: Mesh, options: ZeroOptions, updater: OptimizerStep, chunks: Sequence[Sequence[Unit]]
     ) -> None:
-        """`chunks` are the units of each pipeline chunk of the model."""
         self.units = built.units
         self._chunks = chunks
         self.mode = PassMode.IDLE
@@ -111,7 +105,6 @@ class Passes:
         """The units that passes of each kind need beyond their calls."""
         self._kind, self._recorded, self._gathered = "", list[int](), list[int]()
         self._in_recorded_order = False
-        """True while the running pass gathers in the recorded order."""
         self._direct_call: nn.Module | None = None
         self._calls = UnitCalls()
         self.writes = InplaceWrites(alone=mesh.data.size == 1)
@@ -143,28 +136,25 @@ class Passes:
             self.end()
         return outputs, done
 
-    def backward(self, forward: PassProgress, gradients: Tensors) -> None:
-        """Run backward of a microbatch from the gradients of its roots."""
+    def backward(self, forward: PassProgress, gradients: Tensors, *, inputs_only: bool = False) -> None:
+        """Run backward of a microbatch from the gradients of its roots. `inputs_only`: run the half that other stages wait for, the
+        gradients of inputs, and hold back those of parameters for `backward_weight`."""
         self._enter_backward(forward)
+        self._defers_weights = inputs_only
         with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
-            self._begin_reducing()
-            self._run_backward(gradients)
-            self._end_reducing()
+            if inputs_only:
+                self._make_held_live()
+                self._run_backward(gradients)
+            else:
+                self._begin_reducing()
+                self._run_backward(gradients)
+                self._end_reducing()
         self.end()
 
     def _enter_backward(self, forward: PassProgress) -> None:
         if self.mode is not PassMode.FORWARD or self._progress is not forward:
             self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward)
         self.mode = PassMode.BACKWARD
-
-    def backward_input(self, forward: PassProgress, gradients: Tensors) -> None:
-        """Run the half of backward that other stages wait for, the gradients of inputs, and hold back those of parameters."""
-        self._enter_backward(forward)
-        self._defers_weights = True
-        self._make_held_live()
-        with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
-            self._run_backward(gradients)
-        self.end()
 
     def backward_weight(self, forward: PassProgress, run: Callable[[], None]) -> None:
         """Run the other half of backward: `run()` computes the gradients of parameters that are still missing."""
@@ -214,7 +204,6 @@ class Passes:
 
     @contextmanager
     def evaluation(self) -> Iterator[Passes]:
-        """Run forward passes under no_grad; see `ZeroEngine.evaluation`."""
         with torch.no_grad():
             self._begin(PassMode.EVALUATION, "eval")
             begun = self._mesh.watch.operations_begun
@@ -327,7 +316,6 @@ class Passes:
             self._begin_users_pass(module)
 
     def after_part(self, module: nn.Module, _output: Any) -> None:
-        """End the pass that `before_part` has begun."""
         if self._direct_call is module and self.mode is PassMode.EVALUATION:
             self.end()
 
@@ -416,7 +404,7 @@ class Passes:
 
     def _end_forward(self, outputs: Tensors) -> None:
         """End forward, whose results are `outputs`, and hold the units that backward will enter without a hook."""
-        self.writes.forwards += 1
+        self.writes.training_forwards += 1
         self.writes.refuse_in_pass(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for index, parameter in self._calls.unhooked_entries(roots):

@@ -104,7 +104,7 @@ def test_states_and_units_are_those_of_the_whole_model(subject: Subject) -> None
         assert found.device.get(purpose.value, 0) == pytest.approx(wanted.terms.get(purpose, 0), rel=0.02)
     # Units that are gathered ahead are there together: a head stands after the blocks, and not beside the embedding.
     whole = plan_model(model, compute, rules, ModelCuts(chunks=2))
-    assert [unit.module for unit in subject.units(1)] == [unit.module for unit in whole.units]
+    assert [unit.module for unit in subject.units(1)] == [unit.module for unit in whole]
 
 
 def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:

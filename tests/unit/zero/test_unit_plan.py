@@ -74,7 +74,7 @@ def test_a_container_without_a_forward_is_no_unit_but_what_it_holds_may_be() -> 
     model["layers"][1].weight = nn.Parameter(torch.zeros(5000))
     names = [f"layers.{number}.{part}" for number in range(2) for part in ("0", "1.a")]
     assert units_of(model) == ["root", *names]
-    assert "layers.1.weight" in [spec.fqn for spec in plan_model(model, torch.float32).units[0].specs]
+    assert "layers.1.weight" in [spec.fqn for spec in plan_model(model, torch.float32)[0].specs]
 
 
 def test_tied_parameters_are_one_with_several_names_in_the_unit_around_their_uses() -> None:
@@ -149,7 +149,7 @@ def test_buckets_have_one_dtype_and_one_need_for_gradients() -> None:
 def test_what_stages_share_lies_in_a_bucket_of_its_own() -> None:
     name = "transformer.wte.weight"
     copies = StageCopies(name=name, aliases=("lm_head.weight",), ranks=(0, 1))
-    root, *_ = plan_model(gpt2(), torch.float32, cuts=ModelCuts(copies={name: copies})).units
+    root, *_ = plan_model(gpt2(), torch.float32, cuts=ModelCuts(copies={name: copies}))
     buckets = [{spec.fqn for spec in bucket} for bucket in root.buckets()]
     assert {name} in buckets
     assert len(buckets) == 2
