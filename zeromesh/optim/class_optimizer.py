@@ -190,15 +190,14 @@ class WholeOptimizer(PieceOptimizer):
         numbers = [n for n in sorted(self._owners) if updated[n]]
         where = {n: layout.slots[n].where for n in numbers}
         owned = [[n for n in numbers if self._owners[n] == rank] for rank in range(ranks)]
-        lengths = [where[n].length for n in owned[self._group.index]]
+        local = owned[self._group.index]
+        lengths = [where[n].length for n in local]
         nbytes = 2 * sum(lengths) * grad.element_size()
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, nbytes)
         held = bucket_placement(layout, ranks, whole=self._bucket.length == layout.padded)
         with_owners = tuple(tuple(where[n] for n in each) for each in owned)
         values, gradients = (redistribute(flat, held, with_owners, self._group, _EXCHANGE) for flat in (master, grad))
-        parts = zip(
-            owned[self._group.index], torch.split(values, lengths), torch.split(gradients, lengths), strict=True
-        )
+        parts = zip(local, torch.split(values, lengths), torch.split(gradients, lengths), strict=True)
         for number, value, gradient in parts:
             spec, examples = layout.slots[number].spec, self._examples[number]
             shape = spec.shape or (1,)

@@ -407,11 +407,9 @@ class AutogradEngine(ZeroEngine):
         """Return a whole gradient times `factor`, clipped, without loss scale; see `FullState.gradient`. All ranks call it."""
         self._passes.close_backwards()
         gradient = self.state.gradient(name)
-        return (
-            None
-            if gradient is None
-            else gradient.mul_(factor * self._passes.step.clip / self.optimizer_step.scaler.scale)
-        )
+        if gradient is not None:
+            gradient.mul_(factor * self._passes.step.clip / self.optimizer_step.scaler.scale)
+        return gradient
 
     def gradient_norm(self, factor: float) -> float:
         """Return the norm of all gradients times `factor`, after any clipping, without the loss scale. All ranks call it."""

@@ -123,7 +123,7 @@ class ZeroEngine:
         return self.full_state(averaged=False)
 
     def full_state(self, *, averaged: bool) -> FullState:
-        """Return whole parameters, or if they are kept the averages of these, and gradients by name. All ranks call it."""
+        """Return whole parameters by name, their averages if these are kept, and gradients. All ranks call it."""
         # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
         followed = self.mesh.pipeline.gather_integers([self._flag_changes])
         if followed != self._states_valid_at:
