@@ -54,7 +54,7 @@ def redistribute(
     """Return this rank's elements of a tensor in the placement `after`, 1-D; all ranks of `group` call this alike. `flat`, 1-D,
     holds this rank's elements in `before`, perhaps none, and may be returned itself. Raises `LayoutError` when no rank holds some
     of the requested elements. Raises `CollectiveError` when a rank is gone or late."""
-    own, here, there = group.index, before[group.index], after[group.index]
+    rank, here, there = group.index, before[group.index], after[group.index]
     if before == after:
         return flat
     # A CPU tensor uses the control group where the other groups are an accelerator's.
@@ -63,16 +63,16 @@ def redistribute(
     if after.count(after[0]) == len(after) and _merged(before) == _merged(after[:1]):
         received = [_length(spans) for spans in before]
         kind = Collective.ALL_GATHER if sum(map(bool, received)) > 1 else Collective.BROADCAST
-        begin = sum(received[:own])
-        given = out[begin : begin + received[own]] if out is flat else flat
+        begin = sum(received[:rank])
+        given = out[begin : begin + received[rank]] if out is flat else flat
         group.start(kind, CollectiveCall(out, given, what, received, purpose=purpose)).wait()
         return out
     moves = [_copies(before, after, index) for index in range(group.size)]
-    for each in moves[own] if out is not flat else ():
-        if each.source == own:
+    for each in moves[rank] if out is not flat else ():
+        if each.source == rank:
             out[each.to : each.to + each.length] = flat[each.at : each.at + each.length]
-    gets = [[each for each in moves[own] if each.source == index != own] for index in range(group.size)]
-    gives = [[each for each in moves[index] if each.source == own != index] for index in range(group.size)]
+    gets = [[each for each in moves[rank] if each.source == index != rank] for index in range(group.size)]
+    gives = [[each for each in moves[index] if each.source == rank != index] for index in range(group.size)]
     if any(each.source != index for index, copies in enumerate(moves) for each in copies):
         given = torch.cat([flat[:0], *(flat[each.at : each.at + each.length] for copies in gives for each in copies)])
         received, sent = ([sum(each.length for each in copies) for copies in side] for side in (gets, gives))

@@ -112,15 +112,15 @@ _TIMED_ROUNDS = 3
 
 
 def choose_device(
-    wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
+    update_on: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
 ) -> tuple[torch.device, str | None]:
     """Choose the device of updates; all ranks call this and get the same. For states outside of device memory (not `in_reach`) the
     CPU saves the transfers, and the device computes faster: `try_on(device)` times both, in seconds for a billion elements.
     Returns the device, and if both were timed, a line for the log."""
     device = mesh.device
-    if not is_accelerator(device) or in_reach or wanted == "device":
+    if not is_accelerator(device) or in_reach or update_on == "device":
         return device, None
-    if wanted == "host":
+    if update_on == "host":
         return _CPU, None
     rows = mesh.world.gather_integers([int(1e9 * try_on(each)) for each in (_CPU, device)])
     host, there = (sum(row[number] for row in rows) / len(rows) / 1e9 for number in range(2))

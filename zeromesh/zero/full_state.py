@@ -298,8 +298,8 @@ class FullState:
         self._names: dict[str, tuple[str, ...]] = {}
         """All names of each parameter, its canonical name first."""
         self._trained: dict[str, bool] = {}
-        own = {spec.name: (spec.other_names, trained) for spec, _, trained in slots}
-        for row in mesh.pipeline.gather_json(own, "names and flags of all stages"):
+        flags = {spec.name: (spec.other_names, trained) for spec, _, trained in slots}
+        for row in mesh.pipeline.gather_json(flags, "names and flags of all stages"):
             for name, (others, trained) in row.items():
                 self._names.setdefault(name, (name, *others))
                 self._trained.setdefault(name, trained)
