@@ -182,7 +182,7 @@ class PlacedModel(ModelOnMesh):
 
     def state(self, ema: bool = False) -> Any:
         """Return the engine's access to weights, or to their averages (`ema`); None once the model is whole. All ranks call it."""
-        return self.engine and (self.engine.averaged_state if ema else self.engine.state)
+        return self.engine and self.engine.full_state(averaged=ema)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

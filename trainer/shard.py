@@ -311,7 +311,7 @@ def unshard(model: nn.Module) -> None:
     Its `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again.
     """
     placed = placed_of(model)
-    placed.engine.settle()
+    placed.engine.wait_for_gathers()
     placed.engine.state.make_whole(placed.divided.restore)
     placed.engine.close()
     for parameter in placed.frozen:

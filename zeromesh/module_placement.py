@@ -7,11 +7,8 @@
     optimizer.step()                     # of this rank's parameters
 
 Every rank runs the same program. A stub replaces each module of other ranks: its output, and in backward the gradients of its
-inputs, come from the first rank of the module's set. Computations outside of placed modules run on all ranks; a placed parameter,
-its gradient and its optimizer state are replicated over the ranks of its set alone.
-
-Autograd visits a graph in the reverse order of its construction, so ranks with the same forward communicate in the same order in
-backward. Recompute activations inside a placed module, not around it: a recomputation around it would differ between ranks.
+inputs, come from the first rank of the module's set. Autograd visits a graph in the reverse order of its construction, so ranks
+communicate in the same order in backward. Recompute activations inside a placed module: around it, ranks would differ.
 """
 
 from __future__ import annotations
@@ -39,14 +36,13 @@ _Convert = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> ModulePlacement:
-    """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place.
+    """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place. All
+    ranks of the mesh call this alike, on equal models.
 
-    A pattern may contain `*`; the first one that matches a name counts. All ranks of the mesh call this alike, on equal models.
-    Ranks outside of the set lose the module's parameters; other names do not change. Raises `LayoutError` on all ranks alike, for
-    a pattern without a module, a module inside another one that is placed, and a parameter that a placed module shares with
-    another part of the model.
-    """
-    found: dict[str, ProcessSet] = {}
+    A pattern may contain `*`; the first one that matches a name counts. Ranks outside of the set lose the module's parameters;
+    other names do not change. Raises `LayoutError` for a pattern without a module, a module inside another one that is placed,
+    and a parameter that a placed module shares with another part of the model."""
+    placed: dict[str, ProcessSet] = {}
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not names:
@@ -54,18 +50,17 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
                 f"placement of {pattern!r} on process set {home.name}: the model has no module of that name"
             )
         for name in names:
-            found.setdefault(name, home)
-    for name in found:
-        outer = next((other for other in found if name.startswith(f"{other}.")), None)
-        if outer is not None:
+            placed.setdefault(name, home)
+    for name in placed:
+        if (outer := _placed_module_of(name, placed)) is not None:
             raise LayoutError(f"placement: {name} is inside {outer}, which is placed as a whole; name one of them")
     for _, names in names_by_parameter(model):
-        if len({_placed_module_of(name, found) for name in names}) > 1:
+        if len({_placed_module_of(name, placed) for name in names}) > 1:
             raise LayoutError(
                 f"placement: {' and '.join(names)} are one parameter in parts of the model that are placed apart; untie them, "
                 "or place a module that holds all of them"
             )
-    for name, home in found.items():
+    for name, home in placed.items():
         module = model.get_submodule(name)
         exchange = _ModuleExchange(f"{name} on process set {home.name}", home, mesh)
         if home.member:
@@ -73,11 +68,11 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
         else:
             parent, _, leaf = name.rpartition(".")
             model.get_submodule(parent)._modules[leaf] = _RemoteModule(module, exchange)
-    return ModulePlacement(model, mesh, found)
+    return ModulePlacement(model, mesh, placed)
 
 
-def _placed_module_of(name: str, found: Mapping[str, ProcessSet]) -> str | None:
-    return next((module for module in found if name.startswith(f"{module}.")), None)
+def _placed_module_of(name: str, placed: Mapping[str, ProcessSet]) -> str | None:
+    return next((module for module in placed if name.startswith(f"{module}.")), None)
 
 
 class ModulePlacement:
@@ -90,9 +85,7 @@ class ModulePlacement:
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients of all ranks so that their norm is at most `max_norm`; returns the norm before. All ranks call this.
-
-        As in `torch.nn.utils.clip_grad_norm_`, each parameter counts once, however many ranks hold it.
-        """
+        Each parameter counts once, however many ranks hold it."""
         world, total = self._mesh.world, torch.zeros(1, dtype=torch.float64)
         gradients = {name: each.grad.detach() for name, each in self._model.named_parameters() if each.grad is not None}
         for name, gradient in gradients.items():
@@ -165,26 +158,24 @@ class _RemoteModule(Stub):
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         # Generators advance alike on all ranks, so the draw that this call makes on the set is made here too.
         with self._exchange.randomness.sharded(), torch.no_grad():
-            made, spec = pytree.tree_flatten(self._shape[0](*args, **kwargs))
+            output, spec = pytree.tree_flatten(self._shape[0](*args, **kwargs))
         tensors, specs = self._exchange.receive()
-        at = [index for index, leaf in enumerate(made) if isinstance(leaf, torch.Tensor)]
+        at = [index for index, leaf in enumerate(output) if isinstance(leaf, torch.Tensor)]
         if len(at) != len(tensors):
             raise CollectiveError(
                 f"{self._exchange.what} returned {len(tensors)} tensors, where its shapes promise {len(at)}: what a placed module "
                 "returns may depend on the shapes of its inputs alone"
             )
-        wanted = [index for index, each in enumerate(specs) if each.differentiable]
-        if wanted:
+        differentiable = [index for index, each in enumerate(specs) if each.differentiable]
+        if differentiable:
             anchor = torch.zeros((), requires_grad=True)
-            inputs = [leaves[index] for index in _needing_grad(leaves)]
-            received = _apply(
-                _ReceivedGradients, self._exchange, anchor, len(wanted), *(tensors[index] for index in wanted), *inputs
-            )
-            for index, tensor in zip(wanted, received, strict=True):
+            given = [tensors[index] for index in differentiable] + [leaves[index] for index in _needing_grad(leaves)]
+            received = _apply(_ReceivedGradients, self._exchange, anchor, len(differentiable), *given)
+            for index, tensor in zip(differentiable, received, strict=True):
                 tensors[index] = tensor
         for index, tensor in zip(at, tensors, strict=True):
-            made[index] = tensor
-        return pytree.tree_unflatten(made, spec)
+            output[index] = tensor
+        return pytree.tree_unflatten(output, spec)
 
 
 class _MovedGradients(torch.autograd.Function):

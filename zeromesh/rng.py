@@ -6,9 +6,7 @@ A microbatch has a stream of random numbers for its loss, and one for every call
     root                  draws d         draws e                                one stream: d, e
     blocks                        draws f         draws g                        a stream for each call
 
-When a unit's call ends, its caller's stream continues.
-
-The streams set the global generators of PyTorch, NumPy and Python, from which a forward draws.
+When a unit's call ends, its caller's stream continues. Streams set the global generators of PyTorch, NumPy and Python.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ from zeromesh.offload import accelerator
 
 
 def seed_generators(number: int) -> None:
-    """Seed the generators of the CPU and of the accelerators in use, as `torch.manual_seed` does. That one also queues a call
-    for every other kind of accelerator that PyTorch knows, each with the stack as text: deep in a model that takes a millisecond,
-    before every unit."""
+    """Seed the generators of the CPU and of the accelerators in use. `torch.manual_seed` also queues a call for every other kind
+    of accelerator, each with the stack as text: deep in a model that takes a millisecond, before every unit."""
     torch.default_generator.manual_seed(number)
     accelerator.seed(number)
 
@@ -48,24 +45,23 @@ class _NumpyGenerator:
     memory takes 1 us, its state as 624 numbers up to 80 us."""
 
     def __init__(self) -> None:
-        self._number = 0
-        self._seeded: bytes | None = None
-        """The generator's memory after the last seed, `_number`."""
+        self._last_seed = 0
+        self._memory_at_seed: bytes | None = None
 
     def seed(self, number: int) -> None:
         np.random.seed(number)
-        self._number, self._seeded = number, self._memory()
+        self._last_seed, self._memory_at_seed = number, self._memory()
 
     def state(self) -> Any:
         """Return the last seed if nothing was drawn since, else the whole state."""
-        drawn = self._seeded is None or self._memory() != self._seeded
-        return np.random.get_state() if drawn else self._number
+        drawn = self._memory_at_seed is None or self._memory() != self._memory_at_seed
+        return np.random.get_state() if drawn else self._last_seed
 
     def restore(self, state: Any) -> None:
         if isinstance(state, int):
             self.seed(state)
         else:
-            self._seeded = None
+            self._memory_at_seed = None
             np.random.set_state(state)
 
     def _memory(self) -> bytes | None:
@@ -81,8 +77,7 @@ _numpy = _NumpyGenerator()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GeneratorStates:
-    """The states of the global generators that `seed_all` seeds: those of NumPy and Python, and unless they are left out, of
-    PyTorch's CPU and the current accelerator."""
+    """The states of the global generators of NumPy, Python, and unless left out, PyTorch's CPU and the current accelerator."""
 
     numpy: Any
     python: Any
@@ -92,10 +87,8 @@ class GeneratorStates:
     @classmethod
     def now(cls, *, host_only: bool = False) -> GeneratorStates:
         """Return the present states. `host_only` leaves out PyTorch's, which `torch.utils.checkpoint` restores itself."""
-        numpy, python = _numpy.state(), random.getstate()
-        if host_only:
-            return cls(numpy=numpy, python=python)
-        return cls(numpy=numpy, python=python, cpu=torch.get_rng_state(), device=accelerator.generator_state())
+        of_torch = {} if host_only else {"cpu": torch.get_rng_state(), "device": accelerator.generator_state()}
+        return cls(numpy=_numpy.state(), python=random.getstate(), **of_torch)
 
     def restore(self) -> None:
         if self.cpu is not None:
@@ -106,7 +99,7 @@ class GeneratorStates:
 
 
 class Streams:
-    """The random numbers of one microbatch, from its forward to the recomputations in its backward."""
+    """The random numbers of one microbatch, in its forward and in recomputations in its backward."""
 
     def __init__(self, seed: int, step: int | str, first_sample: int) -> None:
         """Create the streams. `first_sample` is the global index of the first sample; `step` may name another kind of pass."""
@@ -119,7 +112,7 @@ class Streams:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Make the generators draw from these streams inside the block, first from that of the loss; afterwards restore them."""
+        """Inside the block the generators draw from these streams, first from that of the loss; afterwards restore them."""
         with own_randomness():
             self._callers.clear()
             seed_all(number_of(f"{self._prefix}//loss"))
@@ -130,11 +123,8 @@ class Streams:
         seed_all(number_of(f"{self._prefix}/{unit}"))
 
     def enter(self, unit: str, *, again: bool) -> None:
-        """Seed the generators for a unit's call and save the caller's states. `again`: backward recomputes the call.
-
-        `torch.utils.checkpoint` restores the caller's stream before it calls a unit again, and the mark on it identifies the call;
-        without restored streams (`preserve_rng_state=False`), the last call is assumed.
-        """
+        """Seed the generators for a unit's call and save the caller's states. `again`: backward recomputes the call, which the mark
+        on the caller's stream identifies, if `torch.utils.checkpoint` has restored that, else it is taken for the last one."""
         caller, mark = GeneratorStates.now(), torch.initial_seed()
         if (unit, mark) not in self._known:
             self._known[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._known)) & _MASK)
@@ -159,14 +149,13 @@ _MASK = 2**63 - 1
 
 
 def number_of(text: str) -> int:
-    """Return a 63-bit hash of the text."""
+    """Hash a text to 63 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
-    """Make datasets and collators inside the block draw numbers that belong to the microbatch of this first sample; the global
-    generators of PyTorch, NumPy and Python are restored afterwards."""
+    """Inside the block datasets and collators draw numbers that belong to the microbatch of this first sample."""
     with own_randomness():
         seed_all(number_of(f"{seed}/data/{first_sample}"))
         yield

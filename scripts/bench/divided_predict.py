@@ -13,8 +13,9 @@ from bench.measure import Measurements
 from bench.workload import Workload
 from zeromesh.offload import Purpose
 from zeromesh.optim.fused_optimizer import GroupRules
+from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
-from zeromesh.zero.memory_model import predict_memory
+from zeromesh.zero.memory_model import MemoryModel
 
 MEBIBYTE = 1 << 20
 
@@ -80,7 +81,7 @@ def predict(name: str, workload: Workload, rank: int) -> Prediction:
         stages = cut_stages(model, form, rank)
         cuts = ModelCuts(chunks=len(stages.own), chunk_of=lambda name: stages.own.index(stages.stage_of(name)))
     plan = plan_model(model, workload.compute, GroupRules(options.optimizer).group_of, cuts)
-    footprint = predict_memory(plan, options, parts=1, transport="local")
+    footprint = MemoryModel(plan_layouts(plan, 1), options, 1, "local")
     staying = {purpose.name: nbytes for purpose, nbytes in footprint.terms.items()}
     shards = staying.pop(Purpose.GRADIENTS.name) if not options.gradients_stay(torch.device("cpu")) else 0
     activations = measure_activations(workload, part=(name, rank)).peak

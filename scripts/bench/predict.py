@@ -9,8 +9,9 @@ from zeromesh.offload import Purpose
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import engine_options
+from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import plan_model
-from zeromesh.zero.memory_model import predict_memory
+from zeromesh.zero.memory_model import MemoryModel
 
 
 def predict(workload: Workload, stage: int, activations: int) -> Prediction:
@@ -19,7 +20,7 @@ def predict(workload: Workload, stage: int, activations: int) -> Prediction:
     with torch.device("meta"):
         model = workload.build_model()
     plan = plan_model(model, workload.compute, GroupRules(options.optimizer).group_of)
-    footprint = predict_memory(plan, options, parts=workload.ranks, transport=workload.transport)
+    footprint = MemoryModel(plan_layouts(plan, workload.ranks), options, workload.ranks, workload.transport)
     staying = {purpose.name: nbytes for purpose, nbytes in footprint.terms.items()}
     shards = staying.pop(Purpose.GRADIENTS.name) if not options.gradients_stay(torch.device("cpu")) else 0
     return Prediction(staying=staying, passing=footprint.gathered + shards, activations=activations)

@@ -154,7 +154,7 @@ class Stepper:
             mesh.post(Activity.IDLE)
             return None
         factor = 1.0 if count is not None else 1.0 / targets
-        self.gradient_factor = factor / engine.loss_scale
+        self.gradient_factor = factor / engine.optimizer_step.scaler.scale
         if before_update is not None:
             before_update()
         outcome = engine.finish_step(

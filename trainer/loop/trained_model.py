@@ -151,7 +151,7 @@ class TrainedModel(PlacedModel):
             self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
             return
         if averaged:
-            self.averages = {name: tensor.clone() for name, tensor in engine.averaged_state.parameters()}
+            self.averages = {name: tensor.clone() for name, tensor in engine.full_state(averaged=True).parameters()}
         state.make_whole(self.divided.restore)
         engine.close()
         self.engine = None

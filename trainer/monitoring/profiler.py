@@ -108,7 +108,7 @@ class Profile(AbstractContextManager["Profile"]):
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
-        self._engine.settle()
+        self._engine.wait_for_gathers()
         self._open.close()
         path = self._folder / f"steps-{self._recorded[0]}-{self._recorded[-1]}-rank-{self._mesh.rank}.json.gz"
         try:

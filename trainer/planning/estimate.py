@@ -247,7 +247,7 @@ class _LayoutCosts:
         device, memory = max(every, key=lambda each: sum(each[0].values()))
         phases, bubble = self._phases(exact=exact)
         host = {purpose.value: nbytes for purpose, nbytes in memory.hosted.items()}
-        disk = memory.on_disk
+        disk = sum(memory.files.values())
         kept = max(chunk.kept for chunk in self._chunks) * layout.chunks * self._moved_inputs
         away = int(kept) * min(layout.accumulation, layout.pipeline)
         if layout.activations.tier == "host" and not is_cpu:

@@ -66,7 +66,7 @@ class Subject:
         self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute, device=device, rules=rules)
         self.trace, self.cut = cache(self._trace), cache(self._cut)
         """Cached functions: `trace` of a microbatch by tensor ranks and samples, and `cut` of the blocks by number of stages."""
-        self.units = cache(lambda tensor: tracer.plan(self.zero, tensor).units)
+        self.units = cache(lambda tensor: tracer.plan(self.zero, tensor))
         """All units of a tensor rank; raises `LayoutError` for a model that cannot be divided over tensor ranks."""
         self.stage_units = cache(self._stage_units)
         self._shared_layouts: dict[tuple[int, ...], UnitLayouts] = {}

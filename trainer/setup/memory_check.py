@@ -58,7 +58,7 @@ class _HostMemory:
     def needs(self, options: ZeroOptions) -> MemoryBytes:
         """Return the bytes that the host's ranks need in total, and each of its accelerators."""
         rank, ranks = self.rank(options), self.ranks
-        disk = ranks * (rank.on_disk + self.inputs)
+        disk = ranks * (sum(rank.files.values()) + self.inputs)
         if self.on_device:
             return MemoryBytes(device=rank.total, host=ranks * sum(rank.hosted.values()), disk=disk)
         return MemoryBytes(device=0, host=ranks * rank.total, disk=disk)

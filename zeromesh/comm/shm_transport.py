@@ -352,7 +352,7 @@ class SharedBuffer(GatherBuffer):
         self._done.set(self._generation)
         self.poll()
 
-    def retire(self) -> None:
+    def end_read(self) -> None:
         if self.persistent:
             self._done.set(self._generation)
 

@@ -1,6 +1,6 @@
 """Transports own the memory that they move, so that they can avoid transfers (`shm_transport`). Those here use torch.distributed.
 
-    GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> retire
+    GatherBuffer   full   |  shard 0  |  shard 1  | ...     begin_write -> write own() -> end_write -> gather -> wait -> end_read
     Reducer        slots  |  sequence n  |  sequence n+1    acquire -> fill -> launch -> Reduction.finish
 
 All ranks of the group make the same calls in the same order. gloo's reduce-scatter moves as many bytes as an all-reduce and adds in
@@ -151,10 +151,10 @@ class GatherBuffer:
             self._memory.give_back()
             self._live = False
 
-    def retire(self) -> None:
+    def end_read(self) -> None:
         """Mark the current contents as no longer read by this rank, so that their owners may write."""
 
-    def settle(self) -> None:
+    def order_gather(self) -> None:
         """Make a device's current stream wait for a gather in flight, since memory is freed in the order of that stream."""
         if self._flight is not None and self._group is not None and self._group.on_stream:
             self._flight.wait()
@@ -176,8 +176,8 @@ class Reduction:
     wait: Callable[[], None]
     free: Callable[[], None]
     """Called once this rank has read the received tensors, so that the slot may be refilled."""
-    complete: Callable[[], None] | None = None
-    """Gathers the other ranks' sums, if this rank needs the whole sum."""
+    gather_sums: Callable[[], None] = lambda: None
+    """Gathers the other ranks' sums if this rank needs the whole sum. All ranks call it in the order of launches."""
     done: bool = False
 
     def ready(self) -> bool:
@@ -192,11 +192,6 @@ class Reduction:
                 sum_in_order(self.sums, self.parts(), add=self.add)
                 self.free()
             self.done = True
-
-    def settle(self) -> None:
-        """Gather the other ranks' sums if this rank needs the whole sum. All ranks call it in the order of launches."""
-        if self.complete is not None:
-            self.complete()
 
 
 def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
@@ -267,8 +262,9 @@ class Reducer:
             self.finished += 1
 
         def gather_sums() -> None:
-            call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
-            group.start(Collective.ALL_GATHER, call).wait()
+            if sums.numel() != out.numel():
+                call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
+                group.start(Collective.ALL_GATHER, call).wait()
 
         return Reduction(
             traffic=group.traffic,
@@ -279,7 +275,7 @@ class Reducer:
             arrived=flight.done,
             wait=flight.wait,
             free=free,
-            complete=gather_sums if sums.numel() != out.numel() else None,
+            gather_sums=gather_sums,
         )
 
 
@@ -317,7 +313,7 @@ class Transport:
         """Free the resources that are not freed with the tensors."""
         with suppress(CollectiveError):  # The caller has already seen the error of a gather.
             for buffer in self.buffers:
-                buffer.settle()
+                buffer.order_gather()
 
 
 _STRONGLY_ORDERED = {"x86_64", "AMD64"}

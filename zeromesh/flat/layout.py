@@ -7,10 +7,9 @@
 Parameters begin at multiples of `alignment`; gaps between them and the padding at the end hold zeros. Parameters of one optimizer
 group are adjacent, so that a shard has a few long segments.
 
-[Note: Regions] A `Region` is the set of elements of a logical tensor that a rank holds, and their order: integer arithmetic alone.
-A rank's part is cut twice: tensor parallelism slices dims (in several slices where projections are packed), which gives a local
-tensor; ZeRO then takes an interval of that, flattened. A checkpoint holds whole tensors, so an interval of a local tensor is
-translated to a list of runs, each contiguous in the local and in the logical tensor.
+[Note: Regions] A `Region` is the set of elements of a logical tensor that a rank holds, and their order. Tensor parallelism slices
+dims (in several slices where projections are packed), which gives a local tensor; ZeRO then takes an interval of that, flattened.
+A checkpoint holds whole tensors: such an interval becomes a list of runs, each contiguous in the local and the logical tensor.
 
     logical [4, 6]         region: all of dim 0, [0, 2) and [4, 6) of dim 1         local [4, 4], interval [2, 9)
       0  1  .  .  4  5                                                               run  local 2   logical 4   length 4
@@ -18,9 +17,8 @@ translated to a list of runs, each contiguous in the local and in the logical te
      12 13  .  . 16 17
      18 19  .  . 22 23
 
-Columns of rows, as in the picture, are the part of a rank of a tensor that is divided within its rows; they are moved in whole
-blocks of rows. Columns are in ascending order, so an interval of the logical tensor is an interval of the local one. For any
-number of rows, an interval consists of a few tiles, each of which is copied in one operation.
+Columns of rows, as in the picture, are moved in whole blocks of rows: for any number of rows, an interval consists of a few tiles,
+each of which is copied in one operation.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ Positions = tuple[tuple[Axis, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """A tile of `rows` runs of `length` elements each: the first run begins at `local` in the flattened local tensor and at
-    `logical` in the logical one, each further run one row later in both."""
+    """`rows` runs of `length` elements each: the first one begins at `local` in the flattened local tensor and at `logical` in the
+    logical one, each further one a row later in both."""
 
     local: int
     logical: int
@@ -77,7 +75,6 @@ class StridedRows:
     @classmethod
     @lru_cache
     def whole(cls, numel: int) -> StridedRows:
-        """Return all of a tensor of `numel` elements, as one row."""
         return cls(count=1, width=max(1, numel), columns=_full_dim(max(1, numel)))
 
     def before(self, logical: int) -> int:
@@ -103,10 +100,8 @@ class StridedRows:
             yield Interval(start=start, end=min(start + step, interval.end))
 
     def blocks(self, interval: Interval) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
-        """Yield the blocks of rows of local elements `interval`: the rest of a row, whole rows, the beginning of one.
-
-        A block is its first row, its number of rows, and its runs per row: begin in the logical and in the local row, length.
-        """
+        """Yield the blocks of rows of local elements `interval`: the rest of a row, whole rows, the beginning of one. A block is
+        its first row, its number of rows, and its runs per row: begin in the logical and in the local row, length."""
         first, start = divmod(interval.start, self.taken)
         last, end = divmod(interval.end, self.taken)
         whole = first + bool(start)
@@ -140,7 +135,7 @@ def _strided_view(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """Slices of the dims of a logical tensor of `shape`; `dims` has the intervals of each dim in the local tensor's order. Raises
+    """Slices of the dims of a logical tensor; `dims` has the intervals of each dim in the local tensor's order. Raises
     `LayoutError` at construction, for intervals outside the shape or that overlap."""
 
     shape: tuple[int, ...]
@@ -191,12 +186,16 @@ class Region:
 
     def boxes(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Yield the boxes of the region, each as slices of the local tensor and of the logical one."""
-        for box in itertools.product(*map(_slice_pairs, self.dims)):
+        pairs: list[list[tuple[slice, slice]]] = []
+        for intervals in self.dims:
+            ends = itertools.accumulate(each.length for each in intervals)
+            placed = zip(intervals, ends, strict=True)
+            pairs.append([(slice(end - each.length, end), slice(each.start, each.end)) for each, end in placed])
+        for box in itertools.product(*pairs):
             yield tuple(here for here, _ in box), tuple(there for _, there in box)
 
     def runs(self, interval: Interval) -> Iterator[Tile]:
-        """Yield the maximal runs of elements `interval` of the flattened local tensor, in its order. Raises `LayoutError` for an
-        interval beyond the local tensor."""
+        """Yield the maximal runs of local elements `interval`, in order. Raises `LayoutError` for an interval beyond them."""
         if interval.end > self.numel:
             raise LayoutError(f"elements [{interval.start}, {interval.end}) of a local tensor of {self.numel}")
         if not interval.length:
@@ -207,12 +206,11 @@ class Region:
             return
         inner = prod(self.shape[split + 1 :])
         row = self.local_shape[split] * inner
-        found: Tile | None = None
+        run: Tile | None = None
         for number in range(interval.start // row, (interval.end - 1) // row + 1):
             at, base, stride, rest = number * row, 0, self.shape[split] * inner, number
-            for dim in range(
-                split - 1, -1, -1
-            ):  # `base`: the logical position of row `number`, whose digits are indices of the earlier dims.
+            # `base`: the logical position of row `number`, whose digits are indices of the earlier dims.
+            for dim in reversed(range(split)):
                 rest, index = divmod(rest, self.local_shape[dim])
                 base += _logical_index(self.dims[dim], index) * stride
                 stride *= self.shape[dim]
@@ -222,26 +220,18 @@ class Region:
                 at += taken.length * inner
                 if not here.length:
                     continue
-                if found is not None and logical == found.logical + found.length:
-                    found = replace(found, length=found.length + here.length)
+                if run is not None and logical == run.logical + run.length:
+                    run = replace(run, length=run.length + here.length)
                     continue
-                if found is not None:
-                    yield found
-                found = Tile(local=here.start, logical=logical, length=here.length)
-        if found is not None:
-            yield found
+                if run is not None:
+                    yield run
+                run = Tile(local=here.start, logical=logical, length=here.length)
+        if run is not None:
+            yield run
 
 
 def _full_dim(size: int) -> tuple[Interval, ...]:
     return (Interval(start=0, end=size),)
-
-
-def _slice_pairs(intervals: tuple[Interval, ...]) -> Iterator[tuple[slice, slice]]:
-    """Yield each interval as a slice of their concatenation, and as a slice of the dim that it is taken from."""
-    at = 0
-    for interval in intervals:
-        yield slice(at, at + interval.length), slice(interval.start, interval.end)
-        at += interval.length
 
 
 def _logical_index(intervals: tuple[Interval, ...], index: int) -> int:
@@ -253,10 +243,8 @@ def _logical_index(intervals: tuple[Interval, ...], index: int) -> int:
 
 
 def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Interval:
-    """Return part `index` of an interval that `parts` ranks hold alike, each of which writes its share.
-
-    Shares begin at multiples of `alignment` from the interval's start. Some are empty if the interval is short.
-    """
+    """Return part `index` of an interval that `parts` ranks share. Parts begin at multiples of `alignment` from its start, and some
+    are empty if it is short."""
     length = round_up(-(-interval.length // parts), alignment)
     start = min(interval.start + index * length, interval.end)
     return Interval(start=start, end=min(start + length, interval.end))
@@ -275,7 +263,7 @@ class ParameterPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCopies:
-    """A tied parameter of which several pipeline ranks have a copy each; its gradient is the sum over the copies."""
+    """A tied parameter of which several pipeline ranks have copies; its gradient is the sum over them."""
 
     name: str
     """The name in checkpoints: the first of the parameter's names in the whole model."""
@@ -286,7 +274,7 @@ class StageCopies:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterSpec:
-    """One physical parameter. Tied parameters are one spec with several names."""
+    """One physical parameter, of which this rank holds `region`. Tied parameters are one spec with several names."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -297,12 +285,10 @@ class ParameterSpec:
     part: ParameterPart | None = None
     """The part of the whole parameter under tensor parallelism; None: all of it, equal on all ranks of the tensor axis."""
     copies: StageCopies | None = None
-    """The copies of a tied parameter on several pipeline stages; None for a single copy."""
     numel: int = field(init=False, repr=False, compare=False)
     name: str = field(init=False, repr=False, compare=False)
     """The name of the parameter in checkpoints and for users."""
     region: Region = field(init=False, repr=False, compare=False)
-    """The region of the whole parameter that this rank holds."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numel", prod(self.shape))
@@ -323,12 +309,12 @@ class ParameterSpec:
     def shared_by(self) -> Positions:
         """Positions along axes other than those of the batch over which gradients of this parameter are summed."""
         holders = self.holders if self.part is not None and self.part.partial else ()
-        found = (("tensor", holders), ("pipeline", () if self.copies is None else self.copies.ranks))
-        return tuple(each for each in found if each[1])
+        positions = (("tensor", holders), ("pipeline", () if self.copies is None else self.copies.ranks))
+        return tuple(each for each in positions if each[1])
 
     @property
     def counted_at(self) -> dict[Axis, int]:
-        """The index, along axes that divide the model, of the ranks that count and write it; it does not depend on other axes."""
+        """The index, along axes that divide the model, of the ranks that count and write it."""
         first = {"tensor": self.holders[0] if self.holders else 0}
         return first if self.copies is None else first | {"pipeline": self.copies.ranks[0]}
 
@@ -346,11 +332,10 @@ class ParameterSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSegment:
-    """A run of elements of a shard with the same update; `where` counts from the start of the shard."""
+    """A run of elements of a shard that all have the group and kind of parameter `number` of the bucket."""
 
     group: int
     number: int
-    """The number in the bucket of a parameter whose group and kind all parameters of the segment have."""
     where: Interval
 
 
@@ -363,13 +348,12 @@ class ShardPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """The layout of a bucket, checked when constructed: slots are in order, aligned, disjoint and inside the buffer. Raises
-    `LayoutError` at construction, when one of these conditions is violated."""
+    """The layout of a bucket. Raises `LayoutError` at construction, unless slots are in order, aligned and disjoint."""
 
     name: str
     slots: tuple[ParameterSlot, ...]
     parts: int
-    """The number of shards: the size of the shard axis."""
+    """The number of shards."""
     alignment: int = ALIGNMENT
     padded: int = field(init=False)
     shard_length: int = field(init=False)
@@ -397,7 +381,6 @@ class BucketLayout:
         return self.padded * self.first.dtype.itemsize
 
     def shard(self, index: int) -> Interval:
-        """Return the elements of the buffer that shard `index` owns."""
         return shard_interval(self.padded, self.parts, index)
 
     def gaps(self) -> tuple[Interval, ...]:

@@ -7,8 +7,6 @@ A placement has, for each rank, the intervals of the tensor that the rank holds,
     sharded           replicated         all-gather
     on one rank       replicated         broadcast
     anything          anything           all-to-all of what a rank does not hold itself
-
-Nothing is summed here; `Reducer` and `Exchange` compute sums.
 """
 
 from collections.abc import Sequence
@@ -32,12 +30,10 @@ FlatPlacement = tuple[Spans, ...]
 
 
 def replicated(numel: int, ranks: int) -> FlatPlacement:
-    """Return the placement in which every rank holds all elements."""
     return ((Interval(start=0, end=numel),),) * ranks
 
 
 def on_one_rank(numel: int, ranks: int, index: int) -> FlatPlacement:
-    """Return the placement in which the rank at position `index` holds all elements."""
     return tuple((Interval(start=0, end=numel),) if each == index else () for each in range(ranks))
 
 
@@ -55,37 +51,35 @@ def bucket_placement(layout: BucketLayout, ranks: int, *, whole: bool) -> FlatPl
 def redistribute(
     flat: torch.Tensor, before: FlatPlacement, after: FlatPlacement, group: ProcessSet, what: str
 ) -> torch.Tensor:
-    """Return this rank's elements of a tensor in the placement `after`, 1-D; all ranks of `group` call this alike.
-
-    `flat`, 1-D, holds this rank's elements in `before`, and may be returned itself. It is empty for a rank without elements.
-    Raises `LayoutError` when no rank holds some of the requested elements. Raises `CollectiveError` when a rank is gone or late.
-    """
-    own, here, wanted = group.index, before[group.index], after[group.index]
+    """Return this rank's elements of a tensor in the placement `after`, 1-D; all ranks of `group` call this alike. `flat`, 1-D,
+    holds this rank's elements in `before`, perhaps none, and may be returned itself. Raises `LayoutError` when no rank holds some
+    of the requested elements. Raises `CollectiveError` when a rank is gone or late."""
+    rank, here, there = group.index, before[group.index], after[group.index]
     if before == after:
         return flat
     # A CPU tensor uses the control group where the other groups are an accelerator's.
     purpose: GroupPurpose = "data" if on_accelerator(flat) or not group.on_stream else "control"
-    out = flat if here == wanted else flat.new_empty(_length(wanted))
+    out = flat if here == there else flat.new_empty(_length(there))
     if after.count(after[0]) == len(after) and _merged(before) == _merged(after[:1]):
         received = [_length(spans) for spans in before]
         kind = Collective.ALL_GATHER if sum(map(bool, received)) > 1 else Collective.BROADCAST
-        begin = sum(received[:own])
-        given = out[begin : begin + received[own]] if out is flat else flat
+        begin = sum(received[:rank])
+        given = out[begin : begin + received[rank]] if out is flat else flat
         group.start(kind, CollectiveCall(out, given, what, received, purpose=purpose)).wait()
         return out
     moves = [_copies(before, after, index) for index in range(group.size)]
-    for each in moves[own] if out is not flat else ():
-        if each.source == own:
+    for each in moves[rank] if out is not flat else ():
+        if each.source == rank:
             out[each.to : each.to + each.length] = flat[each.at : each.at + each.length]
-    gets = [[each for each in moves[own] if each.source == index != own] for index in range(group.size)]
-    gives = [[each for each in moves[index] if each.source == own != index] for index in range(group.size)]
-    if any(each.source != index for index, found in enumerate(moves) for each in found):
-        given = torch.cat([flat[:0], *(flat[each.at : each.at + each.length] for found in gives for each in found)])
-        received, sent = ([sum(each.length for each in found) for found in side] for side in (gets, gives))
+    gets = [[each for each in moves[rank] if each.source == index != rank] for index in range(group.size)]
+    gives = [[each for each in moves[index] if each.source == rank != index] for index in range(group.size)]
+    if any(each.source != index for index, copies in enumerate(moves) for each in copies):
+        given = torch.cat([flat[:0], *(flat[each.at : each.at + each.length] for copies in gives for each in copies)])
+        received, sent = ([sum(each.length for each in copies) for copies in side] for side in (gets, gives))
         arrived = flat.new_empty(sum(received))
         call = CollectiveCall(arrived, given, what, received, sent, purpose)
         group.start(Collective.ALL_TO_ALL, call).wait()
-        parts = [each for found in gets for each in found]
+        parts = [each for copies in gets for each in copies]
         for each, part in zip(parts, torch.split(arrived, [each.length for each in parts]), strict=True):
             out[each.to : each.to + each.length] = part
     return out
@@ -104,7 +98,7 @@ def join_regions(local: torch.Tensor, regions: Sequence[Region], group: ProcessS
 
 
 class _Move(NamedTuple):
-    """A copy of elements from position `at` in the memory of the rank at position `source` to position `to` in the target's."""
+    """A copy of elements from position `at` in the memory of rank `source` to position `to` in the target's."""
 
     source: int
     at: int
@@ -121,30 +115,27 @@ def _copies(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Mo
         for source in order
         for held, end in zip(before[source], accumulate(each.length for each in before[source]), strict=True)
     ]
-    found: list[_Move] = []
+    copies: list[_Move] = []
     place = 0
-    for wanted in after[index]:
-        begin = wanted.start
-        while begin < wanted.end:
+    for target in after[index]:
+        begin = target.start
+        while begin < target.end:
             holder = next((each for each in holders if each[0].start <= begin < each[0].end), None)
             if holder is None:
                 raise LayoutError(f"no rank holds element {begin}, which the rank at position {index} is to get")
             held, source, at = holder
-            length = min(held.end, wanted.end) - begin
-            found.append(_Move(source, at + begin - held.start, place, length))
+            length = min(held.end, target.end) - begin
+            copies.append(_Move(source, at + begin - held.start, place, length))
             place, begin = place + length, begin + length
-    return found
+    return copies
 
 
 def _merged(placement: FlatPlacement) -> list[Interval]:
-    """Return the intervals of all ranks in order, with adjacent ones merged."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for each in (each for spans in placement for each in spans if each.length):
-        if found and found[-1].end == each.start:
-            found[-1] = Interval(start=found[-1].start, end=each.end)
-        else:
-            found.append(each)
-    return found
+        begin = merged.pop().start if merged and merged[-1].end == each.start else each.start
+        merged.append(Interval(start=begin, end=each.end))
+    return merged
 
 
 def _length(spans: Sequence[Interval]) -> int:

@@ -1,16 +1,10 @@
 """Cross entropy over a linear head without holding all logits in fp32, and without computing anything twice.
 
 The gradient of a sum of losses is known with the logits, up to a factor that the caller knows (one over the number of targets,
-times the loss scale). So forward overwrites each chunk's logits with their gradient, multiplies it into the gradients of hidden
-states and weight, and drops it; backward returns the stored gradients (fused linear cross entropy: Liger Kernel, Hsu et al. 2024,
-arXiv:2410.10989).
-
-    chunk of tokens   logits [chunk, vocab] in the compute dtype; becomes softmax - onehot in place
-      block of rows   the softmax itself, in fp32 (float64 for float64), on a scratch that stays in cache
-
-If the vocabulary is divided over ranks, logits never travel. For every target, ranks exchange three numbers: the largest local
-logit m, the sum of exp(logit - m), and the target's logit on its rank (else 0). (Megatron-LM exchanges maximum, sum and logit one
-after the other: Shoeybi et al. 2019, arXiv:1909.08053.)
+times the loss scale). So forward overwrites each chunk's logits with their gradient, softmax - onehot, multiplies it into the
+gradients of hidden states and weight, and drops it; backward returns the stored gradients (fused linear cross entropy: Liger
+Kernel, Hsu et al. 2024, arXiv:2410.10989). If the vocabulary is divided over ranks, they exchange three numbers for every target:
+the largest local logit m, the sum of exp(logit - m), and the target's logit on its rank (as in Megatron-LM, arXiv:1909.08053).
 """
 
 from __future__ import annotations
@@ -34,10 +28,8 @@ _ROW_ELEMENTS_ACCELERATOR = 2**24  # larger on accelerators, to amortize kernel 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitChange:
-    """A change that a model makes to each logit z before its loss: `scale * z`, or `cap * tanh(scale * z / cap)` unless `cap` is 0.
-
-    Gemma 2 and 3 cap their logits (arXiv:2408.00118); Cohere and Granite scale them.
-    """
+    """A change that a model makes to each logit z before its loss: `scale * z` (Cohere, Granite), or unless `cap` is 0,
+    `cap * tanh(scale * z / cap)` (Gemma 2 and 3, arXiv:2408.00118)."""
 
     scale: float = 1.0
     cap: float = 0.0
@@ -88,29 +80,26 @@ def chunked_cross_entropy(
         targets: [tokens], integers in [0, vocab) or `ignore_index`.
         seed: the gradient of the result expected in backward; another one costs one more pass over the gradients.
         chunk_tokens: number of tokens per chunk, whose logits are in memory together (see `chunk_for`).
-        change: the transformation of each logit before the softmax, in the dtype of the softmax.
         count: number of targets other than `ignore_index`, if the caller knows it and has checked that they are in the
             vocabulary; this saves a synchronization of host and device.
         sizes: with an `exchange`, number of vocabulary tokens on each of its ranks. Then `weight` and `bias` are this rank's
             part; `hidden`, `targets`, the result and the gradient of `hidden` are equal on all ranks.
 
     Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in the compute dtype (or
-    a wider one where that is faster), and the weight's gradient is summed over chunks in fp32.
-
-    If no gradient is needed, nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk,
-    and `DataError` for a target outside of the vocabulary.
+    a wider one where that is faster), and the weight's gradient is summed over chunks in fp32. Raises `LayoutError` for shapes and
+    dtypes that do not fit, a bad `seed` or chunk, and `DataError` for a target outside of the vocabulary.
     """
     _check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if not (math.isfinite(seed) and chunk_tokens >= 1):
         raise LayoutError(f"seed must be finite and chunk_tokens at least 1; got {seed} and {chunk_tokens}")
     first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
     trained = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
-    wanted = targets != ignore_index
+    counted = targets != ignore_index
     if count is None or not on_accelerator(targets):
         require_targets_in(targets, vocab, ignore_index)
-        kept = wanted.nonzero().squeeze(1)
+        kept = counted.nonzero().squeeze(1)
     else:
-        kept = torch.sort(wanted, descending=True, stable=True).indices[:count]
+        kept = torch.sort(counted, descending=True, stable=True).indices[:count]
     masked = kept.numel() < targets.numel()
     bound = targets[kept] if masked else targets
     seed = seed or 1.0  # A microbatch of weight 0 has seed 0, by which backward could not divide.
@@ -157,12 +146,9 @@ def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -1
 
 
 def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
-    """Choose the number of tokens per chunk that needs the least memory, for elements of [tokens, hidden] x [vocab, hidden].
-
-    In fp32 and wider, chunks add into the gradient itself: small chunks are best, and 256 tokens are enough for fast matrix
-    products. In a 16-bit dtype several chunks need an fp32 sum of the gradient (4 vocab x hidden bytes), and holding all logits (2
-    vocab x tokens bytes) is cheaper up to 2 x hidden tokens.
-    """
+    """Choose the number of tokens per chunk that needs the least memory, for elements of [tokens, hidden] x [vocab, hidden]. In
+    fp32 and wider, 256 are enough for fast matrix products. In a 16-bit dtype several chunks need an fp32 sum of the gradient (4
+    vocab x hidden bytes), and holding all logits (2 vocab x tokens bytes) is cheaper up to 2 x hidden tokens."""
     small = min(tokens, 256)
     if dtype.itemsize >= 4 or tokens > 2 * hidden + small:
         return max(1, small)
@@ -170,12 +156,9 @@ def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
 
 
 class HeadPass:
-    """One evaluation of a linear head: the summed loss and, if needed, its gradients times `seed`.
-
-    `targets`, int64, belong to the `rows` of `hidden` (None: all of them). With an `exchange`, the head holds the tokens from
-    `first` on, in step with the ranks that hold the others; the gradient of one chunk's hidden states is summed over the ranks
-    while the next chunk is computed.
-    """
+    """One evaluation of a linear head: the summed loss and, if needed, its gradients times `seed`. `targets`, int64, belong to the
+    `rows` of `hidden` (None: all of them). With an `exchange`, the head holds the tokens from `first` on, and the gradient of one
+    chunk's hidden states is summed over the ranks while the next chunk is computed."""
 
     def __init__(
         self,
@@ -230,7 +213,16 @@ class HeadPass:
                 self._finish_sum()
                 self._pending_sum = begun
         del logits
-        self.finish()
+        self._finish_sum()
+        dtype = self.hidden.dtype
+        if self.grad_bias is not None:
+            self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
+        if self.grad_weight is not None:
+            self.grad_weight = self.grad_weight.zero_() if self.tokens == 0 else self.grad_weight
+            self.grad_weight = self.grad_weight.to(dtype)
+        if self.grad_hidden is not None and self.rows is not None:
+            full = self.grad_hidden.new_zeros(self.shape)
+            self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
         return losses.sum()
 
     @property
@@ -252,7 +244,6 @@ class HeadPass:
             out[:, block] = product
 
     def rows_at_once(self, logits: torch.Tensor) -> int:
-        """Return the number of rows whose softmax is computed at once."""
         elements = _ROW_ELEMENTS_ACCELERATOR if on_accelerator(logits) else _ROW_ELEMENTS
         return max(1, elements // self.vocab)
 
@@ -279,7 +270,7 @@ class HeadPass:
     def sharded_softmax(
         self, exchange: Exchange, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
     ) -> None:
-        """Compute what `softmax` does where the vocabulary is divided over ranks, which exchange three numbers per target."""
+        """Do as `softmax` where the vocabulary is divided over ranks."""
         local = targets - self._first
         rows = self.rows_at_once(logits)
         # A cap's slope needs the logits again after the exchange.
@@ -292,8 +283,8 @@ class HeadPass:
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
             self.change.apply_(wide)
             # The largest logit m, the sum of exp(logit - m), and the logit of the target or 0.
-            own, picked = _local_columns(wide, local[block])
-            chosen, largest = wide.gather(1, picked).squeeze(1).masked_fill_(~own, 0), wide.amax(dim=1)
+            here, picked = _local_columns(wide, local[block])
+            chosen, largest = wide.gather(1, picked).squeeze(1).masked_fill_(~here, 0), wide.amax(dim=1)
             total = wide.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
             statistics[:, block] = torch.stack((largest, total, chosen))
         everyone = exchange.all_gather_async(statistics.unsqueeze(0), 0).wait()
@@ -349,19 +340,6 @@ class HeadPass:
             part.copy_(pending.wait())
             self._pending_sum = None
 
-    def finish(self) -> None:
-        """Convert the gradients to the dtypes and shapes of their tensors."""
-        self._finish_sum()
-        dtype = self.hidden.dtype
-        if self.grad_bias is not None:
-            self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
-        if self.grad_weight is not None:
-            self.grad_weight = self.grad_weight.zero_() if self.tokens == 0 else self.grad_weight
-            self.grad_weight = self.grad_weight.to(dtype)
-        if self.grad_hidden is not None and self.rows is not None:
-            full = self.grad_hidden.new_zeros(self.shape)
-            self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
-
 
 def _local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a mask of the targets `local` [rows] that have a column in `part`, and a valid column index for each, `[rows, 1]`."""
@@ -369,8 +347,8 @@ def _local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
-    own, picked = _local_columns(softmax, local)
-    softmax.scatter_add_(1, picked, own.unsqueeze(1).to(softmax.dtype).neg_())
+    here, picked = _local_columns(softmax, local)
+    softmax.scatter_add_(1, picked, here.unsqueeze(1).to(softmax.dtype).neg_())
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -1,8 +1,7 @@
 """16-bit matrix products on CPUs that multiply faster in fp32: factors are widened tile by tile.
 
-Some CPUs multiply 16-bit matrices at half the speed of fp32, some at twice that speed, and their instruction sets do not tell
-which: a trial does. Widening costs one pass over each factor; inputs, outputs and tensors saved for backward stay in 16 bits, and
-sums inside a product are fp32, as in 16-bit hardware products. docs/decisions/0014 has the figures.
+A trial tells which CPUs do. Inputs, outputs and tensors saved for backward stay in 16 bits, and sums inside a product are fp32.
+docs/decisions/0014 has the figures.
 """
 
 import threading
@@ -28,10 +27,8 @@ _fastest: dict[torch.dtype, torch.dtype] = {}
 
 
 def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
-    """Return the dtype in which matrices of `dtype` are multiplied fastest: on CPUs, fp32 for 16-bit ones if that is faster.
-
-    The first call for a dtype measures both, which takes some tens of milliseconds.
-    """
+    """Return the dtype in which matrices of `dtype` are multiplied fastest: on CPUs, fp32 for 16-bit ones if that is faster. The
+    first call for a dtype measures both, which takes some tens of milliseconds."""
     if device_type != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return dtype
     if dtype not in _fastest:
@@ -41,17 +38,12 @@ def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
 
 
 def _try_products(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the least CPU seconds of this thread for a product of matrices of `dtype`, and for one computed in fp32."""
+    """Return the CPU seconds of a product of matrices of `dtype`, and of one computed in fp32."""
     left, right = (torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype, device="cpu") for _ in range(2))
-    rounds = [
-        (
-            timeit(lambda: torch.mm(left, right.t()), timer=thread_time, number=1),
-            timeit(lambda: torch.mm(left.float(), right.float().t()).to(dtype), timer=thread_time, number=1),
-        )
-        for _ in range(_TRIAL_ROUNDS)
-    ]
-    narrow, wide = zip(*rounds, strict=True)
-    return min(narrow), min(wide)
+    products = (lambda: torch.mm(left, right.t()), lambda: torch.mm(left.float(), right.float().t()).to(dtype))
+    rounds = [[timeit(each, timer=thread_time, number=1) for each in products] for _ in range(_TRIAL_ROUNDS)]
+    narrow, wide = map(min, zip(*rounds, strict=True))
+    return narrow, wide
 
 
 def row_blocks(rows: int, columns: int) -> list[slice]:
@@ -66,11 +58,8 @@ def _slices(rows: int, columns: int, elements: int) -> list[slice]:
 
 @cache
 def allocate_buffers() -> None:
-    """Multiply large fp32 matrices once in a process, before any other product.
-
-    MKL keeps its packing buffers, and allocates more whenever a product is larger than all before: growing products leave 24 MiB of
-    buffers behind, the largest one first leaves 7 (20 ms).
-    """
+    """Multiply large fp32 matrices once in a process, before any other product: MKL keeps its packing buffers, 24 MiB if products
+    grow, and 7 MiB if the largest one comes first (20 ms)."""
     torch.mm(torch.zeros(512, 1536), torch.zeros(1536, 1536))
 
 
@@ -81,7 +70,6 @@ class _Scratch(threading.local):
         self._tiles: dict[str, torch.Tensor] = {}
 
     def tile(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """Return an uninitialized `[rows, columns]` tile, in the same memory for the same name."""
         tile = self._tiles.get(name)
         if tile is None or tile.numel() < rows * columns:
             tile = self._tiles[name] = torch.empty(rows * columns, dtype=torch.float32)
@@ -96,10 +84,8 @@ _scratch = _Scratch()
 
 @torch.library.custom_op("zeromesh::wide_linear", mutates_args=())
 def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ weight.T + bias` for `x` [..., in], `weight` [out, in] and `bias` [out] of one 16-bit dtype, multiplied in fp32.
-
-    It is a single operator for PyTorch, so that graphs compile around it and selective checkpointing can keep its output.
-    """
+    """`x @ weight.T + bias` for `x` [..., in], `weight` [out, in] and `bias` [out] of one 16-bit dtype, multiplied in fp32, as a
+    single operator of PyTorch, so that graphs compile around it and selective checkpointing can keep its output."""
     flat = x.reshape(-1, x.shape[-1])
     out = x.new_empty(flat.shape[0], weight.shape[0])
     for tokens in _slices(flat.shape[0], flat.shape[1], _TOKEN_TILE):

@@ -4,12 +4,9 @@ element by element    each rank updates the pieces of parameters in its shards; 
 whole tensors         each parameter has one owner, which holds its whole states: for an update the owner receives the parameter's
                       gradient and weights, and returns the new weights. Owners are balanced by elements, at every stage
 
-A trial runs the class on small tensors in float64. The class is element-wise if updating a tensor in flat pieces gives the same
-values and states as updating it whole: any shard can then be updated on its own. Muon and Adafactor need whole tensors.
-
-States may be tensor subclasses, such as torchao's 8-bit codes with a scale per block for larger tensors. Their plain inner
-tensors are stored. Their layout depends on a parameter's size, so it is found by a step on the meta device with the parameter's
-shape. Blocks are those of whole tensors, so these parameters are updated whole too.
+A class is element-wise if updating small tensors in flat pieces gives the same values and states as updating them whole. Of states
+that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored; their blocks are those of whole
+tensors, so these are updated whole, and their layout is found by a step on the meta device with the parameter's shape.
 """
 
 from collections import OrderedDict, defaultdict
@@ -50,9 +47,8 @@ _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_o
 def make_optimizers(
     buckets: Sequence[Bucket], options: ZeroOptions, tiers: Tiers, group: ProcessSet, loads: list[int]
 ) -> list[BucketOptimizer]:
-    """Make optimizers for the buckets that have none yet. `loads` has the elements that each rank of the shard group `group`
-    owns; those of the new optimizers are added, alike on all ranks. Raises `ConfigError` for parameters that are not whole on a
-    rank, if the class needs whole ones."""
+    """Make optimizers for the buckets. To `loads`, the elements of whole tensors that each rank of the shard group owns, those of
+    the new optimizers are added. Raises `ConfigError` for parameters that are not whole on a rank, if the class needs that."""
     own_class = options.optimizer.own_class
     if own_class is None:
         return [BucketOptimizer(bucket, options, tiers) for bucket in buckets]
@@ -69,13 +65,13 @@ def make_optimizers(
         if spec.group != NO_GROUP:
             owners[at][number] = loads.index(min(loads))
             loads[owners[at][number]] += spec.numel
-    made = zip(buckets, owners, strict=True)
-    return [WholeOptimizer(bucket, options, tiers, own_class, group, each) for bucket, each in made]
+    pairs = zip(buckets, owners, strict=True)
+    return [WholeOptimizer(bucket, options, tiers, own_class, group, each) for bucket, each in pairs]
 
 
 class PieceOptimizer(BucketOptimizer):
-    """The optimizer of one bucket's shard for a class whose update is element by element. Numbers that the class keeps for each
-    parameter, such as a step count, are float64 tensors `[parameters of the bucket]` on the CPU of each rank."""
+    """The optimizer of one bucket's shard for a class whose update is element by element. Numbers that it keeps for each parameter,
+    such as a step count, are float64 tensors `[parameters of the bucket]` on the CPU of each rank."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
         self._class = own_class
@@ -86,6 +82,8 @@ class PieceOptimizer(BucketOptimizer):
         specs = [slot.spec for slot in bucket.layout.slots]
         nothing = StatePlan(tensors={}, scalars={})
         self._plans = [own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing) for spec in specs]
+        self._examples: dict[int, dict[str, torch.Tensor]] = {}
+        """The state tensors of each parameter that is updated whole, by its number and their names, on the meta device."""
         super().__init__(bucket, options, tiers)
 
     def update_segments(self) -> None:
@@ -104,13 +102,9 @@ class PieceOptimizer(BucketOptimizer):
         for name, values in self._scalars.items():
             yield name, values.dtype, (), TieredTensor.of(values[number : number + 1])
 
-    def _state_names(self, number: int) -> Iterable[str]:
-        """Name the tensors that follow master weights and gradients in an update of a parameter."""
-        return self.moments
-
     def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         master, grad, *given = tensors
-        states = dict(zip(self._state_names(number), given, strict=True))
+        states = dict(zip(self._examples[number] if self.whole else self.moments, given, strict=True))
         plan, state = self._plans[number], dict[str, Any]()
         kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
         if self.steps[number] > 1:  # In the first update the class creates the states.
@@ -118,11 +112,11 @@ class PieceOptimizer(BucketOptimizer):
             state |= {name: _to_type(each, float(self._before[name][number])) for name, each in plan.scalars.items()}
         (state,) = _run_step(self._twin, group, [(master, grad, state)])
         after = {part: value for name, each in state.items() for part, value in _plain_tensors(name, each).items()}
-        found = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
+        shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
-        if found != expected:
+        if shapes != expected:
             raise PhaseError(
-                f"optimizer {type(self._class.optimizer).__name__} keeps {found} of {self._bucket.layout.slots[number].spec.fqn}, "
+                f"optimizer {type(self._class.optimizer).__name__} keeps {shapes} of {self._bucket.layout.slots[number].spec.fqn}, "
                 f"and {expected} by its trial: what it keeps must not depend on sizes, nor on what is changed after shard()"
             )
         for name, each in kept.items():
@@ -149,8 +143,6 @@ class WholeOptimizer(PieceOptimizer):
         """`owners` maps the number of each parameter to the position in `group` of its owner."""
         super().__init__(bucket, options, tiers, own_class)
         self._group, self._owners, self._ledger = group, owners, tiers.ledger
-        self._examples: dict[int, dict[str, torch.Tensor]] = {}
-        """The state tensors of each parameter, by its number and their names, on the meta device."""
         self._states: dict[tuple[int, str], TieredTensor] = {}
         for number in owners:
             spec = bucket.layout.slots[number].spec
@@ -186,14 +178,11 @@ class WholeOptimizer(PieceOptimizer):
         return self._class.sized[key]
 
     def whole_states(self, number: int) -> Iterator[UnshardedState]:
-        mine = self._owners.get(number) == self._group.index
+        owned = self._owners.get(number) == self._group.index
         for name, dtype, shape, values in super().whole_states(number):
-            yield name, dtype, shape, values if mine else None
+            yield name, dtype, shape, values if owned else None
         for name, each in self._examples.get(number, {}).items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
-
-    def _state_names(self, number: int) -> Iterable[str]:
-        return self._examples[number]
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         master, grad = tensors
@@ -201,13 +190,14 @@ class WholeOptimizer(PieceOptimizer):
         numbers = [n for n in sorted(self._owners) if updated[n]]
         where = {n: layout.slots[n].where for n in numbers}
         owned = [[n for n in numbers if self._owners[n] == rank] for rank in range(ranks)]
-        own, own_lengths = owned[self._group.index], [where[n].length for n in owned[self._group.index]]
-        nbytes = 2 * sum(own_lengths) * grad.element_size()
+        local = owned[self._group.index]
+        lengths = [where[n].length for n in local]
+        nbytes = 2 * sum(lengths) * grad.element_size()
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, nbytes)
         held = bucket_placement(layout, ranks, whole=self._bucket.length == layout.padded)
         with_owners = tuple(tuple(where[n] for n in each) for each in owned)
         values, gradients = (redistribute(flat, held, with_owners, self._group, _EXCHANGE) for flat in (master, grad))
-        parts = zip(own, torch.split(values, own_lengths), torch.split(gradients, own_lengths), strict=True)
+        parts = zip(local, torch.split(values, lengths), torch.split(gradients, lengths), strict=True)
         for number, value, gradient in parts:
             spec, examples = layout.slots[number].spec, self._examples[number]
             shape = spec.shape or (1,)
@@ -223,8 +213,8 @@ class WholeOptimizer(PieceOptimizer):
             tuple(common for each in owned for n in each if (common := where[n].intersect(interval)).length)
             for (interval,) in held
         )
-        flat, wanted = redistribute(values, with_owners, back, self._group, _EXCHANGE), back[self._group.index]
-        for at, part in zip(wanted, torch.split(flat, [at.length for at in wanted]), strict=True):
+        flat, places = redistribute(values, with_owners, back, self._group, _EXCHANGE), back[self._group.index]
+        for at, part in zip(places, torch.split(flat, [at.length for at in places]), strict=True):
             place = at.after(self._bucket.interval.start)
             master[place.start : place.end] = part
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, -nbytes)
@@ -272,21 +262,20 @@ def _run_step(twin: Optimizer, group: Mapping[str, Any], tensors: Iterable[_Upda
     for parameter, value in zip(parameters, values, strict=True):
         if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
             value.copy_(parameter.detach())
-    found = [twin.state[parameter] for parameter in parameters]
-    return [{name: value for name, value in state.items() if value is not None} for state in found]
+    kept = [twin.state[parameter] for parameter in parameters]
+    return [{name: value for name, value in state.items() if value is not None} for state in kept]
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's hyperparameters for a step on any device, without options that choose device-specific kernels. Tensors
-    stay tensors, since a class may require them, but are copied, so that a change by the class is detected."""
-    found = {name: value for name, value in group.items() if name != "params"}
-    found |= {name: value.to("cpu", copy=True) for name, value in found.items() if _is_scalar(value)}
-    return found | {name: False for name in ("foreach", "fused", "capturable") if name in found}
+    are copied, so that a change by the class is detected."""
+    plain = {name: value for name, value in group.items() if name != "params"}
+    plain |= {name: value.to("cpu", copy=True) for name, value in plain.items() if _is_scalar(value)}
+    return plain | {name: False for name in ("foreach", "fused", "capturable") if name in plain}
 
 
 def classify(optimizer: Optimizer) -> OptimizerClass:
-    """Find out if an optimizer updates element by element or whole tensors. Raises `ConfigError` for an optimizer that cannot be
-    run in either way, with the reason."""
+    """Find out if an optimizer updates element by element or whole tensors. Raises `ConfigError` for one that does neither."""
     plans, whole = dict[tuple[int, int], StatePlan](), False
     for number, group in enumerate(optimizer.param_groups):
         for dims in sorted({max(1, each.dim()) for each in group["params"]}):
@@ -337,7 +326,6 @@ class _Trial:
 
     @property
     def element_wise(self) -> bool:
-        """True if an update of flat pieces of the first tensor equals the update of the whole tensor."""
         if any(each.shape != self._values[0].shape for each in self.plan.tensors.values()):
             return False
         try:
@@ -381,8 +369,7 @@ class _Trial:
 
 
 def _state_plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> StatePlan:
-    """Return the states that a class keeps after a step on a parameter of `dtype`. Raises `ConfigError` for states that no
-    checkpoint can store."""
+    """Plan the states that a class keeps of a parameter of `dtype`. Raises `ConfigError` for what no checkpoint can store."""
     plan = StatePlan(tensors={}, scalars={})
     for name, value in state.items():
         if not str(name).isidentifier() or name in _RESERVED_NAMES:

@@ -1,8 +1,4 @@
-"""torch's fused optimizers on the flat shards of buckets.
-
-Each bucket has a separate optimizer, so that buckets can be updated one by one: inside backward, or in parts that are streamed
-when their states are offloaded. Element-wise updates give the same bits however a buffer is cut.
-"""
+"""torch's fused optimizers on the flat shards of buckets, one by one: inside backward, or in parts that are streamed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -47,13 +43,11 @@ class GroupRules:
 
 
 class OptimizerRow(NamedTuple):
-    """An element-wise optimizer: torch's class, and torch's names of its settings and moments."""
+    """An element-wise optimizer: torch's class, and torch's names of its moments and settings beside `lr` and `weight_decay`."""
 
     kind: type[Optimizer]
     settings: tuple[str, ...]
-    """The names of its settings other than `lr` and `weight_decay`."""
     moments: tuple[str, ...]
-    """The names of the moments; SGD has one with momentum."""
 
 
 OPTIMIZERS = {
@@ -82,9 +76,8 @@ def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
             f"optimizer.name is {settings.name!r}; element-wise shards take {', '.join(OPTIMIZERS)}. "
             "Muon and Adafactor need whole matrices"
         )
-    if settings.name == "sgd" and settings.momentum:
-        return ("momentum_buffer",)
-    return OPTIMIZERS[settings.name].moments
+    momentum = ("momentum_buffer",) if settings.name == "sgd" and settings.momentum else ()
+    return (*OPTIMIZERS[settings.name].moments, *momentum)
 
 
 UnshardedState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
@@ -115,7 +108,7 @@ class BucketOptimizer:
         return ()
 
     def update_segments(self) -> None:
-        """Recompute the segments of the shard that an update changes, from the parameters trained now and their step counts."""
+        """Recompute the segments of the shard that an update changes: runs of trained parameters of equal step counts."""
         bucket, kinds = self._bucket, list(zip(self._update_flags(), self.steps, strict=True))
         self._segments = [
             (segment.where.start, segment.where.end, segment.group, segment.number)
@@ -134,8 +127,7 @@ class BucketOptimizer:
             self.update_segments()
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
-        """Update elements of the shard from `start` on in place: `tensors` are master weights, gradients and the moments, each
-        `[elements]`."""
+        """Update elements of the shard from `start` on: `tensors` are master weights, gradients and moments, each `[elements]`."""
         for segment_start, segment_end, group, number in self._segments:
             first, last = max(start, segment_start), min(start + len(tensors[0]), segment_end)
             if first < last:
@@ -155,8 +147,7 @@ def fused_update(
     moments: Sequence[torch.Tensor],
     updates: int,
 ) -> None:
-    """Update `master` and `moments`, all `[elements]` like `grad`, in place, by torch's functional fused kernels. `updates` is
-    the number of earlier updates."""
+    """Update `master` and `moments`, `[elements]` like `grad`, in place by torch's fused kernels, after `updates` earlier ones."""
     common = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "maximize": group.get("maximize", False)}
     fused = name != "adagrad" or not on_accelerator(master)  # Not every device has a fused kernel for adagrad.
     # Created on the device that reads it: a copy would make the host wait for the device.

@@ -4,14 +4,10 @@
              \\--add--> bucket.partial (stages that reduce once per step, before the last microbatch; a group of one rank)
     bucket.grad --sum over replicas, in a step's last backward--> kept, offloaded, or updated at once (`optimizer_in_backward`)
 
-Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. A bucket that
-completes early waits for its turn; while no slot is free, its gradients stay on `.grad` until backward leaves the unit.
-
-On a device the host runs ahead of the kernels and cannot query when a slot will be free. A bucket is therefore copied into its
-slot as soon as it is complete and next, and the compute stream waits for the slot's previous reduction. The order and the time of
-launches thus follow from the program alone, alike on all ranks.
-
-An offloaded shard has memory only while its bucket is being summed: at most `MOST_OFFLOADS` shards are on their way out at a time.
+Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. While no slot is
+free, gradients stay on `.grad` until backward leaves the unit. On a device the host runs ahead of the kernels and cannot query when
+a slot will be free: a bucket is copied into its slot as soon as it is complete and next, and the compute stream waits for the
+slot's previous reduction. The order of launches thus follows from the program alone, alike on all ranks.
 """
 
 import hashlib
@@ -71,7 +67,7 @@ class GradientReducer:
         self._mesh = mesh
         self._watched_ranks = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
-        self._incomplete: Counter[int] = Counter()
+        self.incomplete: Counter[int] = Counter()
         """The number of each unit's buckets that lack a gradient in the running backward."""
         self.keep_zeros = False
         """True if a parameter without a gradient counts as one with a zero gradient, as after `zero_grad(set_to_none=False)`."""
@@ -80,13 +76,12 @@ class GradientReducer:
         self._queue: deque[BucketArrivals] = deque()
         self._flying: deque[tuple[Bucket, Reduction]] = deque()
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
-        self._reduce = self._first = self._last = self._settled = False
+        self._reduce = self._first = self._last = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}
         """The indices of parameters that have had a gradient on this rank in the present step, by the bucket's id."""
         self._sums: dict[int, Callable[[], None]] = {}
         """The function that waits for the sum over replicas, by the bucket's id."""
-        self._ready: deque[Bucket] = deque()
-        """Summed buckets that are still to be offloaded."""
+        self._to_offload: deque[Bucket] = deque()
         self._tied: list[Bucket] = []
         """Buckets with parameters tied between pipeline stages, which are summed after all backwards of the step."""
 
@@ -94,19 +89,19 @@ class GradientReducer:
         """Reduce through another reducer, which has launched nothing yet, from the next backward on."""
         self._reducer, self._next_sequence = reducer, 0
 
-    def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, settled: bool = False) -> None:
+    def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, known_order: bool) -> None:
         """Begin a backward, the step's `first` or `last` one. `reduce`: sum over ranks now, rather than only accumulate this
-        rank's sums. `settled`: its order of buckets is that of an earlier backward."""
+        rank's sums. `known_order`: its order of buckets is that of an earlier backward."""
         self.buckets = buckets
         self.inside = last and self._options.optimizer_in_backward
         self._reduce = reduce and not self._is_alone
         self._first = self.shards.first = first
-        self._last, self._settled = last, settled
-        self._incomplete.clear()
+        self._last, self._known_order = last, known_order
+        self.incomplete.clear()
         self._queue.clear()
         self._arrivals = {}
         for bucket in buckets:
-            self._incomplete[bucket.unit] += 1
+            self.incomplete[bucket.unit] += 1
             arrivals = BucketArrivals(bucket, self._next_sequence, sum(bucket.training))
             self._arrivals[id(bucket)] = arrivals
             self._queue.append(arrivals)
@@ -146,20 +141,16 @@ class GradientReducer:
             arrivals.waiting.append(index)
         if not arrivals.missing:
             if not again:
-                self._incomplete[bucket.unit] -= 1
+                self.incomplete[bucket.unit] -= 1
             if not self._reduce:
                 self._add_to_sum(arrivals)
             elif self._options.overlap:
                 self.launch_ready()
 
     def launch_ready(self, *, wait: bool = False) -> None:
-        """Launch the complete buckets that are next in order, and finish reductions that peers completed.
-
-        `wait`: wait for peers until slots are free, when backward leaves a unit; otherwise the host never waits. Gradients that
-        wait for a slot stay on `.grad`, so a rank that ran ahead of its peers would hold all of its gradients at once. The wait
-        cannot be circular: all ranks launch in one order, the reductions that a slot waits for were launched before, and this
-        rank has left the units that its peers may be waiting to update.
-        """
+        """Launch the complete buckets that are next in order, and finish reductions that peers completed. `wait`: wait for peers
+        until slots are free, when backward leaves a unit: a rank ahead of its peers would else hold all of its gradients. The wait
+        cannot be circular: all ranks launch in one order, and have left the units that peers may be waiting to update."""
         wait = wait or self._reducer.on_stream
         while self._queue and not (first := self._queue[0]).missing:
             if not wait and first.filled is None and self._slot_of(first) is None:
@@ -169,8 +160,7 @@ class GradientReducer:
             self._finish_oldest()
 
     def flush(self) -> None:
-        """End a backward: launch all remaining buckets, with zeros for missing gradients, and finish every reduction, sum and
-        offload."""
+        """End a backward: launch the remaining buckets, with zeros for missing gradients, and finish all reductions and sums."""
         for arrivals in () if self._reduce else [*self._queue]:
             if not arrivals.launched:
                 self._add_to_sum(arrivals)
@@ -179,19 +169,15 @@ class GradientReducer:
         while self._flying:
             self._finish_oldest()
         for bucket, reduction in self._unfinished_wholes:
-            reduction.settle()
+            reduction.gather_sums()
             self._after_reduction(bucket)
         self._unfinished_wholes.clear()
         self._arrivals = {}
-        self._incomplete.clear()
+        self.incomplete.clear()
         self._end_sums()
 
-    def awaits_gradients(self, unit: int) -> bool:
-        """Return True if gradients of a unit are still missing in the running backward."""
-        return self._incomplete[unit] > 0
-
     def lacking(self, bucket: Bucket) -> frozenset[int]:
-        """Return the indices of a bucket's trained parameters that have had no gradient on this rank in the present step."""
+        """Return the indices of trained parameters that have had no gradient on this rank in the present step."""
         came = self.with_gradient.get(id(bucket), ())
         if len(came) == sum(bucket.training):
             return frozenset()
@@ -204,7 +190,7 @@ class GradientReducer:
         self._mesh.data.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
             if bucket.spec.copies is not None:  # Other pipeline stages have a copy of the parameter, too.
-                self.sharing.sharers(bucket).all_reduce(counts, "shared parameters with gradients")
+                self.sharing.sets[bucket.shared_by].all_reduce(counts, "shared parameters with gradients")
             missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
             bucket.missing = frozenset(() if self.keep_zeros else missing)
 
@@ -233,8 +219,7 @@ class GradientReducer:
             self._finish_oldest()
 
     def _add_to_sum(self, arrivals: BucketArrivals) -> None:
-        """Add the waiting gradients to this rank's sum; gradients of frozen and of unused parameters are zeros in it. Sums that
-        are next in the order that all ranks share are passed on, since sums over replicas may follow."""
+        """Add the waiting gradients to this rank's sum, and pass on the sums that are next in the order that all ranks share."""
         if self._first or arrivals.waiting:
             target = self._accumulator(arrivals.bucket)
             _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not self._first)
@@ -267,12 +252,12 @@ class GradientReducer:
         if self.inside:
             self.on_summed(bucket)
         elif bucket.grad_rest is not None:
-            self._ready.append(bucket)
+            self._to_offload.append(bucket)
             self._offload(but=1)  # The sum of the newest bucket over its replicas goes on meanwhile.
 
     def _offload(self, but: int) -> None:
-        while len(self._ready) > but:
-            bucket = self._ready.popleft()
+        while len(self._to_offload) > but:
+            bucket = self._to_offload.popleft()
             self.complete(bucket)
             self.shards.offload(bucket, last=True)
 
@@ -299,14 +284,13 @@ class GradientReducer:
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
         """Drop the gradients of a step that has ended early."""
-        for held in (self._ready, self._tied, self._sums):
-            held.clear()
+        for pending in (self._to_offload, self._tied, self._sums):
+            pending.clear()
         self.shards.abandon(buckets)
 
     def _announce(self, bucket: Bucket) -> None:
-        """Report the reduction that starts now to the watchdog, which compares its order over all data-parallel ranks."""
         if self._watched_ranks:
-            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._watched_ranks, settled=self._settled)
+            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._watched_ranks, known_order=self._known_order)
 
     def _accumulator(self, bucket: Bucket) -> torch.Tensor:
         fresh = self._is_alone and bucket.grad is None
@@ -396,14 +380,12 @@ class GradientShards:
         self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
 
     def begin_step(self) -> None:
-        """Clear the gradient norms and the list of transfers of the previous step."""
         self._norms.clear()
         self._ordered.clear()
 
     def prefetch(self, bucket: Bucket) -> None:
-        """Prepare for a bucket's gradients: start to read the sum of earlier microbatches if it is offloaded. A shard without
-        lasting memory gets it now, before its block is recomputed. Allocated later it would lie between what the recomputation
-        allocates, and leave holes."""
+        """Start to read the sum of earlier microbatches if it is offloaded. A shard without lasting memory gets it now, before its
+        block is recomputed, since it would leave holes between what the recomputation allocates."""
         rest = bucket.grad_rest
         if bucket.grad is not None:
             return
@@ -414,12 +396,11 @@ class GradientShards:
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def allocate(self, bucket: Bucket) -> None:
-        """Allocate `bucket.grad` before a reduction, filled with the sum of earlier microbatches. Raises `StorageError` when the
-        earlier sum cannot be read."""
+        """Allocate `bucket.grad` before a reduction, with the sum of earlier microbatches, which `StorageError` may prevent."""
         self.prefetch(bucket)
-        found = self._arriving.pop(id(bucket), None)
-        if found is not None:
-            bucket.grad, transfer = found
+        arriving = self._arriving.pop(id(bucket), None)
+        if arriving is not None:
+            bucket.grad, transfer = arriving
             transfer.wait()
         elif bucket.grad is None:
             bucket.grad = self._allocate_grad(bucket)
@@ -436,8 +417,8 @@ class GradientShards:
         return grad
 
     def offload(self, bucket: Bucket, *, last: bool) -> None:
-        """Write a sum to the tier of the gradients, if they are offloaded. With `last`, the step's last sum, its norm is computed
-        first. Raises `StorageError` when an earlier offload has failed."""
+        """Write a sum to the tier of the gradients, if they are offloaded; with `last`, the step's last sum, keep its norm. Raises
+        `StorageError` when an earlier offload has failed."""
         if bucket.grad_rest is None:
             return
         self.allocate(bucket)
@@ -455,9 +436,8 @@ class GradientShards:
     def wait(self) -> None:
         """Wait until all offloads are complete, so that the host may read the data."""
         self.order()
-        ordered, self._ordered = self._ordered, []
-        for transfer in ordered:
-            transfer.wait()
+        while self._ordered:
+            self._ordered.pop().wait()
 
     def _order_oldest(self) -> None:
         transfer, nbytes = self._offloading.popleft()
@@ -476,10 +456,10 @@ class GradientShards:
 
     def norm(self, bucket: Bucket) -> torch.Tensor:
         """Return the norm of a gradient shard, a scalar on the device; nan or inf if an element is, 0 if it was already used."""
-        found = self._norms.get(id(bucket))
-        if found is None and bucket.grad is not None:
-            found = torch.linalg.vector_norm(bucket.grad)
-        return torch.zeros((), dtype=self._dtype, device=self._tiers.device) if found is None else found
+        norm = self._norms.get(id(bucket))
+        if norm is None and bucket.grad is not None:
+            norm = torch.linalg.vector_norm(bucket.grad)
+        return torch.zeros((), dtype=self._dtype, device=self._tiers.device) if norm is None else norm
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
         arriving, self._arriving = self._arriving, {}
@@ -499,19 +479,14 @@ def gradient_of(bucket: Bucket) -> torch.Tensor:
 
 
 class ReplicaGroups:
-    """Groups of ranks beside the shard group that hold the same elements of a bucket: they sum their gradients, and one of them
-    counts these in norms.
-
-    replicas            have all parameters, and other samples
-    tensor ranks        have what tensor parallelism does not divide, or divides among fewer ranks than there are
-    pipeline stages     have tied parameters, such as an embedding that is the head too
-
-    All ranks of the world construct it together, with different buckets if need be.
-    """
+    """Groups of ranks beside the shard group that hold the same elements of a bucket, sum their gradients, and of which one counts
+    these in norms: replicas, tensor ranks with what is not divided among all of them, pipeline stages with tied parameters. All
+    ranks of the world construct it together."""
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
         self._coordinate = mesh.coordinate
-        self._sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
+        self.sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
+        """The ranks that sum gradients, this rank included, by `Bucket.shared_by`."""
         if mesh.model_size == 1:
             return
         shared = sorted({bucket.shared_by for bucket in buckets} - {()})
@@ -527,18 +502,13 @@ class ReplicaGroups:
             if not any(each.startswith(name) for each in mesh.process_sets):
                 mesh.process_sets.split(colour, name=name)
             if colour is not None:
-                self._sets[positions] = mesh.process_sets[f"{name} {colour}"]
+                self.sets[positions] = mesh.process_sets[f"{name} {colour}"]
 
     def counts(self, bucket: Bucket) -> bool:
-        """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it and see the same samples."""
+        """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it for the same samples."""
         return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
 
-    def sharers(self, bucket: Bucket) -> ProcessSet:
-        """Return the ranks that sum gradients of a bucket's elements, this rank included."""
-        return self._sets[bucket.shared_by]
-
     def all_reduce_async(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
-        """Start to sum a gradient shard in place over the ranks that share it. Returns a call that waits for the sum; None if no
-        other rank shares it."""
-        found = self.sharers(bucket)
-        return found.all_reduce_async(gradient, f"sum of gradients over {found.name}") if found.size > 1 else None
+        """Start to sum a gradient shard in place over its sharers. Returns a call that waits; None if no other rank shares it."""
+        ranks = self.sets[bucket.shared_by]
+        return ranks.all_reduce_async(gradient, f"sum of gradients over {ranks.name}") if ranks.size > 1 else None

@@ -1,17 +1,9 @@
 """From gradient shards to updated parameters: norm, clipping and the optimizer, after backward or inside it.
 
-A step calls, in this order:
-
-    begin_step        with the hyperparameters of each group
-    leave             for each unit that backward has left; its buckets are then updated at once (`optimizer_in_backward`)
-    read              for this rank's part of the global norm: the one time in a step that the host waits for a device
-    finish            for clipping, and the update of the remaining buckets
-
 [Note: Updates inside backward] A bucket is updated once it is reduced and this rank does not read its parameters any more. The
 update then waits until the other ranks have read the parameters too. This cannot be circular: all ranks leave units in one order,
 and a rank waits only for units that it has left itself. A bucket of a unit that is not left yet, such as the root, is passed
-over, so that the others need not wait for it. A bucket that lacks a gradient on this rank is updated at the end of the step, when
-ranks have exchanged which of them had one.
+over. A bucket that lacks a gradient on this rank is updated at the end of the step, when ranks know which of them had one.
 """
 
 import math
@@ -25,21 +17,9 @@ import torch
 
 from zeromesh.errors import NonFiniteError, plural, some
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import (
-    Access,
-    Purpose,
-    StreamOperand,
-    StreamRow,
-    Tier,
-    TierChoice,
-    TieredTensor,
-    Tiers,
-    UpdateStream,
-    WaitTime,
-    accelerator,
-    run_whole,
-)
+from zeromesh.offload import Purpose, Tier, TierChoice, TieredTensor, Tiers, WaitTime, accelerator
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
+from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole
 from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
 from zeromesh.optim.gradients import GradientReducer, gradient_of
@@ -59,8 +39,8 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class LossScaler:
-    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018. Without settings
-    the scale is 1 and stays so."""
+    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018; without settings 1
+    for good."""
 
     def __init__(self, settings: ScalerSettings | None) -> None:
         self._settings = settings
@@ -69,7 +49,6 @@ class LossScaler:
         """The number of steps without an overflow since the scale changed."""
 
     def load(self, scale: float, good_steps: int) -> None:
-        """Continue from the scale of an earlier run. Without settings the scale stays 1."""
         if self._settings is not None:
             self.scale, self.good_steps = scale, good_steps
 
@@ -85,12 +64,9 @@ class LossScaler:
 
 
 class WeightAverage:
-    """Exponential moving averages of this rank's shards, `[shard]` in the master dtype, on the tier of the moments.
-
-    The averages equal `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` after each `every_steps` updates:
-    the first such update copies the weights, later ones compute `average + (1 - decay) (weights - average)`. Never-trained
-    parameters have no average, and an averaged model has the model's buffers.
-    """
+    """Exponential moving averages of this rank's shards, `[shard]` in the master dtype, on the tier of the moments. They equal
+    `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` after each `every_steps` updates. Never-trained
+    parameters have none, and an averaged model has the model's buffers."""
 
     def __init__(self, settings: AverageSettings, tiers: Tiers, at: TierChoice) -> None:
         self.count = 0
@@ -100,7 +76,6 @@ class WeightAverage:
         self._at = at
 
     def begin(self, bucket: Bucket) -> None:
-        """Initialize a bucket's average with its weights, which have not been updated yet."""
         master, what = bucket.master, f"averages of {bucket.name}"
         bucket.average = self._tiers.allocate(master.numel, master.dtype, self._at, Purpose.AVERAGES, what)
         bucket.average.copy_from(master)
@@ -137,16 +112,15 @@ _TIMED_ROUNDS = 3
 
 
 def choose_device(
-    wanted: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
+    update_on: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
 ) -> tuple[torch.device, str | None]:
-    """Choose the device of updates whose states are not in accelerator memory, alike on all ranks, which all call this. The CPU
-    saves the transfer to the device and back, and the device computes faster: both are timed. `in_reach`: all states are in the
-    device's memory. `try_on(device)` returns the seconds of an update of a billion elements. Returns the device, and if both
-    were timed, a line for the log that says where updates are computed and why."""
+    """Choose the device of updates; all ranks call this and get the same. For states outside of device memory (not `in_reach`) the
+    CPU saves the transfers, and the device computes faster: `try_on(device)` times both, in seconds for a billion elements.
+    Returns the device, and if both were timed, a line for the log."""
     device = mesh.device
-    if not is_accelerator(device) or in_reach or wanted == "device":
+    if not is_accelerator(device) or in_reach or update_on == "device":
         return device, None
-    if wanted == "host":
+    if update_on == "host":
         return _CPU, None
     rows = mesh.world.gather_integers([int(1e9 * try_on(each)) for each in (_CPU, device)])
     host, there = (sum(row[number] for row in rows) / len(rows) / 1e9 for number in range(2))
@@ -159,8 +133,7 @@ def choose_device(
 
 
 def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: int = _TRIED_ELEMENTS) -> float:
-    """Return the seconds for a billion elements of an update computed on `device`, with states and gradients in host memory. At
-    most `most` elements are tried."""
+    """Return the seconds for a billion elements of an update on `device`, tried with `most` elements in host memory."""
     elements = min(most, _TRIED_ELEMENTS)
     pinned, settings, dtype = tiers.pinned.used, options.optimizer, options.precision.master
     names = ("master", "gradient", *moment_names(settings))
@@ -200,7 +173,7 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
     """The outcome of a step. `grad_norm` is the norm before clipping. If it is not finite, `skipped` is True and `cause` names
-    units and ranks. `waited` has the seconds in which this rank stood still in the step for bytes of each tier."""
+    units and ranks. `waited` has the seconds in which this rank waited for bytes of each tier."""
 
     grad_norm: float
     skipped: bool
@@ -231,9 +204,9 @@ class OptimizerStep:
         gradients.on_summed = self._update_ready
         self._ready: list[Bucket] = []
         """Summed buckets that wait for an update inside this backward."""
-        self._retired_units: set[int] = set()
+        self._units_read: set[int] = set()
+        """The indices of units whose gathered parameters this rank reads no more in this step."""
         self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
-        """The hyperparameters of each parameter group for the next update."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
         """Buckets that backward has reduced for an update, with the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []
@@ -246,11 +219,11 @@ class OptimizerStep:
         """The buckets in the order of the latest step's updates."""
         self.before_change: Callable[[Bucket], None] = lambda bucket: None
         """Called before a bucket's states change; a concurrent reader, such as a save, finishes reading in it."""
-        wanted, own_class = options.offload.update, options.optimizer.own_class
+        update_on, own_class = options.offload.update, options.optimizer.own_class
         # A user's class has an unknown cost, and inside backward the device would wait for an update on the CPU.
         untried = own_class is not None or options.optimizer_in_backward
         device, self.note = choose_device(
-            "device" if wanted == "auto" and untried else wanted,
+            "device" if update_on == "auto" and untried else update_on,
             mesh,
             partial(time_update, tiers=tiers, options=options, most=sum(each.length for each in self._buckets)),
             in_reach=not self._most_elsewhere(tiers.device),
@@ -260,8 +233,8 @@ class OptimizerStep:
     def _make_optimizers(self) -> None:
         self._buckets = [bucket for bucket in self._all_buckets if any(bucket.training)]
         new = [bucket for bucket in self._all_buckets if bucket.trainable and id(bucket) not in self._optimizers]
-        made = make_optimizers(new, self._options, self._tiers, self._mesh.shard, self._loads)
-        for bucket, optimizer in zip(new, made, strict=True):
+        optimizers = make_optimizers(new, self._options, self._tiers, self._mesh.shard, self._loads)
+        for bucket, optimizer in zip(new, optimizers, strict=True):
             self._optimizers[id(bucket)] = optimizer
             if self.averages is not None:
                 self.averages.begin(bucket)
@@ -274,9 +247,7 @@ class OptimizerStep:
             optimizer.update_segments()
         if len(self._optimizers) > known:
             self._stream.drop_read_ahead()
-            device = self._stream.device
-            self._tiers.ledger.add(_tier_of(device), Purpose.STAGING, -self._stream.nbytes)
-            self._stream = self._make_stream(device)
+            self._stream = self._make_stream(self._stream.device, self._stream.nbytes)
 
     def _most_elsewhere(self, device: torch.device) -> int:
         """Return the largest number of tensors that a bucket's update needs and that are outside the memory of `device`."""
@@ -289,7 +260,7 @@ class OptimizerStep:
 
         return max(map(count, self._buckets), default=0)
 
-    def _make_stream(self, device: torch.device) -> UpdateStream:
+    def _make_stream(self, device: torch.device, replaced_nbytes: int = 0) -> UpdateStream:
         stream = UpdateStream(
             device,
             width=self._most_elsewhere(device),
@@ -298,7 +269,8 @@ class OptimizerStep:
             waits=self._tiers.waits,
             memory=partial(self._tiers.buffer, device=device),
         )
-        self._tiers.ledger.add(_tier_of(device), Purpose.STAGING, stream.nbytes)
+        tier = Tier.DEVICE if is_accelerator(device) else Tier.HOST
+        self._tiers.ledger.add(tier, Purpose.STAGING, stream.nbytes - replaced_nbytes)
         return stream
 
     def resume(self, updates: int, steps: Mapping[str, int]) -> None:
@@ -312,40 +284,34 @@ class OptimizerStep:
                 optimizer.update_segments()
 
     def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
-        """Begin a step, whose updates use these hyperparameters for each group."""
         self.groups = groups
         self._updated = []
         self.gradients.shards.begin_step()
-        self._retired_units = set()
+        self._units_read = set()
         self.last_order = []
 
     def leave(self, units: Iterable[Unit]) -> None:
         """Record that this rank has finished backward of these units, and update inside backward the buckets that are ready."""
         if self.gradients.inside:
-            self._retire(units)
+            self._end_reads(units)
             self._update_ready()
 
     def read(self, scalars: Sequence[torch.Tensor]) -> tuple[list[float], float]:
-        """Read the norms of gradients and the caller's `scalars` from the device, for which the host waits once. Returns the
-        scalars, and this rank's part of the squared norm of all summed gradients, with the loss scale in it. The parts of all
-        ranks add up to the whole; a value that is not finite is in the part of every rank that holds it."""
+        """Read the norms of gradients and the caller's `scalars` from the device. Returns the scalars, and this rank's part of the
+        squared norm of all summed gradients, with the loss scale in it: the parts of all ranks add up to the whole. A value that
+        is not finite is in the part of every rank that holds it."""
         measured = self._updated
         if not self._options.optimizer_in_backward:
             measured = [(bucket, self.gradients.shards.norm(bucket)) for bucket in self._buckets]
-        found = accelerator.read_scalars([*scalars, *(norm for _, norm in measured)])
-        values, norms = found[: len(scalars)], found[len(scalars) :]
-        self._norms = [(bucket, norm) for (bucket, _), norm in zip(measured, norms, strict=True)]
+        values = accelerator.read_scalars([*scalars, *(norm for _, norm in measured)])
+        self._norms = [(bucket, norm) for (bucket, _), norm in zip(measured, values[len(scalars) :], strict=True)]
         counts = self.gradients.sharing.counts
-        own = [norm**2 for bucket, norm in self._norms if (self._counts and counts(bucket)) or not math.isfinite(norm)]
-        return values, sum(own)
+        kept = [norm**2 for bucket, norm in self._norms if (self._counts and counts(bucket)) or not math.isfinite(norm)]
+        return values[: len(scalars)], sum(kept)
 
     def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:
-        """Multiply gradients by `factor`, unscale, clip, and update, unless backward has already updated.
-
-        `squares` is the sum over the world of the parts that `read` has returned: all ranks see one norm, and so skip, stop and
-        clip together. `loss_finite` is True if this rank's own losses were finite. Raises `NonFiniteError` for a norm that is not
-        finite, under `on_nonfinite: stop`.
-        """
+        """Multiply gradients by `factor`, unscale, clip, and update, unless backward has updated; see `ZeroEngine.finish_step`. All
+        ranks get the same `squares`, and so skip, stop and clip together."""
         options = self._options
         self._mesh.post(Activity.OPTIMIZER)
         scale = self.scaler.scale
@@ -362,7 +328,7 @@ class OptimizerStep:
 
     def update(self, units: Iterable[Unit], factor: float, *, skip: bool = False) -> None:
         """Update with gradients times `factor`, unless backward has, and release gradients; `skip` only releases them."""
-        self._retire(units)
+        self._end_reads(units)
         late = [bucket for bucket, _ in self._updated if bucket not in self.last_order]
         due = late if self._options.optimizer_in_backward else self._buckets
         if not skip:
@@ -387,7 +353,6 @@ class OptimizerStep:
         self.updates += 1
 
     def drop_gradients(self) -> None:
-        """Release the memory of gradients, unless it is kept from step to step."""
         for bucket in self._buckets:
             self.gradients.shards.drop(bucket)
 
@@ -396,10 +361,10 @@ class OptimizerStep:
         return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
 
     def _describe_nonfinite(self, norm: float, loss_finite: bool) -> str:
-        """Name the units whose gradients, and the ranks whose losses, are not finite. All ranks call it and get the same text."""
+        """Name the units whose gradients, and the ranks whose losses, are not finite, alike on all ranks."""
         units = [self._units[bucket.unit] for bucket, norm in self._norms if not math.isfinite(norm)]
-        found = sorted({(unit.index, unit.name) for unit in units})
-        rows = self._mesh.world.gather_json([not loss_finite, found], "where gradients are not finite")
+        causes = [not loss_finite, sorted({(unit.index, unit.name) for unit in units})]
+        rows = self._mesh.world.gather_json(causes, "where gradients are not finite")
         names = [name for _, name in sorted({(index, name) for _, units in rows for index, name in units})]
         text = f"the gradient norm is {norm}"
         if names:
@@ -410,7 +375,6 @@ class OptimizerStep:
         return text
 
     def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
-        """Return the optimizer of a bucket's shard; None for a bucket that was never trained."""
         return self._optimizers.get(id(bucket))
 
     def abandon(self) -> None:
@@ -419,22 +383,20 @@ class OptimizerStep:
         self._stream.drop_read_ahead()
         self.gradients.abandon(self._buckets)
 
-    def _retire(self, units: Iterable[Unit]) -> None:
-        """Let the other ranks overwrite this rank's gathered copies of these units, once per step: later a unit may hold the next
-        values, which this rank still has to read."""
+    def _end_reads(self, units: Iterable[Unit]) -> None:
+        """Let the other ranks overwrite what this rank has read of these units, once per step: later it may be the next values."""
         for unit in units:
-            if unit.index not in self._retired_units:
-                self._retired_units.add(unit.index)
+            if unit.index not in self._units_read:
+                self._units_read.add(unit.index)
                 for bucket in unit.trainable:
-                    bucket.buffer.retire()
+                    bucket.buffer.end_read()
 
     def _update_ready(self, *summed: Bucket) -> None:
-        """Update the buckets that can be updated inside backward, now that these are summed too; see [Note: Updates inside
-        backward]."""
+        """Update the buckets that can be updated, now that these are summed too; see [Note: Updates inside backward]."""
         ready, self._ready = [*self._ready, *summed], []
         for bucket in ready:
             unit = self._units[bucket.unit]
-            if unit.index not in self._retired_units:
+            if unit.index not in self._units_read:
                 self._ready.append(bucket)
                 continue
             self.gradients.complete(bucket)
@@ -485,8 +447,8 @@ class OptimizerStep:
         return self._stream.rows(id(bucket), bucket.length, uses)
 
     def _operands(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
-        """List the operands of a bucket's update in the order in which `_update` takes them: master weights, moments, averages,
-        the gradients unless backward has just left them in memory, and the copy that is gathered."""
+        """List the operands of an update in the order in which `_update` takes them: master weights, moments, averages, gradients
+        unless backward has just left them in memory, and the copy that is gathered."""
         states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
         if averaging and bucket.average is not None:
             states.append(bucket.average)
@@ -498,7 +460,3 @@ class OptimizerStep:
         if bucket.copy is not None:
             uses.append(StreamOperand(tensor=bucket.copy, mode=Access.WRITE))
         return uses
-
-
-def _tier_of(device: torch.device) -> Tier:
-    return Tier.DEVICE if is_accelerator(device) else Tier.HOST

@@ -93,7 +93,7 @@ class ZeroRunner:
             received = [torch.full_like(self.losses[action.microbatch], seed)] if forward.roots else ()
         if action.kind is Kind.BACKWARD_INPUT:
             with self.queue.deferring(key):
-                self.passes.backward_input(forward, received)
+                self.passes.backward(forward, received, inputs_only=True)
         else:
             self.passes.backward(forward, received)
             if self.after is not None:
@@ -174,7 +174,7 @@ class StepDriver:
                 work=work,
                 loss=loss,
                 queue=self._queue,
-                scale=engine.loss_scale,
+                scale=engine.optimizer_step.scaler.scale,
                 backward_follows=follows,
                 after=after if each else None,
             )

@@ -175,11 +175,11 @@ class Watchdog:
             self.board.count_step([int(1e9 * value) for value in found])
 
     def event(
-        self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True, call: str = ""
+        self, activity: Activity, unit: int, peers: Sequence[int], *, known_order: bool = True, call: str = ""
     ) -> None:
         """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`.
 
-        On one host every event is compared, since reading is free there. Across hosts only an event that is not `settled` (not as
+        On one host every event is compared, since reading is free there. Across hosts only an event without a `known_order` (as
         recorded in an earlier pass) is: this rank then publishes it and waits for the peers' events.
 
         Raises:
@@ -201,7 +201,7 @@ class Watchdog:
         if self._compare_events:
             # A peer that is not here yet compares with this rank later; a wait compares all streams (`examine`).
             self._compare(peers, stream)
-        elif not settled:
+        elif not known_order:
             self.board.publish()
             what = f"agreement on {self._phrase(word)}"
             behind = partial(self._behind, peers, stream, number)

@@ -15,30 +15,17 @@ from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, Stride
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import (
-    FileSettings,
-    Ledger,
-    Purpose,
-    Tier,
-    TieredPart,
-    TieredTensor,
-    Tiers,
-    allocate_lasting,
-)
+from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredPart, TieredTensor, Tiers, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.plan import ModelPlan
+from zeromesh.units.plan import UnitPlan
 from zeromesh.units.unit import Bucket, Unit
 from zeromesh.weight_init.weight_sources import ParameterSource
 
 
 def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
-    """Compare the buckets and options of all ranks of `group` before anything is allocated; all ranks call this.
-
-    Ranks with different plans would sum gradients of different parameters, or map memory past its end. Raises `LayoutError` on
-    every rank, naming the options and parameters that differ.
-    """
+    """Raise `LayoutError` on all ranks of `group`, which all call this, naming the options and parameters that differ."""
     # The paths of swap files may differ between hosts.
     shared = replace(options, offload=replace(options.offload, files=FileSettings()))
     values: dict[str, object] = {f"option {each.name}": getattr(shared, each.name) for each in fields(shared)}
@@ -62,7 +49,7 @@ _LEAST_RUN = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Built:
-    """The result of `build_units`. `transport` moves parameters, `reduction` gradients; they are one object if both are sharded."""
+    """Built units. `transport` moves parameters, `reduction` gradients; they are one object if both are sharded."""
 
     units: tuple[Unit, ...]
     releases: bool
@@ -72,11 +59,10 @@ class Built:
     tiers: Tiers
 
 
-def plan_layouts(plan: ModelPlan, parts: int) -> list[list[BucketLayout]]:
-    """Return the bucket layouts of every unit, for `parts` ranks that share the states."""
+def plan_layouts(plan: Sequence[UnitPlan], parts: int) -> list[list[BucketLayout]]:
     return [
         [build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())]
-        for unit in plan.units
+        for unit in plan
     ]
 
 
@@ -88,13 +74,11 @@ def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
 
 
 def build_units(
-    model: nn.Module, plan: ModelPlan, mesh: Mesh, options: ZeroOptions, source: ParameterSource, tiers: Tiers
+    model: nn.Module, plan: list[UnitPlan], mesh: Mesh, options: ZeroOptions, source: ParameterSource, tiers: Tiers
 ) -> Built:
-    """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views.
-
-    A rank holds at most one parameter beyond its own shards at a time. All units are at rest afterwards. Raises `LayoutError`
-    when ranks have different plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short.
-    """
+    """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views. All units are at
+    rest afterwards. Raises `LayoutError` when ranks have different plans, or a parameter is wider than its master weight. Raises
+    `StorageError` when memory is short."""
     layouts = plan_layouts(plan, mesh.shard.size)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.data, flat, options)
@@ -128,7 +112,7 @@ def build_units(
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
     built = zip(transport.buffers, stored, strict=True)
     units = []
-    for number, (unit_plan, unit_layouts) in enumerate(zip(plan.units, layouts, strict=True)):
+    for number, (unit_plan, unit_layouts) in enumerate(zip(plan, layouts, strict=True)):
         module = model.get_submodule(unit_plan.module)
         buckets = [_build_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
         units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
@@ -137,7 +121,6 @@ def build_units(
 
 
 def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
-    """Raise LayoutError when a trained parameter would be rounded to its master weight, or lose its imaginary part."""
     master = options.precision.master
     for spec in specs:
         if not spec.dtype.is_floating_point:
@@ -169,12 +152,9 @@ def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions, device: to
 def kept_buckets(
     units: Sequence[Sequence[BucketLayout]], options: ZeroOptions, device: torch.device, kind: str
 ) -> list[list[bool]]:
-    """Return for each bucket of each unit, the root first, whether its gathered parameters are kept between uses.
-
-    With the budget `auto`, a single rank keeps all, and ranks that share pages keep those that need no extra memory: the root,
-    which is gathered whenever another unit is, and units whose shards are stored in the dtype of the gather. A single rank always
-    keeps buckets whose shards are themselves the parameters.
-    """
+    """Return for each bucket of each unit, the root first, whether its gathered parameters are kept between uses. With the budget
+    `auto`, a single rank keeps all, and ranks that share pages keep the root and units that rest in the gathered dtype. A single
+    rank always keeps buckets whose shards are themselves the parameters."""
     away, budget = options.offload.parameters.leaves_device(device), options.gathered_budget
     alone = kind == "local" and not away
     if options.placements.parameters is Placement.REPLICATED or (alone and not isinstance(budget, int)):
@@ -194,7 +174,7 @@ def kept_buckets(
 
 
 def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
-    """Return True if the shard of a bucket is stored in the gathered dtype, so that it can be a part of the gathered buffer."""
+    """Return True if the shard of a bucket is stored in the dtype of the gather, and can be a part of the gathered buffer."""
     spec = layout.first
     trained = spec.requires_grad and spec.dtype.is_floating_point
     return not trained or spec.dtype == options.precision.master
@@ -255,8 +235,7 @@ def _runs_in_files(
 
 
 def _page_offset(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
-    """Return the offset of a bucket's memory from the start of a page that aligns it with its blocks in the files, so that most of
-    what the first rank reads needs no copy."""
+    """Return the bytes from the start of a page at which a bucket's memory aligns with most of its blocks in the files."""
     alike = Counter({0: 0})
     for run in stored or ():
         alike[(run.first - run.start) * layout.first.dtype.itemsize % BLOCK] += run.end - run.start
@@ -303,9 +282,9 @@ def _fill_piece(master: TieredTensor, piece: ShardPiece, source: ParameterSource
             source.fill(piece.spec.name, rows, interval, memory)
             continue
         for begin in range(0, interval.length, _CHUNK):
-            own = Interval(start=interval.start + begin, end=min(interval.start + begin + _CHUNK, interval.end))
-            passing = torch.empty(own.length, dtype=master.dtype)
-            source.fill(piece.spec.name, rows, own, passing)
+            part = Interval(start=interval.start + begin, end=min(interval.start + begin + _CHUNK, interval.end))
+            passing = torch.empty(part.length, dtype=master.dtype)
+            source.fill(piece.spec.name, rows, part, passing)
             master.write(start + begin, passing).wait()
 
 
@@ -330,8 +309,7 @@ def _allocate_weights(
 
 
 def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
-    """Give a frozen bucket master weights, initialized with its weights, and memory for gradients. Raises `LayoutError` when a
-    parameter is wider than its master weight would be. Raises `StorageError` when memory is short."""
+    """Give a frozen bucket master weights, initialized with its weights, and memory for gradients; raises as `build_units` does."""
     _require_master_weights([slot.spec for slot in bucket.layout.slots], options)
     dtype = options.precision.master
     if bucket.master.dtype != dtype:
@@ -344,7 +322,7 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
 
 
 def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move the model's own parameter object to `device`, so that its hooks stay and lists that hold it stay valid."""
+    """Move the model's parameter object to `device`, so that its hooks and lists that hold it stay valid."""
     placeholder = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
     if not torch._has_compatible_shallow_copy_type(parameter, placeholder):
         # The data of a meta parameter cannot be replaced, nor on some devices that of a CPU one; tensors can be swapped.

@@ -1,9 +1,6 @@
 """Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype.
 
-A unit is a transformer block, the embedding, the head, or the root for the rest. Blocks are the modules whose class the model names
-in `_no_split_modules` (transformers), or else the repeated children of a `ModuleList` or `Sequential`. A container without a
-forward is never called: its children are blocks instead. A tied parameter belongs to the smallest unit around all modules that hold
-it. Units with few elements join the root.
+docs/architecture.md says which modules are units.
 """
 
 from collections import Counter
@@ -27,7 +24,7 @@ _LEAST_ELEMENTS = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitPlan:
-    """A module whose parameters are gathered together. Specs are in the order of `named_parameters`."""
+    """A module whose parameters are gathered together, in the order of `named_parameters`."""
 
     module: str
     specs: tuple[ParameterSpec, ...]
@@ -42,17 +39,6 @@ class UnitPlan:
         for spec in self.specs:
             kinds.setdefault(spec.kind, []).append(spec)
         return tuple(map(tuple, kinds.values()))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelPlan:
-    """All units, the root first, the others in module order. Every parameter is in exactly one."""
-
-    units: tuple[UnitPlan, ...]
-
-    def specs(self) -> Iterable[ParameterSpec]:
-        for unit in self.units:
-            yield from unit.specs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +60,8 @@ def plan_model(
     compute_dtype: torch.dtype,
     group_of: Callable[[str], int] = lambda fqn: 0,
     cuts: ModelCuts | None = None,
-) -> ModelPlan:
-    """Divide `model` into units.
+) -> list[UnitPlan]:
+    """Divide `model` into units: the root first, the others in module order. Every parameter is in exactly one.
 
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
     model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
@@ -110,11 +96,10 @@ def plan_model(
     least = _LEAST_ELEMENTS if cuts.chunks == 1 else 0  # Other chunks have no root.
     for module in [module for module in modules if sum(spec.numel for spec in members[module]) < least]:
         members[ROOT] += members.pop(module)
-    return ModelPlan(units=tuple(UnitPlan(module=module, specs=tuple(specs)) for module, specs in members.items()))
+    return [UnitPlan(module=module, specs=tuple(specs)) for module, specs in members.items()]
 
 
 def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Raise LayoutError for TorchScript with parameters, and for spectral norms whose vectors have another dtype."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise LayoutError(
@@ -143,7 +128,6 @@ def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]
 def _dtypes(
     model: nn.Module, names: Iterable[tuple[nn.Parameter, list[str]]], compute: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Return the dtype in which each parameter is gathered, by its first name; see `plan_model`."""
     counts: Counter[torch.dtype] = Counter()
     for parameter, _ in names:
         if parameter.is_floating_point():
@@ -151,23 +135,19 @@ def _dtypes(
     main = counts.most_common(1)[0][0] if counts else torch.float32
     # Parameters that a transformers model names stay in fp32, and those of batch norms, whose running statistics are fp32 buffers:
     # PyTorch takes 16-bit inputs with fp32 weights, not the reverse.
-    parts = {
-        part
-        for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        for part in getattr(model, attribute, None) or ()
-    }
+    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    parts = {part for attribute in attributes for part in getattr(model, attribute, None) or ()}
     norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     kept = {f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters()}
-    found: dict[str, torch.dtype] = {}
+    gathered: dict[str, torch.dtype] = {}
     for parameter, (fqn, *_) in names:
-        own = parameter.dtype
-        if not parameter.is_floating_point():
-            found[fqn] = own
-        elif compute.itemsize < 4 and (fqn in kept or any(part in fqn for part in parts)):
-            found[fqn] = torch.float32
-        else:
-            found[fqn] = own if own.itemsize > max(main.itemsize, compute.itemsize) else compute
-    return found
+        dtype = parameter.dtype
+        if dtype.is_floating_point and compute.itemsize < 4 and (fqn in kept or any(part in fqn for part in parts)):
+            dtype = torch.float32
+        elif dtype.is_floating_point and dtype.itemsize <= max(main.itemsize, compute.itemsize):
+            dtype = compute
+        gathered[fqn] = dtype
+    return gathered
 
 
 def block_modules(model: nn.Module) -> list[nn.Module]:
@@ -187,7 +167,7 @@ def _block_names(model: nn.Module) -> list[str]:
 
 
 def _with_forward(fqn: str, module: nn.Module) -> Iterator[str]:
-    """Yield the module, or if it has no forward, its children; its own parameters then belong to the enclosing unit."""
+    """Yield the module, or if it has no forward, its children; its parameters then belong to the enclosing unit."""
     if getattr_static(type(module), "forward") is not nn.Module.forward or "forward" in vars(module):
         yield fqn
         return

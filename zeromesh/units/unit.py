@@ -1,7 +1,5 @@
 """Units and their buckets at run time.
 
-docs/architecture.md has a table of the memory of a bucket, and of who owns it.
-
 [Note: Parameters at rest] A parameter at rest has a subclass of its class, whose `__torch_function__` receives every PyTorch
 operation on it. Queries of metadata (shape, dtype, gradient, hooks) are answered. Anything else calls `wake`, which makes the
 parameter's unit live or raises, and then runs on the same object with its class and values restored. Operations that ignore
@@ -52,8 +50,8 @@ _METADATA = frozenset(
 
 
 class ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
-    """The metaclass of the parameter classes that an engine creates: instances of their `kind` count as theirs, so that comparisons
-    of classes, as in `torch.testing.assert_close`, succeed."""
+    """The metaclass of an engine's parameter classes: instances of their `kind` count as theirs, so that comparisons of classes,
+    as in `torch.testing.assert_close`, succeed."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         kind = vars(cls).get("kind")
@@ -61,7 +59,6 @@ class ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives th
 
 
 def make_subclass(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
-    """Make the subclass of `base` for parameters of class `kind`, with these attributes."""
     return type(name, (base,) if kind is nn.Parameter else (base, kind), {"kind": kind, **attributes})
 
 
@@ -76,7 +73,6 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
     def __torch_function__(
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Answer queries of metadata; wake all parameters at rest for anything else."""
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -87,7 +83,7 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
         return func(*args, **kwargs)
 
     def wake(self) -> None:
-        """Make the values usable, which restores the parameter's own class. Raises `PhaseError` if they cannot be gathered."""
+        """Make the values usable, which restores the parameter's class. Raises `PhaseError` if they cannot be gathered."""
         type(self).on_use(self)
         if isinstance(self, AtRest):
             raise PhaseError(f"a parameter of shape {tuple(self.shape)} was to be made usable, and still rests")
@@ -97,7 +93,6 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
         return self.__deepcopy__(memo)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Show the values if they are available, else the metadata, for debuggers."""
         try:
             self.wake()
         except PhaseError as error:
@@ -113,7 +108,6 @@ def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
 
 
 def live_class(parameter: nn.Parameter) -> type[nn.Parameter]:
-    """Return the class of a parameter while it is live."""
     kind = type(parameter)
     return kind.kind if issubclass(kind, AtRest) else kind
 
@@ -122,7 +116,6 @@ class Phase(Enum):
     RESTING = "resting"
     """Parameters are not usable: sharded, or out of date."""
     GATHERING = "gathering"
-    """A gather is in flight."""
     LIVE = "live"
     """Parameters are whole and current."""
 
@@ -134,8 +127,8 @@ _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 class UseCallback:
-    """Calls `on_use` with the name of a parameter of one bucket that is used at rest. Parameter classes refer to this and not to
-    the bucket: a cycle with it would keep a closed engine's memory from being freed."""
+    """Calls `on_use` with the name of a bucket's parameter that is used at rest. Parameter classes do not refer to the bucket: a
+    cycle would keep a closed engine's memory from being freed."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
         named = zip(parameters, layout.slots, strict=True)
@@ -201,11 +194,9 @@ class Bucket:
         self._versions_unreliable = False
         """True if version counters rise without changes of values, as under parametrizations, and cannot be used."""
         self.first_changed: torch.Tensor | None = None
-        """On a device, the unread index of the first parameter changed through `.data` since its values were recorded; the number
-        of parameters if there is none."""
+        """On a device, the unread index of the first parameter changed through `.data`; the number of parameters if none was."""
 
     def set_live_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
-        """Replace the classes that the parameters have while live."""
         on_use = staticmethod(self.uses)
         resting = {each: make_subclass(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
         self._resting_classes = [resting[kind] for kind in kinds]
@@ -219,7 +210,6 @@ class Bucket:
         return [] if flags == self.training else [n for n, flag in enumerate(flags) if flag != self.training[n]]
 
     def adopt_requires_grad(self) -> None:
-        """Record in `training` which parameters have `requires_grad` now, and in `learned` those that ever had it."""
         self.training = [parameter.requires_grad for parameter in self.parameters]
         named = zip(self.layout.slots, self.training, strict=True)
         self.learned.update(slot.spec.fqn for slot, trained in named if trained)
@@ -258,18 +248,15 @@ class Bucket:
         noted, self._versions, self._digests = self._digests, versions, []
         changed = replaced if noted else replaced + counted
         if noted and on_accelerator(noted[0]):
-            self._compare_digests(noted)
+            same = torch.stack(noted) == torch.stack([digest(view) for view in self._views])
+            first, before = same.to(torch.float32).cumprod(0).sum(), self.first_changed
+            self.first_changed = first if before is None else torch.minimum(before, first)
         else:
             changed += [number for number, old in enumerate(noted) if old != digest(self._views[number])]
         self._versions_unreliable = self._versions_unreliable or bool(noted and counted)
         if self._versions_unreliable:
             self.record_digests()
         return self.layout.slots[min(changed)].spec.fqn if changed else None
-
-    def _compare_digests(self, noted: Sequence[torch.Tensor]) -> None:
-        same = torch.stack(list(noted)) == torch.stack([digest(view) for view in self._views])
-        unchanged = same.to(torch.float32).cumprod(0).sum()
-        self.first_changed = unchanged if self.first_changed is None else torch.minimum(self.first_changed, unchanged)
 
     def drop_casts(self) -> None:
         """Undo `module.to(dtype)` on live parameters, for evaluation."""
@@ -291,7 +278,7 @@ class Unit:
     def __init__(
         self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger, share: float
     ) -> None:
-        """Create the unit; `share` is the fraction of gathered memory that counts for this process."""
+        """`share` is the fraction of gathered memory that counts for this process."""
         self.index = index
         self.name = name
         self.module = module
@@ -304,7 +291,6 @@ class Unit:
         self.adopt_requires_grad()
 
     def adopt_requires_grad(self) -> None:
-        """Record for every bucket which parameters have `requires_grad` now, and which buckets get gradients."""
         for bucket in self.buckets:
             bucket.adopt_requires_grad()
         self.trainable = tuple(bucket for bucket in self.buckets if any(bucket.training))
@@ -313,7 +299,7 @@ class Unit:
             bucket.buffer.persistent and bucket.copy is None and bucket.length == bucket.layout.padded
             for bucket in self.buckets
         )
-        """True if in-place changes of parameters persist, since the gathered memory is that of the master weights, all of them."""
+        """True if in-place changes of parameters persist, since the gathered memory is that of all master weights."""
 
     def names(self) -> list[str]:
         specs = [slot.spec for bucket in self.buckets for slot in bucket.layout.slots]
@@ -338,7 +324,6 @@ class Unit:
             bucket.record_digests()
 
     def enter(self, phase: Phase) -> None:
-        """Enter the next phase. Raises `PhaseError` for a phase that may not follow."""
         if phase is not _NEXT_PHASE[self.phase]:
             raise PhaseError(
                 f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become "
@@ -379,25 +364,23 @@ class Unit:
 
 
 _FIRST_FORWARDS = 2
-"""The number of forwards of each unit, from its first on, in which all parameter values are compared."""
 
 
 class InplaceWrites:
     """Detects parameters that were changed in place. Version counters are compared in every pass. Digests of values, which show
-    writes through `.data` too, are compared in the first two forwards of each unit, then of one unit a forward. Parameters that are
-    read between steps are compared too, and from then on those whose counters have risen without a change."""
+    writes through `.data` too, are compared in the `_FIRST_FORWARDS` of each unit, then of one unit a forward, of parameters that
+    were read between steps, and from then on of those whose counters rise without a change."""
 
     def __init__(self, *, alone: bool) -> None:
         """`alone`: no other rank has copies or shards of the parameters."""
         self._is_alone = alone
-        self.forwards = 0
-        """The number of training forwards so far."""
+        self.training_forwards = 0
         self._calls: Counter[int] = Counter()
 
     def record(self, unit: Unit, units: int) -> None:
         """Record digests of a unit that is about to run forward: in its first forwards, then in one of every `units` forwards."""
         self._calls[unit.index] += 1
-        if self._calls[unit.index] <= _FIRST_FORWARDS or self.forwards % units == unit.index:
+        if self._calls[unit.index] <= _FIRST_FORWARDS or self.training_forwards % units == unit.index:
             self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
             unit.record_digests()
 
@@ -407,12 +390,12 @@ class InplaceWrites:
             self._raise_changed(unit, name)
 
     def comparisons(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
-        """List the comparisons on a device that the host has not read yet, as scalars to be passed to `refuse_changed`."""
+        """List the results of comparisons on a device that the host has not read yet, for `refuse_changed`."""
         buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
         return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
 
     def refuse_changed(self, unit: Unit, bucket: Bucket, first: int) -> None:
-        """Raise as `refuse_in_pass` when a comparison has shown a changed parameter; `first` is its number in its bucket."""
+        """Raise as `refuse_in_pass` if a bucket's parameter number `first` was changed; there is none past the last."""
         bucket.first_changed = None
         if first < len(bucket.parameters):
             self._raise_changed(unit, bucket.layout.slots[first].spec.fqn)
@@ -436,12 +419,12 @@ class InplaceWrites:
 
 
 def _changed_parameters(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
-    found = []
+    changed = []
     for unit in units:
         for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
             if (name := bucket.changed_parameter()) is not None:  # Each call also resets the records of its bucket.
-                found.append((unit, name))
-    return found
+                changed.append((unit, name))
+    return changed
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
@@ -462,7 +445,6 @@ def digest(values: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_closed(name: str) -> None:
-    """Raise the error for the use of a parameter whose engine is closed."""
     raise PhaseError(
         f"parameter {name} was read or written after the trainer was closed, while the model was still divided among ranks; its "
         "values are gone. Take them before, from trainer.state_dict(), or train to the end"

@@ -1,21 +1,10 @@
-"""The sources of a parameter's initial values.
-
-The engine asks a source for intervals of parameters while it fills its shards, so no rank ever holds the whole model:
-
-    BuiltSource         the model has its values already (it was passed built)
-    SeededSource        the model is on the meta device: values are drawn module by module from a seed
-    SafetensorsSource   the values lie in files (`trainer/weights/safetensors_source.py`)
-
-`build_deferred` builds a model on the meta device if that loses no values, else on CPU.
+"""The sources of a parameter's initial values, which the engine asks for intervals of parameters while it fills its shards.
 
 [Note: Recomputed initial values] A model built on the meta device has shapes and no values. They are recomputed one module at a
 time on CPU, by the initialisers that a normal construction would run: `_init_weights` of its Hugging Face model, or the module's
 `reset_parameters`. Then those of every module *around* it run, innermost first, since containers correct their contents (GPT-2
 scales the residual projections of each attention, `nn.Transformer` redraws all matrices). All other tensors stay on meta meanwhile,
-where writing does nothing.
-
-Memory is filled with NaN before (integers are computed twice over different fillings), so a value computed only by `__init__`, and
-lost by building on meta, is reported instead of invented.
+where writing does nothing. Memory is filled with NaN before, so a value computed only by `__init__` is reported, not invented.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,8 +31,8 @@ INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyEr
 
 @contextmanager
 def seeded_cpu(seed: int, name: str) -> Iterator[None]:
-    """Inside the block, create tensors on CPU and draw from torch's CPU generator, seeded by (`seed`, `name`). The generator is
-    restored afterwards. `torch.manual_seed` would reseed every accelerator as well."""
+    """Inside the block, create tensors on CPU and draw from torch's CPU generator, seeded by (`seed`, `name`) and then restored.
+    `torch.manual_seed` would reseed every accelerator as well."""
     state = torch.default_generator.get_state()
     torch.default_generator.manual_seed(number_of(f"{seed}\0{name}"))
     try:
@@ -60,8 +49,8 @@ def is_pretrained_model(module: nn.Module) -> bool:
 
 
 class Skeleton:
-    """A second module tree with the same attributes, whose parameters and buffers are all on meta. Initialisers run on it, so the
-    model's own tensors, which may be in use, are never written."""
+    """A second module tree with the same attributes, whose parameters and buffers are all on meta. Initialisers run on it, so that
+    the model's own tensors are never written."""
 
     def __init__(self, model: nn.Module) -> None:
         self._clones: dict[int, nn.Module] = {}
@@ -103,13 +92,13 @@ class Skeleton:
         """Run the initialisers of the tensors that module `fqn` owns: its own, then those of its ancestors. With `reset_first`, a
         Hugging Face model's module is first reset as its constructor would have done."""
         path = self.path(fqn)
-        found: list[Callable[[], object] | None] = [_reset_method(path[-1]) if reset_first else None]
+        initialisers: list[Callable[[], object] | None] = [_reset_method(path[-1]) if reset_first else None]
         for depth in range(len(path), 0, -1):
             around: list[Any] = [each for each in path[:depth] if id(each) in self._pretrained]
             module = path[depth - 1]
-            found.append(partial(around[-1]._init_weights, module) if around else _reset_method(module))
+            initialisers.append(partial(around[-1]._init_weights, module) if around else _reset_method(module))
         with seeded_cpu(seed, fqn):
-            for initialiser in filter(None, found):
+            for initialiser in filter(None, initialisers):
                 initialiser()
 
     def managed_by_pretrained(self, fqn: str) -> bool:
@@ -119,9 +108,8 @@ class Skeleton:
     def recompute(
         self, fqn: str, table: Table, names: Sequence[str], seed: int
     ) -> tuple[Mapping[str, torch.Tensor], tuple[str, ...], str]:
-        """Compute the initial values of the parameters or buffers `names` that module `fqn` owns, on CPU, in their own dtypes.
-        They depend on `seed` and `fqn` alone. The global random state does not change. Returns the values by name, the names that
-        no code set, and why."""
+        """Compute the initial values of the parameters or buffers `names` that module `fqn` owns, on CPU, in their own dtypes, from
+        `seed` and `fqn` alone. Returns the values by name, the names that no code set, and why."""
         owner: dict[str, torch.Tensor] = self.path(fqn)[-1].__dict__[table]
         before = {name: owner[name] for name in names}
         values: Mapping[str, torch.Tensor] = {}
@@ -159,12 +147,9 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 
 def _filled(like: torch.Tensor, filling: int) -> torch.Tensor:
-    """Return a CPU tensor of `like`'s shape and dtype filled with NaN, or for dtypes without NaN with one of two other values."""
-    if _has_nan(like):
-        value: float | int | bool = float("nan")
-    elif like.dtype is torch.bool:
-        value = bool(filling)
-    else:
+    """Return a CPU tensor like `like`, filled with NaN, or for dtypes without NaN with one of two values."""
+    value: float = float("nan") if _has_nan(like) else bool(filling)
+    if not _has_nan(like) and like.dtype is not torch.bool:
         value = torch.iinfo(like.dtype).max - filling
     tensor = torch.full(like.shape, value, dtype=like.dtype, device="cpu")
     return nn.Parameter(tensor, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else tensor
@@ -210,7 +195,6 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def writes_to(self, tensor: torch.Tensor) -> tuple[Write, ...]:
-        """Return the operations that wrote into the storage of `tensor`, in order."""
         return tuple(self._writes.get(_address(tensor), ()))
 
 
@@ -233,10 +217,8 @@ class ParameterSource(Protocol):
     """Provides the initial values of a model's parameters, interval by interval."""
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of the flattened parameter `fqn`, 1-D, in its stored dtype, on any device.
-
-        The result may share memory with the source: copy it before the next call, and do not write to it.
-        """
+        """Return elements [start, end) of the flattened parameter `fqn`, 1-D, in its stored dtype, on any device. The result may
+        share memory with the source: copy it before the next call, and do not write to it."""
         ...
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
@@ -264,7 +246,6 @@ class ParameterSource(Protocol):
 
 
 def check_interval(fqn: str, start: int, end: int, numel: int) -> None:
-    """Raise `LayoutError` unless 0 <= start <= end <= numel."""
     if not 0 <= start <= end <= numel:
         raise LayoutError(f"{fqn}: interval [{start}, {end}) does not lie in its {numel} elements")
 
@@ -283,12 +264,8 @@ class BuiltSource(ParameterSource):
         self._values = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        """Return elements of a parameter; see `ParameterSource`.
-
-        Raises:
-            LayoutError: for an unknown or released name, or interval.
-            LostValuesError: for values that are on the meta device and cannot be drawn.
-        """
+        """Return elements of a parameter; see `ParameterSource`. Raises `LayoutError` for an unknown or released name, or interval,
+        and `LostValuesError` for values that are on the meta device and cannot be drawn."""
         name = self._canonical.get(fqn, "")
         value = self._values.get(name)
         if value is None:
@@ -307,11 +284,8 @@ class BuiltSource(ParameterSource):
 
 
 class SeededSource(BuiltSource):
-    """Draws the parameters of a model on the meta device, one module at a time, from `seed` and the module's name.
-
-    Values do not depend on the order of reads, the device, the world size or the global random state. A tied parameter has the
-    value of its first name. Parameters that are not on meta keep their values. The values of one module are cached between reads.
-    """
+    """Draws the parameters of a model on the meta device, one module at a time, from `seed` and the module's name alone. A tied
+    parameter has the value of its first name. Parameters that are not on meta keep their values."""
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         super().__init__(model)
@@ -324,6 +298,7 @@ class SeededSource(BuiltSource):
                 owner, _, leaf = name.rpartition(".")
                 self._owned.setdefault(owner, []).append(leaf)
         self._drawn: dict[str, Mapping[str, torch.Tensor]] = {}
+        """The values of the module that was read last."""
 
     def _draw(self, name: str) -> torch.Tensor:
         owner, _, leaf = name.rpartition(".")
@@ -341,9 +316,7 @@ class SeededSource(BuiltSource):
 
     def lost(self) -> tuple[str, ...]:
         """Return the parameters that no initialiser would set, found before any read by a dry run on meta, which costs no memory.
-
-        Modules of equal structure (class path and shapes) are tried once. `read` checks the values themselves.
-        """
+        Modules of equal classes and shapes are tried once. `read` checks the values themselves."""
         verdicts: dict[object, tuple[str, ...]] = {}
         names: list[str] = []
         for owner, leaves in self._owned.items():
@@ -356,7 +329,7 @@ class SeededSource(BuiltSource):
 
     def _lost_in(self, owner: str, leaves: list[str]) -> tuple[str, ...]:
         parameters = self.skeleton.path(owner)[-1]._parameters
-        wanted = [p for leaf in leaves if (p := parameters[leaf]) is not None]
+        owned = [p for leaf in leaves if (p := parameters[leaf]) is not None]
         for reset_first in (False, True):
             try:
                 with WriteLog() as log:
@@ -365,7 +338,7 @@ class SeededSource(BuiltSource):
                 break  # It may fail only since tensors on meta have no values.
             if any(log.writes_to(p) for p in self._values.values() if p.is_meta):
                 return tuple(leaves)  # it writes to the model and not the skeleton: unsafe to run later
-            if all(not p.numel() or any(numel >= p.numel() for _, _, numel, _ in log.writes_to(p)) for p in wanted):
+            if all(not p.numel() or any(numel >= p.numel() for _, _, numel, _ in log.writes_to(p)) for p in owned):
                 return ()
             if not self.skeleton.managed_by_pretrained(owner):
                 break
@@ -380,10 +353,9 @@ def _full_name(fqn: str, leaf: str) -> str:
 def materialize_buffers(
     model: nn.Module, device: torch.device | str, seed: int, *, source: ParameterSource | None = None
 ) -> tuple[str, ...]:
-    """Give every buffer of `model` memory on `device`, in its own dtype, and its value. A buffer on meta gets its value stored in
-    `source`, else that of its initialiser (rotary frequencies, position ids, running statistics). Returns the names of buffers,
-    and of unregistered tensor attributes on meta, with unknown values: such buffers hold NaN or arbitrary integers, and the model
-    must be built on CPU instead."""
+    """Give every buffer of `model` memory on `device`, in its own dtype, and its value: of a buffer on meta that stored in
+    `source`, else that of its initialiser. Returns the names of buffers, and of unregistered tensor attributes on meta, with
+    unknown values: such buffers hold NaN or arbitrary integers, and the model must be built on CPU instead."""
     target = torch.device(device)
     skeleton = Skeleton(model) if any(buffer.is_meta for buffer in model.buffers()) else None
     moved: dict[int, torch.Tensor] = {}  # one buffer may be registered twice
@@ -400,14 +372,12 @@ def materialize_buffers(
         values, unset, _ = skeleton.recompute(fqn, "_buffers", todo, seed) if skeleton and todo else ({}, (), "")
         for name, buffer in buffers.items():
             if id(buffer) not in moved:
-                value: torch.Tensor | None = buffer
-                if name in todo:
-                    value = source.buffer(_full_name(fqn, name)) if source is not None else None
-                    if value is None:
-                        value = values.get(name)
-                        lost += [_full_name(fqn, name)] if name in unset else []
-                if value is None:
-                    value = torch.full(buffer.shape, float("nan") if buffer.is_floating_point() else -1)
+                stored = source.buffer(_full_name(fqn, name)) if source is not None and name in todo else None
+                value = buffer if stored is None else stored
+                if name in todo and stored is None:
+                    unknown = float("nan") if buffer.is_floating_point() else -1
+                    value = values[name] if name in values else torch.full(buffer.shape, unknown)
+                    lost += [_full_name(fqn, name)] if name in unset else []
                 moved[id(buffer)] = value.detach().to(device=target, dtype=buffer.dtype)
             module._buffers[name] = moved[id(buffer)]
     return tuple(lost)
@@ -415,7 +385,7 @@ def materialize_buffers(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltModel:
-    """A model, the source of its values, and notes for the user (such as the reason for the way it was built)."""
+    """A model, the source of its values, and notes for the user, such as why it was built so."""
 
     model: nn.Module
     source: ParameterSource
@@ -432,9 +402,7 @@ def build_deferred(
 ) -> BuiltModel:
     """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws later. If that would
     lose or change values, `build` is called on CPU, with torch's generator seeded by `seed`: every rank then holds the whole model
-    for a while, and a note says so. That is so if it raises on meta, registers hooks on gradients of parameters, sets parameters
-    or buffers to values that no initialiser sets, or initialises a plain module's parameters otherwise than their
-    `reset_parameters` does (found by comparing the operations)."""
+    for a while, and a note says why."""
     log = WriteLog()
     try:
         with log, torch.device("meta"):
@@ -452,10 +420,10 @@ def build_deferred(
 
     def lost_buffers() -> tuple[str, ...]:
         before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-        found = materialize_buffers(model, "cpu", seed)
+        names = materialize_buffers(model, "cpu", seed)
         for table, buffers in before:
             table.update(buffers)
-        return found
+        return names
 
     lost = "building on the meta device loses the values of {}"
     for find, reason in (
@@ -473,10 +441,9 @@ def build_deferred(
 
 
 def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
-    """Wrap a model that the user has passed: built, or on the meta device (partly or wholly). The construction of weights on meta
-    cannot be observed any more: a note names the modules redrawn by `reset_parameters`, except those of Hugging Face models, which
-    `_init_weights` draws. Raises `LostValuesError` if no initialiser would compute some of the parameters on meta; `LayoutError`
-    if such parameters have hooks on their gradients, which may refer to tensors without values."""
+    """Wrap a model that the user has passed: built, or on the meta device (partly or wholly), with a note that says how its weights
+    are redrawn. Raises `LostValuesError` if no initialiser would compute some of the parameters on meta; `LayoutError` if such
+    parameters have hooks on their gradients, which may refer to tensors without values."""
     owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
     if not owners:
         return BuiltModel(model=model, source=BuiltSource(model))
@@ -519,9 +486,8 @@ def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> Bui
 
 
 def _initialised_otherwise(model: nn.Module, skeleton: Skeleton, construction: WriteLog, seed: int) -> tuple[str, ...]:
-    """Return parameters outside of Hugging Face models that construction wrote with other operations than initialisers do. It
-    finds subclasses that redraw their layers in `__init__` (`self.apply(self._init_weights)`); Hugging Face models do so by
-    `_init_weights`, which a build on meta skips and `SeededSource` calls."""
+    """Return parameters outside of Hugging Face models that construction wrote with other operations than initialisers do, as where
+    a subclass redraws its layers in `__init__`."""
     replays: dict[str, WriteLog] = {}
 
     def differs(name: str, parameter: nn.Parameter) -> bool:

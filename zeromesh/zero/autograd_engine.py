@@ -4,10 +4,8 @@
     loss.backward()     begins at the first result of a unit, or the first gradient, that autograd reaches, and ends with autograd
     close_backwards()   completes pending sums over ranks, before gradients are measured, read or used
 
-[Note: Several graphs] The hooks of a unit's results know the forward that made them. A backward runs through the graph of one
-forward, however many calls and losses that forward had, and another backward may run through the rest of the graph. Units that
-are reached through the graph of an earlier forward stay live until backward is over. A graph from before the latest update is
-refused, since the parameters have changed.
+The hooks of a unit's results know the forward that made them. A backward runs through the graph of one forward, and another may
+run through the rest of it. Units that are reached through the graph of an earlier forward stay live until backward is over.
 """
 
 import math
@@ -22,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
@@ -33,15 +31,13 @@ from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes, PassMode, PassProgress
 
-_will_run_node: Callable[[Node], bool] = torch._C._will_engine_execute_node
 _GRAD_DESCRIPTOR: Any = vars(torch._C.TensorBase)["grad"]
 _Result = TypeVar("_Result")
-_current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     """The class of the parameters of an `AutogradEngine`. Gradients are divided among ranks, so `grad` raises where ordinary
-    code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on. Values lie in the engine's memory."""
+    code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on."""
 
     passes: ClassVar["AutogradPasses"]
     kind: ClassVar[type[nn.Parameter]]
@@ -65,11 +61,9 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
         _GRAD_DESCRIPTOR.__delete__(self)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Register a hook as on any tensor. The engine's hook, which takes the gradient, stays the last one."""
         return hook_before(self, hook)
 
     def share_memory_(self) -> Any:
-        """Raise `PhaseError`: the values lie in the engine's memory."""
         raise PhaseError("share_memory() gives parameters other memory, and theirs is the engine's; leave it out")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -81,7 +75,7 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
 
 @dataclass(eq=False)
 class _Graph:
-    """The graph of one forward, which lives as long as a hook of the graph does."""
+    """The graph of one forward, alive as long as one of its hooks."""
 
     progress: PassProgress
     generation: int
@@ -98,18 +92,16 @@ class StepGradients:
     used: bool = False
     """True if an update has used the gradients."""
     summed: bool = False
-    """True if the gradients are summed over all ranks."""
     closed: bool = False
-    """True if ranks have also agreed which parameters have no gradient."""
+    """True if the gradients are `summed` over all ranks, which also know what has no gradient."""
     norm: float | None = None
-    """The norm of the gradients, once it was computed."""
     clip: float = 1.0
     """The clipping factor, by which gradients are multiplied when they are read or used."""
     clipped: bool = False
 
 
 class AutogradPasses(Passes):
-    """Passes for a user's own training loop: a call of the model begins forward, autograd begins backward, alike on all ranks."""
+    """Passes that a user's training loop begins by calls of the model and by autograd, alike on all ranks."""
 
     reading: ClassVar[str] = (
         "Read it inside `with zeromesh.gathered(model, [{!r}]):` on all ranks, take whole tensors of all parameters from "
@@ -118,8 +110,7 @@ class AutogradPasses(Passes):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._accumulation = self._options.accumulation
-        self._reduces_each = self._reduces_each or self._accumulation == 1
+        self._reduces_each = self._reduces_each or self._options.accumulation == 1
         self.step = StepGradients()
         self.synced = True
         self.generation = 0
@@ -232,10 +223,11 @@ class AutogradPasses(Passes):
 
     def _sets_gradients(self) -> bool:
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
+        will_run = torch._C._will_engine_execute_node
         try:
             with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
                 # Keeping a node would keep its parameter alive, and with it the engine, which garbage collection could not free.
-                return any(_will_run_node(get_gradient_edge(each).node) for each in trained if each.requires_grad)
+                return any(will_run(get_gradient_edge(each).node) for each in trained if each.requires_grad)
         except RuntimeError:  # `autograd.grad` of a parameter: the call returns its gradient.
             return False
 
@@ -266,12 +258,13 @@ class AutogradPasses(Passes):
                 "the gradients of this step have been clipped, and another backward would add to them; clip after the last "
                 "backward of a step, or call optimizer.zero_grad() before the next one"
             )
-        if self._accumulation > 1 and step.backwards >= self._accumulation:
+        accumulation = self._options.accumulation
+        if step.backwards >= accumulation > 1:
             raise PhaseError(
-                f"the step has had its {self._accumulation} backwards (accumulation={self._accumulation}); call optimizer.step() "
+                f"the step has had its {accumulation} backwards (accumulation={accumulation}); call optimizer.step() "
                 "and optimizer.zero_grad(), or give shard() another accumulation"
             )
-        last = self.synced and self._accumulation > 1 and step.backwards + 1 == self._accumulation
+        last = self.synced and step.backwards + 1 == accumulation > 1
         graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
         # An earlier backward of this graph, through another part of it or with retain_graph, may have set these.
@@ -293,10 +286,9 @@ class AutogradPasses(Passes):
     @property
     def failed(self) -> bool:
         """True if the latest backward ended with an error."""
-        return self.mode is PassMode.BACKWARD and _current_backward() == -1
+        return self.mode is PassMode.BACKWARD and torch._C._current_graph_task_id() == -1
 
     def require_no_failure(self) -> None:
-        """Raise `PhaseError` when the latest backward ended with an error."""
         if self.failed:
             raise PhaseError(
                 "the latest backward ended with an error, and this rank's gradients are incomplete; call optimizer.zero_grad() on "
@@ -327,7 +319,8 @@ class AutogradPasses(Passes):
         self.step.closed = True
         buckets = [bucket for unit in reversed(self.units) for bucket in unit.trainable]
         if not self.step.summed:
-            self.gradients.begin(buckets, reduce=self._options.sums_before_reducing, first=False, last=True)
+            reduce = self._options.sums_before_reducing
+            self.gradients.begin(buckets, reduce=reduce, first=False, last=True, known_order=False)
             self.gradients.flush()
             self._updater.leave(self.units)
         self.gradients.find_missing(buckets)
@@ -368,8 +361,8 @@ class AutogradEngine(ZeroEngine):
         """Raise `PhaseError` when the model's parameters are not those that were partitioned."""
         if _ids_of_contents(self._modules) == self._ids_of_contents:  # Listing all parameters takes ten times as long.
             return
-        found = dict(self.model.named_parameters())
-        for one, other in ((found, self._sharded), (self._sharded, found)):
+        present = dict(self.model.named_parameters())
+        for one, other in ((present, self._sharded), (self._sharded, present)):
             others = set(map(id, other.values()))
             changed = next((name for name, each in one.items() if id(each) not in others), None)
             if changed is not None:
@@ -413,8 +406,10 @@ class AutogradEngine(ZeroEngine):
     def gradient(self, name: str, factor: float) -> torch.Tensor | None:
         """Return a whole gradient times `factor`, clipped, without loss scale; see `FullState.gradient`. All ranks call it."""
         self._passes.close_backwards()
-        found = self.state.gradient(name)
-        return None if found is None else found.mul_(factor * self._passes.step.clip / self.loss_scale)
+        gradient = self.state.gradient(name)
+        if gradient is not None:
+            gradient.mul_(factor * self._passes.step.clip / self.optimizer_step.scaler.scale)
+        return gradient
 
     def gradient_norm(self, factor: float) -> float:
         """Return the norm of all gradients times `factor`, after any clipping, without the loss scale. All ranks call it."""
@@ -422,25 +417,23 @@ class AutogradEngine(ZeroEngine):
         step = self._passes.step
         if step.norm is None:
             step.norm = math.sqrt(self._sum_squares())
-        return step.norm * abs(factor) * step.clip / self.loss_scale
+        return step.norm * abs(factor) * step.clip / self.optimizer_step.scaler.scale
 
     def clip(self, limit: float, factor: float) -> float:
         """Scale gradients down to the norm `limit`; returns the norm before clipping. All ranks call it."""
-        norm = self.gradient_norm(factor)
-        step = self._passes.step
+        norm, step = self.gradient_norm(factor), self._passes.step
         step.clip, step.clipped = step.clip * clip_factor(norm, limit), True
         return norm
 
     def update(self, groups: Sequence[Hyperparameters], factor: float) -> bool:
-        """Update with the gradients times `factor`; under a loss scale, only if they are finite. All ranks call it. Returns True
-        if the parameters were updated."""
+        """Update with the gradients times `factor`, and return True; under a loss scale, only if they are finite. All ranks call
+        it."""
         self.require_same_parameters()
         self._passes.close_backwards()
         if self._passes.writes.comparisons(self.units):
             self.read_step()
-        scale = self.loss_scale
-        scaled = self.options.precision.loss_scale is not None
-        skip = scaled and not math.isfinite(self.gradient_norm(factor))
+        scale = self.optimizer_step.scaler.scale
+        skip = self.options.precision.loss_scale is not None and not math.isfinite(self.gradient_norm(factor))
         self.optimizer_step.begin_step(groups)
         with self._updating():
             self.optimizer_step.scaler.update(overflow=skip)
@@ -449,8 +442,8 @@ class AutogradEngine(ZeroEngine):
         return not skip
 
     def forget_gradients(self, *, zeros: bool = False) -> None:
-        """Forget gradients, so that the next backward is the first of its step. A single rank may call this after a failed
-        backward. `zeros`: parameters without a gradient count as having zero gradients in the next step."""
+        """Forget gradients, so that the next backward is the first of its step; a single rank may do so after a failed one.
+        `zeros`: parameters without a gradient count as having zero gradients in the next step."""
         if self._passes.failed and self.mesh.world_size == 1:
             self.abandon_pass()
         self._passes.require_no_failure()

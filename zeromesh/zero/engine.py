@@ -1,16 +1,7 @@
 """`ZeroEngine` trains a model whose parameters, gradients and optimizer states are divided among ranks.
 
-A step is
-
-    engine.begin_step(step, groups)
-    driver.train(engine, work, loss)    # a schedule of passes: forward gathers each unit around its use, and so does backward,
-                                        # which reduces gradients as buckets complete
-    engine.finish_step(factor)          # norm, clipping, update of the shards, next values of the parameters
-
-Before `finish_step` a caller may read scalars from the device by `read_step`, so that the host waits for it once a step.
-
-A ZeRO stage changes the placement of tensors (`options.placements`), never the code path. `passes.py` runs the passes,
-`optim/gradients.py` sums gradients into shards, and `optim/optimizer_step.py` updates from them.
+A step is `begin_step`, a driver's schedule of passes (`passes.py`), and `finish_step`: norm, clipping, update of the shards, next
+values of the parameters. A ZeRO stage changes the placement of tensors (`options.placements`), never the code path.
 
 [Note: Changed requires_grad] A bucket is allocated for the parameters that are trained when the model is built. A frozen bucket
 gets master weights, moments and gradients when the first of its parameters is trained. A bucket that is frozen later keeps them,
@@ -72,7 +63,6 @@ class ZeroEngine:
         """The time that this rank has waited for transfers from other tiers."""
         self.transport = built.transport
         self.reduction = built.reduction
-        """The transport that sums gradients."""
         self._wider: Transport | None = None
         """A transport with larger gradient slots than those allocated at the start."""
         self._slot_bytes = self._needed_slot_bytes()
@@ -80,11 +70,12 @@ class ZeroEngine:
         shards, sharing = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)
         gradients = GradientReducer(built.reduction.reducer, shards, sharing, mesh, options)
         self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
-        self._passes = self.passes_class(
-            built, mesh, options, self.optimizer_step, _units_by_chunk(self.units, cuts or ModelCuts())
-        )
+        cuts = cuts or ModelCuts()
+        chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
+        for unit in self.units:  # Units without parameters are in the first chunk.
+            chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)
+        self._passes = self.passes_class(built, mesh, options, self.optimizer_step, chunks)
         self._averages_swapped = False
-        """True while averaged weights and master weights are exchanged."""
         self._inconsistent = False
         """True if some weights may be older than others, because an update or a load was cut short."""
         # Each stage of a pipeline has its own units.
@@ -92,12 +83,10 @@ class ZeroEngine:
         mesh.watch.unit_names = {rank: stages[mesh.shape.coordinate(rank)["pipeline"]] for rank in mesh.world.ranks}
         self._hooks = Hooks(self.units, self._passes)
         self._flag_changes = 0
-        """The number of changes of the set of trained parameters."""
         self._states: dict[bool, FullState] = {}
-        """The values of `state` (False) and `averaged_state` (True), cached until the set of trained parameters changes."""
+        """The values of `full_state` by `averaged`, cached until `requires_grad` of a parameter changes."""
         self._states_valid_at: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self.optimizer_step, mesh, options)
-        """The parameters, master weights and optimizer states of this rank, as parts of whole tensors by name."""
         if not self._releases:
             self._gather_all()
 
@@ -111,17 +100,16 @@ class ZeroEngine:
         tiers: Tiers | None = None,
         cuts: ModelCuts | None = None,
     ) -> Self:
-        """Cut the model into units, allocate and fill them, and hook the model. `source` provides initial values; None stands for
-        the model's own values. The engine owns `tiers` and closes them; None: it opens its own. `cuts` describe the parts of the
-        whole model that tensor and pipeline parallelism have left on this rank; `source` then has values of the whole model."""
+        """Cut the model into units, allocate and fill them, and hook the model. `source` has the initial values of the whole model,
+        also where `cuts` leave a part of it on this rank; None: the model's own. The engine closes `tiers`; None: it opens them."""
         tiers = tiers or open_tiers(mesh, options)
         try:
             rules = GroupRules(options.optimizer)
             plan = plan_model(model, options.precision.compute, rules.group_of, cuts)
-            own = [name for spec in plan.specs() for name in (spec.name, *spec.other_names)]
-            names = chain.from_iterable(mesh.pipeline.gather_json(own, "names of all parameters"))
-            unmatched = rules.unmatched(list(names))
-            if unmatched:
+            specs = chain.from_iterable(unit.specs for unit in plan)
+            stage_names = [name for spec in specs for name in (spec.name, *spec.other_names)]
+            names = chain.from_iterable(mesh.pipeline.gather_json(stage_names, "names of all parameters"))
+            if unmatched := rules.unmatched(list(names)):
                 raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
             built = build_units(model, plan, mesh, options, source or BuiltSource(model), tiers)
             return cls(model, built, mesh, options, cuts)
@@ -132,14 +120,10 @@ class ZeroEngine:
     @property
     def state(self) -> FullState:
         """Whole parameters and gradients by name."""
-        return self._full_state(averaged=False)
+        return self.full_state(averaged=False)
 
-    @property
-    def averaged_state(self) -> FullState:
-        """Whole averaged weights and gradients by name; the weights themselves if no average is kept."""
-        return self._full_state(averaged=True)
-
-    def _full_state(self, *, averaged: bool) -> FullState:
+    def full_state(self, *, averaged: bool) -> FullState:
+        """Return whole parameters by name, their averages if these are kept, and gradients. All ranks call it."""
         # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
         followed = self.mesh.pipeline.gather_integers([self._flag_changes])
         if followed != self._states_valid_at:
@@ -155,20 +139,9 @@ class ZeroEngine:
             )
         return self._states[averaged]
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor that multiplies losses of this step before backward; 1 without float16 gradients."""
-        return self.optimizer_step.scaler.scale
-
     def progress(self) -> dict[str, Any]:
-        """Return the progress that a checkpoint stores beside tensors, under the names that `load_progress` takes. All ranks call
-        it.
-
-            updates       the number of parameter updates: steps that were not skipped
-            trained       parameters not trained as in the built model, by name: if they are now, and the number of their updates
-            averages      the number of updates that the averaged weights include
-            loss_scale    the present one, and `good_steps`, the number of steps without an overflow since it changed
-        """
+        """Return the progress that a checkpoint stores beside tensors, for `load_progress`; docs/checkpoint-format.md describes
+        the values. All ranks call it."""
         step = self.optimizer_step
         changed = {
             slot.spec.name: (trained, steps)
@@ -205,9 +178,9 @@ class ZeroEngine:
         unknown = trained.keys() - {spec.name for spec, _ in specs}
         if unknown and self.mesh.pipeline.size == 1:
             raise CheckpointError(f"the checkpoint has trained {min(unknown)}, and the model has no such parameter")
-        wanted = [bool(trained.get(spec.name, (spec.requires_grad,))[0]) for spec, _ in specs]
+        final = [bool(trained.get(spec.name, (spec.requires_grad,))[0]) for spec, _ in specs]
         # First, all parameters that were ever trained are set to be trained: their states are allocated, to be loaded later.
-        for flags in ([on or spec.name in trained for on, (spec, _) in zip(wanted, specs, strict=True)], wanted):
+        for flags in ([on or spec.name in trained for on, (spec, _) in zip(final, specs, strict=True)], final):
             for (_, parameter), flag in zip(specs, flags, strict=True):
                 parameter.requires_grad_(flag)
             self._apply_flags()
@@ -224,9 +197,8 @@ class ZeroEngine:
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
     def _apply_flags(self) -> None:
-        """Train from now on exactly the parameters with `requires_grad`, on all ranks alike; see [Note: Changed requires_grad].
-        Raises `LayoutError` where ranks set different flags, for parameters that stages of a pipeline share, and for one that is
-        wider than its master weights would be. Raises `StorageError` when there is no memory for what is trained now."""
+        """Train from now on exactly the parameters with `requires_grad`; see [Note: Changed requires_grad]. Raises `LayoutError`
+        where ranks set different flags, and for parameters that stages share. Raises `StorageError` when memory is short."""
         changed = [(bucket, index) for bucket in self._buckets for index in bucket.changed_flags()]
         if not changed:
             return
@@ -248,31 +220,23 @@ class ZeroEngine:
                 make_trainable(bucket, self.options, self._tiers)
                 self._hooks.on_gradients(unit, bucket)
             unit.adopt_requires_grad()
-        self._widen_slots()
+        needed, name, slots = self._needed_slot_bytes(), self.reduction.name, self.options.gradient_slots
+        if needed > self._slot_bytes and name != "local":
+            wider = open_transport(name, self.mesh.shard, self.mesh.device, (), slots, needed)
+            self._passes.gradients.use(wider.reducer)
+            if self._wider is not None:
+                self._wider.close()
+            self._wider, self._slot_bytes = wider, needed
+            self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, slots, needed))
         self.optimizer_step.adapt_to_trained()
 
     def _needed_slot_bytes(self) -> int:
         trained = [bucket.layout for bucket in self._buckets if bucket.trainable]
         return slot_bytes(trained, self.options, self.mesh.device)
 
-    def _widen_slots(self) -> None:
-        needed, name = self._needed_slot_bytes(), self.reduction.name
-        if needed <= self._slot_bytes or name == "local":
-            return
-        slots = self.options.gradient_slots
-        wider = open_transport(name, self.mesh.shard, self.mesh.device, (), slots, needed)
-        self._passes.gradients.use(wider.reducer)
-        if self._wider is not None:
-            self._wider.close()
-        self._wider, self._slot_bytes = wider, needed
-        self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, slots, needed))
-
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
-        """Run all microbatches of a step: `run` calls the passes for each action of a schedule in order.
-
-        Afterwards the gradients are in this rank's shards, or their reductions are in flight. Raises `CollectiveError` when a
-        peer is gone, late or in another unit. Raises `PhaseError` during another pass; nothing is begun then.
-        """
+        """Run all microbatches of a step into this rank's gradient shards: `run` calls the passes. Raises `CollectiveError` when a
+        peer is gone, late or in another unit, and `PhaseError` during another pass; nothing is begun then."""
         self._passes.require_idle()
         try:
             result = run(self._passes)
@@ -285,22 +249,19 @@ class ZeroEngine:
             self._inconsistent = bool(self.optimizer_step.last_order)  # True if buckets were updated inside backward.
 
     def read_step(self, scalars: Sequence[torch.Tensor] = ()) -> tuple[list[float], float]:
-        """Read the caller's `scalars` from the device after the last backward, for which the host waits once.
-
-        Returns the scalars as numbers, and this rank's part of the squared norm of all gradients, to be summed over the world.
-        Raises `PhaseError` when forward has changed a parameter in place, which is known on a device only after this read.
-        """
+        """Read the caller's `scalars` from the device after the last backward, for which the host waits once, and this rank's part
+        of the squared norm of all gradients. Raises `PhaseError` when forward has changed a parameter in place."""
         writes = self._passes.writes
         unread = writes.comparisons(self.units)
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
-                found, squares = self.optimizer_step.read([*scalars, *(each for *_, each in unread)])
-            for (unit, bucket, _), first in zip(unread, found[len(scalars) :], strict=True):
+                values, squares = self.optimizer_step.read([*scalars, *(each for *_, each in unread)])
+            for (unit, bucket, _), first in zip(unread, values[len(scalars) :], strict=True):
                 writes.refuse_changed(unit, bucket, int(first))
         except BaseException as error:
             self.mesh.fail(error)
             raise
-        return found[: len(scalars)], squares
+        return values[: len(scalars)], squares
 
     def _sum_squares(self) -> float:
         total = torch.tensor([self.read_step()[1]], dtype=torch.float64)
@@ -324,10 +285,8 @@ class ZeroEngine:
 
         A parameter without a gradient on any rank keeps its value and its moments, as in torch; `lacking` says if some rank
         `lacks_gradients`. `squares` is the sum over the world of the parts that `read_step` has returned; None: the sum is made
-        here. A norm that is not finite skips the update on all ranks, or ends the run under `on_nonfinite: stop`. The outcome, or
-        the error, then names units, and the ranks that pass `loss_finite` False because their own loss was not finite. Raises
-        `NonFiniteError` under `on_nonfinite: stop`.
-        """
+        here. A norm that is not finite skips the update on all ranks, or raises `NonFiniteError` under `on_nonfinite: stop`; the
+        outcome or error names units, and the ranks that pass `loss_finite` False because their own loss was not finite."""
         with self._updating():
             if squares is None:
                 squares = self._sum_squares()
@@ -359,10 +318,8 @@ class ZeroEngine:
         Returns False if weights may be of two updates, since an update or a load had begun."""
         if self._inconsistent:
             return False
-        for unit in self.units:
-            for bucket in unit.trainable:
-                for parameter in bucket.parameters:
-                    parameter.grad = None
+        for parameter in chain.from_iterable(bucket.parameters for bucket in self._buckets if any(bucket.training)):
+            parameter.grad = None
         self.optimizer_step.abandon()
         if self._passes.mode is not PassMode.IDLE:
             self._passes.end()
@@ -378,14 +335,14 @@ class ZeroEngine:
 
     @contextmanager
     def loading(self, averaged_updates: int | None = None) -> Iterator[None]:
-        """Inside the block this rank's shards may be overwritten, on all ranks alike; afterwards all parameters are gathered
-        anew. `averaged_updates` is the number of updates in the loaded averages; None keeps the present number. After an error
-        the shards hold parts of both states until such a block succeeds; after a `LayoutError` nothing was read."""
+        """Inside the block all ranks may overwrite their shards; afterwards all parameters are gathered anew. `averaged_updates` is
+        the number of updates in the loaded averages; None keeps the present one. After an error the shards hold parts of both
+        states until such a block succeeds; after a `LayoutError` nothing was read."""
         for unit in self.units:
             if unit.phase is Phase.GATHERING:
                 unit.wait()
         for bucket in self._buckets:
-            bucket.buffer.retire()
+            bucket.buffer.end_read()
         for bucket in self._buckets:
             bucket.buffer.begin_write()
         mixed, self._inconsistent = self._inconsistent, True
@@ -406,18 +363,17 @@ class ZeroEngine:
 
     def _gather_all(self) -> None:
         for unit in self.units:
-            self._passes.start(unit, settled=True)
+            self._passes.start(unit, known_order=True)
 
-    def settle(self) -> None:
-        """Wait for the gathers that run in the background, such as those that an update starts."""
+    def wait_for_gathers(self) -> None:
         for bucket in self._buckets:
             bucket.buffer.wait()
 
     # Passes over the model
 
     def evaluation(self) -> AbstractContextManager[Passes]:
-        """Inside the block forward runs under no_grad, on all ranks alike; units are gathered around use as in training. Random
-        numbers come from the global generators. A driver's schedule calls the passes that the block yields."""
+        """Inside the block forward runs under no_grad, on all ranks alike, and draws random numbers from the global generators. A
+        driver's schedule calls the passes that the block yields."""
         return self._passes.evaluation()
 
     @contextmanager
@@ -462,11 +418,3 @@ class ZeroEngine:
         for transport in dict.fromkeys((self._wider, self.transport, self.reduction)):
             if transport is not None:
                 transport.close()
-
-
-def _units_by_chunk(units: Sequence[Unit], cuts: ModelCuts) -> list[list[Unit]]:
-    """Group the units by chunk. Units without parameters are in the first one."""
-    chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
-    for unit in units:
-        chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)
-    return chunks

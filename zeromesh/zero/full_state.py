@@ -1,8 +1,4 @@
-"""A model's parameters, gradients and optimizer states as whole tensors by name, independent of how ranks shard them.
-
-`CheckpointState` lists the tensors of a checkpoint, with this rank's part of each, for writing and for loading. `FullState` reads
-whole parameters and gradients, gathering one bucket at a time.
-"""
+"""A model's parameters, gradients and optimizer states as whole tensors by name, independent of how ranks shard them."""
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -35,8 +31,8 @@ _MOST_LISTED = 8
 
 
 class CheckpointState:
-    """An engine's parameters, master weights and moments as whole tensors by name, and this rank's part of each. Parameters are
-    stored in the dtype that the model computes with, and beside them master weights where these differ."""
+    """Lists the tensors of a checkpoint, and this rank's part of each, to write and to load: parameters in the dtype that the model
+    computes with, beside them master weights where these differ, and moments."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], updater: OptimizerStep, mesh: Mesh, options: ZeroOptions
@@ -48,18 +44,18 @@ class CheckpointState:
         self._options = options
 
     def tensors(self, *, reading: bool = False) -> list[TensorSpec]:
-        """List the tensors of a checkpoint, alike on all ranks, in the order of buckets, so that tensors adjacent in a shard are
-        adjacent in a file. `reading`: list only what a load needs, without parameters that are cast from master weights."""
-        found = [
+        """List the tensors of a checkpoint, alike on all ranks, in the order of buckets: what is adjacent in a shard is adjacent in
+        a file. `reading`: list only what a load needs, without parameters that are cast from master weights."""
+        specs = [
             TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=slot.spec.region.shape)
             for bucket in self._buckets
             for kind, dtype, _ in self._sharded_tensors(bucket, reading=reading)
             for slot in bucket.layout.slots
             if _is_stored(bucket, slot.spec, kind, reading=reading)
         ]
-        found += [spec for bucket in self._buckets for spec, _ in self._unsharded(bucket, None)]
-        found += [spec_of(name, buffer) for name, buffer in persistent_buffers(self._model).items()]
-        return list(chain.from_iterable(tensors_by_stage(found, self._mesh.pipeline, "tensors of all stages")))
+        specs += [spec for bucket in self._buckets for spec, _ in self._unsharded(bucket, None)]
+        specs += [spec_of(name, buffer) for name, buffer in persistent_buffers(self._model).items()]
+        return list(chain.from_iterable(tensors_by_stage(specs, self._mesh.pipeline, "tensors of all stages")))
 
     def aliases(self) -> dict[str, str]:
         """Map each further name of a tied parameter to the name under which the parameter is stored."""
@@ -76,27 +72,26 @@ class CheckpointState:
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
 
     def shards_to_write(self) -> list[TensorShard]:
-        """List the shards that this rank writes. Ranks that hold the same tensor write disjoint parts of it, so that every element
-        is written once. The first rank of the first pipeline stage with a buffer writes the buffer."""
+        """List the shards that this rank writes. Ranks that hold the same tensor write disjoint parts of it, and the first rank of
+        the first pipeline stage with a buffer writes the buffer."""
         holders, index = self._mesh.replicate.size, self._mesh.replicate.index
         if self._options.placements.optimizer is Placement.REPLICATED:
             holders, index = self._mesh.data.size, self._mesh.data_index
-        found: list[TensorShard] = []
+        shards: list[TensorShard] = []
         for bucket in self._buckets:
             if self._updater.gradients.sharing.counts(bucket):
-                found += self._shards_of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
+                shards += self._shards_of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
         # Forward may change a buffer while it is written.
         buffers, pipeline = persistent_buffers(self._model), self._mesh.pipeline
         specs = buffers_by_stage(self._model, pipeline)[pipeline.index]
         first = self._mesh.tensor.index == self._mesh.data_index == 0
-        return [*found, *(_buffer_shard(spec.name, buffers[spec.name].clone()) for spec in specs if first)]
+        return [*shards, *(_buffer_shard(spec.name, buffers[spec.name].clone()) for spec in specs if first)]
 
     def shards_to_read(self) -> list[TensorShard]:
         """List the shards that this rank reads: all that it holds, with master weights rather than parameters, and all buffers."""
-        found: list[TensorShard] = []
-        for bucket in self._buckets:
-            found += self._shards_of(bucket, bucket.interval, reading=True)
-        return [*found, *(_buffer_shard(name, buffer) for name, buffer in persistent_buffers(self._model).items())]
+        shards = (self._shards_of(bucket, bucket.interval, reading=True) for bucket in self._buckets)
+        buffers = persistent_buffers(self._model).items()
+        return [*chain.from_iterable(shards), *(_buffer_shard(name, buffer) for name, buffer in buffers)]
 
     def fill(self, given: Mapping[str, torch.Tensor]) -> None:
         """Copy whole tensors, by parameter name, into this rank's shards; called inside `ZeroEngine.loading`."""
@@ -110,63 +105,63 @@ class CheckpointState:
             shard.values.write(0, local.reshape(-1)[shard.interval.start : shard.interval.end]).wait()
 
     def require_same_weights(self) -> None:
-        """Check, between passes over the model, that ranks that hold the same weights hold the same values; every rank calls it.
-
-        The check compares replicas along data axes, parameters that tensor ranks hold whole, and the copies of a tied parameter
-        on stages of a pipeline, by digests of 64 bits (XXH3) of gathered parameters that a rank keeps for forward, of shards at
-        rest, and of persistent buffers. A rank reads all of its weights once, one tensor at a time. Raises `WeightsDifferError`
-        on all ranks, with the tensors and ranks, where ranks hold other values of the same weights.
-        """
+        """Raise `WeightsDifferError`, with tensors and ranks, where 64-bit digests (XXH3) of weights differ on ranks that hold the
+        same: gathered parameters that are kept, shards at rest, and buffers. All ranks call it between passes."""
         for bucket in self._buckets:
             bucket.buffer.wait()  # An update starts gathers, which write the buffer.
         world = self._mesh.world
         holders: dict[str, dict[int, str]] = {}
         for rank, row in zip(world.ranks, world.gather_json(self._digests(), "digests of weights"), strict=True):
-            for what, found in row.items():
-                holders.setdefault(what, {})[rank] = found
-        lines = [_explain(what, digests) for what, digests in holders.items() if len(set(digests.values())) > 1]
+            for what, value in row.items():
+                holders.setdefault(what, {})[rank] = value
+        lines = []
+        for what, digests in holders.items():
+            most, count = Counter(digests.values()).most_common(1)[0]
+            others = [rank for rank, digest in digests.items() if digest != most]
+            alike = [rank for rank in digests if rank not in others]
+            if others and 2 * count > len(digests):
+                lines.append(f"{what}: {ranks_text(others)} has other values than {ranks_text(alike, 8)}")
+            elif others:
+                lines.append(f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}")
         if lines:
             rest = [f"and {len(lines) - _MOST_LISTED} more"] if len(lines) > _MOST_LISTED else []
             listed = "\n".join([*lines[:_MOST_LISTED], *rest])
             raise WeightsDifferError(f"ranks hold other values of the same weights:\n{listed}")
 
     def _digests(self) -> dict[str, str]:
-        found = {}
+        digests = {}
         for bucket in self._buckets:
             for slot in bucket.layout.slots if bucket.buffer.persistent else ():
                 part = _describe_part(slot.spec.region, Interval(start=0, end=slot.spec.region.numel))
-                found[f"{slot.spec.name}{part}"] = _hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
+                digests[f"{slot.spec.name}{part}"] = _hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
         for shard in self.shards_to_read():
             part = _describe_part(shard.region, shard.interval)
             name = shard.spec.name if shard.spec.kind == MODEL else f"{shard.spec.name} ({shard.spec.kind})"
             if shard.values.numel:
-                found[f"{name}{part}, at rest"] = _hex_digest(shard.values.load(self._mesh.device))
-        return found
+                digests[f"{name}{part}, at rest"] = _hex_digest(shard.values.load(self._mesh.device))
+        return digests
 
     def update_order(self) -> dict[int, int]:
-        """Map the number of each bucket to its expected position in the next update, which is its position in the last one."""
+        """Map the number of each bucket to its position in the last update, at which the next one is expected to change it."""
         return {self.bucket_number(bucket): place for place, bucket in enumerate(self._updater.last_order)}
 
     def bucket_number(self, bucket: Bucket) -> int:
-        """Return the index of a bucket among all buckets, by which a saver knows which shards belong to the bucket."""
+        """Return the index of a bucket among all buckets: the `owner` of its shards."""
         return self._buckets.index(bucket)
 
     def _sharded_tensors(self, bucket: Bucket, *, reading: bool = False) -> list[tuple[str, torch.dtype, TieredTensor]]:
         master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
-        found = []
+        tensors = []
         if not (reading and bucket.trainable):
-            found.append((MODEL, bucket.dtype, master if reading else bucket.copy or master))
-        if bucket.trainable and (reading or master.dtype != bucket.dtype):
-            found.append((MASTER, master.dtype, master))
-        moments = dict(optimizer.moments) if optimizer is not None else {}
-        average = bucket.average
-        moments |= {AVERAGE: average} if average is not None else {}
-        return [*found, *((name, moment.dtype, moment) for name, moment in moments.items())]
+            tensors.append((MODEL, bucket.dtype, master if reading else bucket.copy or master))
+        states = {MASTER: master} if bucket.trainable and (reading or master.dtype != bucket.dtype) else {}
+        states |= optimizer.moments if optimizer is not None else {}
+        states |= {AVERAGE: bucket.average} if bucket.average is not None else {}
+        return [*tensors, *((name, state.dtype, state) for name, state in states.items())]
 
     def _unsharded(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
-        """Yield the optimizer states of a bucket's parameters that are not divided as the parameters are, with the values this
-        rank reads. With `written`, an interval of the bucket's elements, yield those that this rank writes, so that one rank
-        alone writes each."""
+        """Yield the optimizer states that are not divided as their parameters are, with the values that this rank reads, or of
+        `written`, an interval of the bucket, those that it writes."""
         optimizer = self._updater.optimizer_of(bucket)
         if optimizer is None:
             return
@@ -189,11 +184,10 @@ class CheckpointState:
                 owner = self.bucket_number(bucket)
                 yield TensorShard(spec=spec, region=region, interval=everything, values=values, owner=owner)
         offset, pieces = interval.start - bucket.interval.start, bucket.layout.pieces(interval)
-        regions = {piece.spec.name: piece.spec.region for piece in pieces}
         for kind, dtype, tensor in self._sharded_tensors(bucket, reading=reading):
             for piece in pieces:
                 if _is_stored(bucket, piece.spec, kind, reading=reading):
-                    region, where = regions[piece.spec.name], piece.in_shard
+                    region, where = piece.spec.region, piece.in_shard
                     yield TensorShard(
                         spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
                         region=region,
@@ -203,18 +197,8 @@ class CheckpointState:
                     )
 
 
-def _explain(what: str, digests: Mapping[int, str]) -> str:
-    """Name a tensor whose digest differs between its ranks; the most frequent digest is received as right."""
-    most, count = Counter(digests.values()).most_common(1)[0]
-    others = [rank for rank, digest in digests.items() if digest != most]
-    if 2 * count > len(digests):
-        rest = [rank for rank in digests if rank not in others]
-        return f"{what}: {ranks_text(others)} has other values than {ranks_text(rest, 8)}"
-    return f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}"
-
-
 def _describe_part(region: Region, interval: Interval) -> str:
-    """Return text for the elements `interval` of a tensor's region, for an error message; empty for the whole tensor."""
+    """Return text for the elements `interval` of a tensor's region; empty for the whole tensor."""
     boxes = " x ".join("+".join(f"{each.start}:{each.end}" for each in dim) for dim in region.dims)
     cut = "" if region == Region.whole(region.shape) else f"[{boxes}]"
     return cut if interval.length == region.numel else f"{cut} elements {interval.start}:{interval.end}"
@@ -225,8 +209,8 @@ def _hex_digest(values: torch.Tensor) -> str:
 
 
 def _is_stored(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
-    """Return True if a checkpoint stores this kind of tensor for a parameter. A never-trained parameter has weights alone, from
-    which its master weights and averages are restored where others of its bucket are trained."""
+    """Return True if a checkpoint stores this kind of tensor for a parameter. From the weights of a never-trained parameter, its
+    master weights and averages are restored, too."""
     return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or spec.fqn in bucket.learned
 
 
@@ -243,7 +227,6 @@ def _buffer_shard(name: str, buffer: torch.Tensor) -> TensorShard:
 
 
 def buffers_by_stage(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
-    """List the persistent buffers of each stage that no earlier stage has; all ranks of `pipeline` call this."""
     specs = [spec_of(name, buffer) for name, buffer in persistent_buffers(model).items()]
     return tensors_by_stage(specs, pipeline, "buffers of all stages")
 
@@ -266,15 +249,12 @@ def tensors_by_stage(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: st
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the persistent buffers by name, as in `state_dict`; a buffer with several names has only the first."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    buffers: dict[int, tuple[str, torch.Tensor]] = {}
     for fqn, module in model.named_modules():
         for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            found[f"{fqn}.{name}" if fqn else name] = buffer
-    return found
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                buffers.setdefault(id(buffer), (f"{fqn}.{name}" if fqn else name, buffer))
+    return dict(buffers.values())
 
 
 class _StandIn(nn.Parameter):
@@ -318,8 +298,8 @@ class FullState:
         self._names: dict[str, tuple[str, ...]] = {}
         """All names of each parameter, its canonical name first."""
         self._trained: dict[str, bool] = {}
-        own = {spec.name: (spec.other_names, trained) for spec, _, trained in slots}
-        for row in mesh.pipeline.gather_json(own, "names and flags of all stages"):
+        flags = {spec.name: (spec.other_names, trained) for spec, _, trained in slots}
+        for row in mesh.pipeline.gather_json(flags, "names and flags of all stages"):
             for name, (others, trained) in row.items():
                 self._names.setdefault(name, (name, *others))
                 self._trained.setdefault(name, trained)
@@ -339,7 +319,6 @@ class FullState:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole model."""
         return sum(spec.numel for spec in chain.from_iterable(self._stages))
 
     def names(self) -> list[str]:
@@ -347,9 +326,8 @@ class FullState:
         return [spec.name for spec in chain.from_iterable(self._stages)]
 
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield `(name, tensor)` of every parameter: whole master weights, in their dtype and not the compute dtype. With
-        `names`, only these are gathered and yielded. A tensor may be a view of this rank's own weights, which the next step
-        changes: copy it to keep it."""
+        """Yield `(name, tensor)` of every parameter, or of `names` alone: whole master weights, in their dtype. A tensor may be a
+        view of this rank's own weights, which the next step changes: copy it to keep it."""
         return self._gather_all_stages(self._specs if names is None else names, self._gather_bucket, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -357,8 +335,8 @@ class FullState:
         buffers, pipeline = persistent_buffers(self._model), self._mesh.pipeline
         for stage, specs in enumerate(buffers_by_stage(self._model, pipeline)):
             for spec in specs:
-                own = buffers[spec.name].detach() if stage == pipeline.index else None
-                yield spec.name, self._broadcast(stage, spec, own)
+                held = buffers[spec.name].detach() if stage == pipeline.index else None
+                yield spec.name, self._broadcast(stage, spec, held)
 
     def stored_specs(self) -> list[TensorSpec]:
         """List the tensors that `stored` yields: parameters in the dtype of their master weights, frozen ones in the model's."""
@@ -374,18 +352,15 @@ class FullState:
         return next(self.parameters([self._spec_of(fqn).name]))[1].clone()
 
     def gradient(self, fqn: str) -> torch.Tensor | None:
-        """Return one whole gradient, in the reduction dtype, between backward and update; None for a frozen parameter.
-
-        The gradient is scaled as the last backward left it: with the loss scale, without clipping. Raises `PhaseError` when the
-        optimizer has used the gradient inside backward.
-        """
+        """Return one whole gradient, in the reduction dtype, between backward and update, with the loss scale and without clipping;
+        None for a frozen parameter. Raises `PhaseError` when the optimizer has used the gradient inside backward."""
         name = self._spec_of(fqn).name
         if not self._trained[name]:
             return None
-        found = next(self._gather_all_stages([name], self._gather_gradient, self._gradient_dtype), None)
-        if found is None:
+        named = next(self._gather_all_stages([name], self._gather_gradient, self._gradient_dtype), None)
+        if named is None:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
-        return found[1].clone()
+        return named[1].clone()
 
     def nbytes_of(self, fqns: Iterable[str]) -> int:
         """Return the bytes of whole copies of these parameters on a rank. Raises `LayoutError` for names that no stage has."""
@@ -393,18 +368,14 @@ class FullState:
 
     @contextmanager
     def whole(self, fqns: Iterable[str], dtype: torch.dtype) -> Iterator[None]:
-        """Inside the block the named parameters hold whole copies of their values, for reading; no pass over the model may be
-        open.
-
-        A parameter of whole shape on this rank holds the copy itself; any other one, such as a tensor-parallel one, is replaced
-        in the model by a parameter in `dtype`. Raises `LayoutError` for names that no stage has. Raises `PhaseError` at the end
-        of the block, for a parameter that was written inside it; the trained weights are unchanged.
-        """
-        wanted = {self._spec_of(fqn).name for fqn in fqns}
+        """Inside the block, between passes, the named parameters hold whole copies of their values, for reading. One that is not
+        whole on this rank, such as a tensor-parallel one, is replaced in the model by one in `dtype`. Raises `LayoutError` for
+        names that no stage has. Raises `PhaseError` at the end of the block, for a parameter that was written inside it."""
+        names = {self._spec_of(fqn).name for fqn in fqns}
         before: dict[str, tuple[nn.Parameter, tuple[int, int]]] = {}
         with ExitStack() as restore:
             restore.callback(self._restore_phases)
-            for name, value in self.parameters(wanted):
+            for name, value in self.parameters(names):
                 places, trained = self._parameter_dicts(name), self._trained[name]
                 shown, *others = [table.get(leaf) for table, leaf in places]
                 # A parameter of another pipeline stage is on meta here, perhaps under only one of its names.
@@ -428,13 +399,13 @@ class FullState:
             for bucket in unit.buckets:
                 (bucket.show if unit.phase is Phase.LIVE else bucket.hide)()
 
-    def _replace(self, name: str, made: nn.Parameter, restore: ExitStack) -> None:
+    def _replace(self, name: str, replacement: nn.Parameter, restore: ExitStack) -> None:
         for table, leaf in self._parameter_dicts(name):
             if leaf in table:
                 restore.callback(table.__setitem__, leaf, table[leaf])
             else:  # This pipeline stage had no such parameter.
                 restore.callback(table.pop, leaf, None)
-            table[leaf] = made
+            table[leaf] = replacement
 
     def _parameter_dicts(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
         parts = [each.rpartition(".") for each in self._names[name]]
@@ -442,22 +413,22 @@ class FullState:
 
     @contextmanager
     def receiving_values(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Inside the block placeholders of whole shape on the meta device replace the model's parameters; no pass over the model
-        may be open. The yielded mapping has, after the block, the values that `load_state_dict` or others gave them, by name."""
+        """Inside the block, between passes, placeholders of whole shape on the meta device replace the model's parameters. The
+        yielded mapping has, after the block, the values that `load_state_dict` or others gave them, by name."""
         given: dict[str, torch.Tensor] = {}
         stood = {n: _StandIn(torch.empty(self._specs[n].shape, device="meta"), self._trained[n]) for n in self.names()}
         with ExitStack() as restore:
-            for name, made in stood.items():
-                self._replace(name, made, restore)
+            for name, placeholder in stood.items():
+                self._replace(name, placeholder, restore)
             yield given
-            for name, made in stood.items():
-                for each in (made.received, *(table.get(leaf) for table, leaf in self._parameter_dicts(name))):
+            for name, placeholder in stood.items():
+                for each in (placeholder.received, *(table.get(leaf) for table, leaf in self._parameter_dicts(name))):
                     if each is not None and not each.is_meta:
                         given[name] = each.detach()
 
     def make_whole(self, restore: Callable[[], None]) -> None:
-        """Give the model ordinary whole parameters in the master dtype; the engine cannot be used afterwards. `restore` gives the
-        model back the modules that it had, whatever has replaced them."""
+        """Give the model ordinary whole parameters in the master dtype; the engine cannot be used afterwards. `restore` puts the
+        modules that were replaced back into the model."""
         values = {name: tensor.clone() for name, tensor in self.parameters()}
         foreign = self.buffers() if self._mesh.shape.divides("blocks") else ()
         buffers = {name: tensor.clone() for name, tensor in foreign}
@@ -465,11 +436,11 @@ class FullState:
         for name, value in buffers.items():
             self._model.get_buffer(name).copy_(value)
         for name, value in values.items():
-            made = nn.Parameter(value, requires_grad=self._trained[name])
+            whole = nn.Parameter(value, requires_grad=self._trained[name])
             for table, leaf in self._parameter_dicts(name):
                 parameter = table[leaf]
                 if parameter is None or parameter.is_meta:
-                    table[leaf] = made
+                    table[leaf] = whole
                 else:  # Other code may refer to this object, so that it is kept.
                     set_values(parameter, value)
                     parameter.grad = None
@@ -483,11 +454,11 @@ class FullState:
         for stage, specs in enumerate(self._stages):
             chosen = [spec for spec in specs if spec.name in names]
             here = {spec.name for spec in chosen} if stage == pipeline.index else set()
-            own = self._gather_this_stage(here, whole)
+            tensors = self._gather_this_stage(here, whole)
             for spec in chosen:
-                found = next(own, None)
-                if pipeline.gather_integers([int(found is not None)])[stage][0]:
-                    yield spec.name, self._broadcast(stage, spec, found, dtype)
+                tensor = next(tensors, None)
+                if pipeline.gather_integers([int(tensor is not None)])[stage][0]:
+                    yield spec.name, self._broadcast(stage, spec, tensor, dtype)
 
     def _broadcast(
         self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype | None = None
@@ -532,5 +503,4 @@ class FullState:
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
-    """Return values that a write changes: the version counter, and a sum over the bits, as the counter misses `.data`."""
-    return parameter._version, int(digest(parameter.detach()))
+    return parameter._version, int(digest(parameter.detach()))  # The version counter misses writes to `.data`.

@@ -2,11 +2,6 @@
 
 A unit's module calls back before and after its forward, the tensors it returns before its backward, and a parameter when its
 gradient is complete and when it is used while released. `Passes` has the methods that are called.
-
-`UnitCalls` finds where backward enters units without such a hook, in autograd's graph. The nodes of a unit's call have sequence
-numbers between those at its begin and its end, and an edge from any other node to one of these is an entry. Outputs of calls are
-hooked. Tensors that a block keeps as attributes, puts into objects of unknown classes, or makes under `vmap` give entries without
-a hook, where backward would read parameters that were not gathered.
 """
 
 import weakref
@@ -30,8 +25,6 @@ from torch.utils.hooks import RemovableHandle
 from zeromesh.units.unit import Bucket, Unit, all_buckets, refuse_closed
 
 _MOST_DEPTH = 4  # Levels of objects inside objects in which tensors are searched.
-
-
 Edge = tuple[Node, int]
 """An output of an autograd node: the node and the output's number."""
 _MOST_KINDS = 16
@@ -49,7 +42,7 @@ _COPIES = frozenset({"CloneBackward0"})
 
 
 class _ModuleHook:
-    """A hook on a module. Copies of the hook do nothing, so that a copied or pickled module belongs to no engine."""
+    """A hook on a module. Copies of the hook do nothing: a copied or pickled module belongs to no engine."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self._call = call
@@ -157,8 +150,7 @@ def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
 
 
 def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) -> list[torch.Tensor]:
-    """Have `call` run when autograd has computed the gradient of any of these tensors, before backward goes on. Returns the
-    hooked tensors: those that require a gradient and are no leaves."""
+    """Have `call` run when autograd has computed the gradient of any of these tensors. Returns the hooked ones: no leaves."""
 
     def hook(_gradient: torch.Tensor) -> None:
         if peek_interpreter_stack() is None:
@@ -200,7 +192,9 @@ class UnitCall(NamedTuple):
 
 
 class UnitCalls:
-    """Records the calls of units in a forward, and finds where backward enters them without a hook, once for each kind of call."""
+    """Records the calls of units in a forward, and finds where backward would enter them without a hook, and read parameters that
+    were not gathered: through tensors that a block keeps as attributes, in objects of unknown classes, or makes under `vmap`. The
+    nodes of a call have sequence numbers between those at its begin and its end; edges from other nodes to these are entries."""
 
     def __init__(self) -> None:
         self._seen_kinds: dict[int, set[tuple[int, int]]] = {}
@@ -208,7 +202,6 @@ class UnitCalls:
         self._new_calls: list[UnitCall] = []
 
     def reset(self) -> None:
-        """Forget the calls of a pass."""
         self._open_calls, self._new_calls = [], []
 
     def begin(self, unit: int) -> None:
@@ -231,8 +224,8 @@ class UnitCalls:
         return True
 
     def unhooked_entries(self, roots: Iterable[Edge]) -> list[tuple[int, torch.Tensor | None]]:
-        """List the entries into the new calls, in the graph behind `roots`, where backward begins: the edges without a hook that
-        lead from outside into the nodes of a call. Each is the unit, and the parameter if a view of one is read there."""
+        """List the entries without a hook into calls of new kinds, in the graph behind `roots`, where backward begins: the unit of
+        each, and the parameter if a view of one is read there."""
         calls, self._new_calls = sorted(self._new_calls, key=lambda call: call.first), []
         firsts = [call.first for call in calls]
         entries: dict[Edge, tuple[int, torch.Tensor | None]] = {}

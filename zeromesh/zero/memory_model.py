@@ -1,10 +1,6 @@
 """Predicts one rank's memory, by purpose, from the layout alone, before anything is allocated.
 
-The table of docs/architecture.md says which tensors a bucket has. At stage 3 parameters that are not kept come and go: at most the
-root and `prefetch` + 1 units are gathered at once. Activations and the memory of libraries are not included.
-
-Offloaded to files, the master weights, moments and gradient shards are on disk, with a copy in the compute dtype, which is
-gathered. Memory then has the largest few gradient shards on their way, and the stream's buffers.
+The table of docs/architecture.md says which tensors a bucket has. Activations and the memory of libraries are not included.
 """
 
 from collections import Counter
@@ -21,15 +17,14 @@ from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.optim.fused_optimizer import moment_names
 from zeromesh.optim.gradients import MOST_OFFLOADS
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.build import kept_buckets, plan_layouts, ring_bytes, slot_bytes
-from zeromesh.units.plan import ModelPlan
+from zeromesh.units.build import kept_buckets, ring_bytes, slot_bytes
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryBytes:
-    """Bytes of memory, required or available: of an accelerator (0 without one), of the host, and of disks."""
+    """Bytes of memory: of an accelerator (0 without one), of the host, and of disks."""
 
     device: int
     host: int
@@ -48,10 +43,7 @@ class MemoryBytes:
 
 class MemoryModel:
     """The predicted bytes of one rank after the first update, by purpose, without purposes of 0 bytes: in the memory of its
-    compute device (`terms`), in host memory beside an accelerator (`hosted`), and on disk (`files`).
-
-    The bytes of `Purpose.GRADIENTS` are the peak inside backward.
-    """
+    compute device (`terms`), in host memory beside an accelerator (`hosted`), and on disk (`files`). Gradients: the peak."""
 
     def __init__(
         self,
@@ -61,8 +53,8 @@ class MemoryModel:
         transport: str,
         device: torch.device = _CPU,
     ) -> None:
-        """`units` are the layouts of each unit's buckets for `parts` ranks that share states, the root's first. `transport` is the
-        result of `choose_transport` for them: `local`, `shared`, `gloo` or `nccl`. `device` is the compute device."""
+        """`units` are the layouts of each unit's buckets for `parts` ranks that share states, the root's first, and `transport` is
+        what `choose_transport` returns for these ranks."""
         self.units, self._options, self._parts, self._device = units, options, parts, device
         self._replicated = options.placements.optimizer is Placement.REPLICATED
         kept = kept_buckets(units, options, device, transport)
@@ -82,8 +74,10 @@ class MemoryModel:
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
         self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
         """Bytes of all parameters in the compute dtype."""
-        self.passing = self._offloading_bytes()
-        """The peak of bytes, beside `terms`, of gradient shards that are being offloaded."""
+        lengths, sums = sorted(map(self._length, self._trained), reverse=True), options.precision.sums.itemsize
+        stay = not lengths or options.offload.gradients_at.is_whole_on(lengths[0], device)
+        self.passing = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
+        """The peak of bytes, beside `terms`, of gradient shards on their way to another tier: those in flight, and the next one."""
         tiers = {tier: Counter[Purpose]() for tier in Tier}
         tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept)
         tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(
@@ -103,16 +97,11 @@ class MemoryModel:
     @cached_property
     def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
         """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
-        found: dict[torch.dtype, tuple[int, int]] = {}
+        numbers: dict[torch.dtype, tuple[int, int]] = {}
         for layout in self._trained:
-            whole, shard = found.get(layout.first.dtype, (0, 0))
-            found[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
-        return found
-
-    @property
-    def on_disk(self) -> int:
-        """Bytes of swap files."""
-        return sum(self.files.values())
+            whole, shard = numbers.get(layout.first.dtype, (0, 0))
+            numbers[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
+        return numbers
 
     def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
@@ -152,14 +141,6 @@ class MemoryModel:
             if not options.gradients_pass_through:
                 yield Purpose.GRADIENTS, options.precision.sums, offload.gradients_at
 
-    def _offloading_bytes(self) -> int:
-        """Return the bytes of gradient shards in memory on their way to another tier: those in flight, and the next one."""
-        options, lengths = self._options, sorted(map(self._length, self._trained), reverse=True)
-        passing = options.gradients_pass_through
-        if passing or not lengths or options.offload.gradients_at.is_whole_on(lengths[0], self._device):
-            return 0
-        return sum(lengths[: MOST_OFFLOADS + 1]) * options.precision.sums.itemsize
-
     def _staging_bytes(self) -> int:
         widths = [
             sum(
@@ -174,9 +155,8 @@ class MemoryModel:
         return stream_bytes(width, longest, self._options.offload.staging_on(self._device)) if width else 0
 
     def _transient_elements(self) -> int:
-        """Return the elements of gradient shards that live from reduction to update: those in flight, and the root's, which are
-        updated last. Without a reduction, they are the root's and those of the unit in backward. Stage 0 completes all at the end.
-        """
+        """Return the elements of gradient shards that live from reduction to update: those in flight (without a reduction, of the
+        unit in backward), and the root's, which are updated last. Stage 0 completes all at the end."""
         root, *units = [[self._length(layout) for layout in unit if layout.first.requires_grad] for unit in self.units]
         if self._parts == 1:
             return sum(root) + max(map(sum, units), default=0)
@@ -186,10 +166,3 @@ class MemoryModel:
         flying = min(sum(map(len, units)), self._options.gradient_slots) * largest
         # When all of the root's shards exist, one of them is itself in flight.
         return sum(root) + flying - min(largest, *root) if root else flying
-
-
-def predict_memory(
-    plan: ModelPlan, options: ZeroOptions, *, parts: int, transport: str, device: torch.device = _CPU
-) -> MemoryModel:
-    """Predict the memory of each of `parts` ranks that share the states of the planned model; see `MemoryModel`."""
-    return MemoryModel(plan_layouts(plan, parts), options, parts, transport, device)

@@ -5,10 +5,8 @@
     backward    before_backward   leave the units that backward is done with, and gather this one as in forward
                 on_gradient       hand a gradient to the reducer, which sums a bucket over ranks once it is complete
 
-The backward of a microbatch may follow its forward directly, or after other microbatches; its `PassProgress` is kept until then.
-
 Units are gathered at their use at the latest, and ahead of it in the order recorded by an earlier pass of the same kind. A pass
-that leaves this order gathers each unit on use, and is recorded anew. The watchdog reports ranks whose orders differ.
+that leaves this order gathers each unit on use, and is recorded anew.
 """
 
 from __future__ import annotations
@@ -49,11 +47,9 @@ class PassMode(Enum):
 
 @dataclass(eq=False, slots=True)
 class PassProgress:
-    """The progress of one microbatch through a chunk of the model on one rank, from its forward to its backward.
-
-    forward     visits      0  1  2  1  3      call 0, 1, ...; a unit may be called several times
-    backward    reaches the calls in reverse order, and leaves a unit after the first of its calls
-    """
+    """The progress of one microbatch through a chunk of the model on one rank, from its forward to its backward, which may follow
+    directly, or after other microbatches. A unit may be called several times: backward reaches the calls in reverse order, and
+    leaves the unit after the first of them."""
 
     streams: Streams | None = None
     """The microbatch's random number streams; None means that it draws from the global generators."""
@@ -74,8 +70,8 @@ class PassProgress:
     inside: list[int] = field(default_factory=list)
     """The indices of units whose backward is not over."""
     calls: int = 0
-    """The number of calls of units in forward."""
     first_visits: dict[int, int] = field(default_factory=dict)
+    """The number of `calls` of units before the first one of each unit."""
 
 
 class Passes:
@@ -87,16 +83,10 @@ class Passes:
     )
 
     def __init__(
-        self,
-        built: Built,
-        mesh: Mesh,
-        options: ZeroOptions,
-        updater: OptimizerStep,
-        chunks: Sequence[Sequence[Unit]] = (),
+        self, built: Built, mesh: Mesh, options: ZeroOptions, updater: OptimizerStep, chunks: Sequence[Sequence[Unit]]
     ) -> None:
-        """`chunks` are the units of each pipeline chunk of the model; empty if the model is one chunk."""
         self.units = built.units
-        self._chunks = chunks or [built.units]
+        self._chunks = chunks
         self.mode = PassMode.IDLE
         self._mesh = mesh
         self._in_stages = mesh.shape.divides("blocks")
@@ -115,7 +105,6 @@ class Passes:
         """The units that passes of each kind need beyond their calls."""
         self._kind, self._recorded, self._gathered = "", list[int](), list[int]()
         self._in_recorded_order = False
-        """True while the running pass gathers in the recorded order."""
         self._direct_call: nn.Module | None = None
         self._calls = UnitCalls()
         self.writes = InplaceWrites(alone=mesh.data.size == 1)
@@ -132,8 +121,8 @@ class Passes:
     def forward(
         self, chunk: int, run: Callable[[], Tensors], streams: Streams | None, *, backward_follows: bool
     ) -> tuple[Tensors, PassProgress]:
-        """Run forward of a microbatch through a chunk by `run()`, and return its result. Random numbers come from `streams`, or
-        from the global generators if None. `backward_follows`: its backward follows directly, in the same pass."""
+        """Run forward of a microbatch through a chunk by `run()`, and return its result. Random numbers come from `streams`; None:
+        the global generators. `backward_follows`: its backward follows directly, in the same pass."""
         kind = f"chunk {chunk}" if backward_follows else f"forward of chunk {chunk}"
         self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk))
         drawing = streams.drawing() if streams is not None else nullcontext()
@@ -147,28 +136,25 @@ class Passes:
             self.end()
         return outputs, done
 
-    def backward(self, forward: PassProgress, gradients: Tensors) -> None:
-        """Run backward of a microbatch from the gradients of its roots."""
+    def backward(self, forward: PassProgress, gradients: Tensors, *, inputs_only: bool = False) -> None:
+        """Run backward of a microbatch from the gradients of its roots. `inputs_only`: run the half that other stages wait for, the
+        gradients of inputs, and hold back those of parameters for `backward_weight`."""
         self._enter_backward(forward)
+        self._defers_weights = inputs_only
         with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
-            self._begin_reducing()
-            self._run_backward(gradients)
-            self._end_reducing()
+            if inputs_only:
+                self._make_held_live()
+                self._run_backward(gradients)
+            else:
+                self._begin_reducing()
+                self._run_backward(gradients)
+                self._end_reducing()
         self.end()
 
     def _enter_backward(self, forward: PassProgress) -> None:
         if self.mode is not PassMode.FORWARD or self._progress is not forward:
             self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward)
         self.mode = PassMode.BACKWARD
-
-    def backward_input(self, forward: PassProgress, gradients: Tensors) -> None:
-        """Run the half of backward that other stages wait for, the gradients of inputs, and hold back those of parameters."""
-        self._enter_backward(forward)
-        self._defers_weights = True
-        self._make_held_live()
-        with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
-            self._run_backward(gradients)
-        self.end()
 
     def backward_weight(self, forward: PassProgress, run: Callable[[], None]) -> None:
         """Run the other half of backward: `run()` computes the gradients of parameters that are still missing."""
@@ -191,22 +177,22 @@ class Passes:
         if roots:
             torch.autograd.backward(roots, gradients)
             return
-        # The loss is a constant, as of a microbatch without targets. Peers gather and reduce units in the course of their backward,
-        # and this rank does so in the same order: its gradients are zeros, which come from what the model has returned last.
+        # The loss is a constant, as of a microbatch without targets. This rank gathers and reduces units in the order of its peers:
+        # its gradients are zeros, which come from what the model has returned last.
         like = [edge.node._input_metadata[edge.output_nr] for edge in outputs]
         zeros = [torch.zeros(tuple(each.shape), dtype=each.dtype, device=each.device) for each in like]
         torch.autograd.backward(outputs, zeros)
 
     def _begin_reducing(self) -> None:
         progress, chunk = self._progress, self._progress.chunk
-        own, visited = {unit.index for unit in self._chunks[chunk]}, progress.first_visits
+        units, visited = {unit.index for unit in self._chunks[chunk]}, progress.first_visits
         # The reverse order of first visits, with the units that forward did not touch last.
-        order = [index for index in (*reversed(visited), *sorted(own - visited.keys())) if index in own]
-        settled = order == self._last_reduce_order.get(chunk)
+        order = [index for index in (*reversed(visited), *sorted(units - visited.keys())) if index in units]
+        known = order == self._last_reduce_order.get(chunk)
         self._last_reduce_order[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
         reduce = progress.last or self._reduces_each
-        self.gradients.begin(buckets, reduce=reduce, first=progress.first, last=progress.last, settled=settled)
+        self.gradients.begin(buckets, reduce=reduce, first=progress.first, last=progress.last, known_order=known)
         self._make_held_live()
 
     def _end_reducing(self) -> None:
@@ -218,7 +204,6 @@ class Passes:
 
     @contextmanager
     def evaluation(self) -> Iterator[Passes]:
-        """Run forward passes under no_grad; see `ZeroEngine.evaluation`."""
         with torch.no_grad():
             self._begin(PassMode.EVALUATION, "eval")
             begun = self._mesh.watch.operations_begun
@@ -240,8 +225,7 @@ class Passes:
         self._progress.streams = before
 
     def begin_without_root(self) -> None:
-        """Begin the root unit's random stream and keep the unit live, for a pipeline stage that runs its blocks without calling
-        the root: backward has no hook at which to gather it."""
+        """Prepare the root unit, and keep it live, for a pipeline stage that runs its blocks without calling the root."""
         self._keep_live(self.units[0])
         if self._progress.streams is not None:
             self._progress.streams.begin(self.units[0].name)
@@ -280,20 +264,20 @@ class Passes:
         self._gathered.append(unit.index)
         self._in_recorded_order = self._in_recorded_order and self._recorded[place : place + 1] == [unit.index]
         if unit.phase is Phase.RESTING:
-            self.start(unit, settled=self._in_recorded_order)
+            self.start(unit, known_order=self._in_recorded_order)
         # The next units are started before the wait, so that the transfer of the next unit follows without a pause.
         for index in self._recorded[place + 1 : place + 1 + self._options.prefetch] if self._in_recorded_order else ():
             if self.units[index].phase is Phase.RESTING:
-                self.start(self.units[index], settled=True)
+                self.start(self.units[index], known_order=True)
         if unit.phase is Phase.GATHERING:
             with self._recorder.range("wait for", unit.name) if self._recorder.profiling else NOTHING:
                 unit.wait()
 
-    def start(self, unit: Unit, *, settled: bool) -> None:
-        """Begin to gather a unit; `settled` is True where the order of gathers is a recorded one."""
+    def start(self, unit: Unit, *, known_order: bool) -> None:
+        """Begin to gather a unit; `known_order` is True where the order of gathers is a recorded one."""
         # The watchdog compares the order over all data-parallel ranks, since replicas communicate in this order too.
         if self._watched_ranks:
-            self._mesh.watch.event(Activity.GATHER, unit.index, self._watched_ranks, settled=settled)
+            self._mesh.watch.event(Activity.GATHER, unit.index, self._watched_ranks, known_order=known_order)
         with self._recorder.range("gather", unit.name) if self._recorder.profiling else NOTHING:
             unit.gather()
 
@@ -327,18 +311,17 @@ class Passes:
             self._recorder.begin_range("forward of", unit.name)
 
     def before_part(self, module: nn.Module) -> None:
-        """Prepare for a module that has some of the root's parameters and may run without the root."""
+        """Prepare for a module that has parameters of the root and may run without it."""
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(module)
 
     def after_part(self, module: nn.Module, _output: Any) -> None:
-        """End the pass that `before_part` has begun."""
         if self._direct_call is module and self.mode is PassMode.EVALUATION:
             self.end()
 
     def on_use(self, unit: Unit, name: str) -> None:
-        """Make a unit live for as long as needed, because one of its parameters is read or written while it is released. Raises
-        `PhaseError` outside of a pass, when the other ranks have parts of the values and do not take part."""
+        """Make a unit live for as long as needed, because one of its parameters is read or written at rest. Raises `PhaseError`
+        outside of a pass, when other ranks have parts of the values."""
         if self.mode is not PassMode.IDLE:
             self._keep_live(unit)
             return
@@ -405,9 +388,9 @@ class Passes:
             # Only microbatches of a training step always have a backward.
             if hooked and self._progress.streams is not None:
                 self._progress.outputs = list(map(get_gradient_edge, hooked))
-            looked_at = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
-            new = looked_at and self._calls.end(unit.index, hooked)
-            if new:  # A module may keep a view of parameters as a plain attribute.
+            recorded = self.mode is PassMode.FORWARD and self._releases and unit.index != 0
+            if recorded and self._calls.end(unit.index, hooked):
+                # A module may keep a view of parameters as a plain attribute.
                 values = (value for each in unit.module.modules() for value in vars(each).values())
                 if any(isinstance(value, torch.Tensor) and unit.has_memory_of(value) for value in values):
                     self._keep_live(unit)
@@ -421,7 +404,7 @@ class Passes:
 
     def _end_forward(self, outputs: Tensors) -> None:
         """End forward, whose results are `outputs`, and hold the units that backward will enter without a hook."""
-        self.writes.forwards += 1
+        self.writes.training_forwards += 1
         self.writes.refuse_in_pass(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for index, parameter in self._calls.unhooked_entries(roots):
@@ -449,7 +432,7 @@ class Passes:
             # Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be
             # read again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
             later = progress.first_visits.get(index, 0) > call
-            if not later or index in progress.held or self.gradients.awaits_gradients(index):
+            if not later or index in progress.held or self.gradients.incomplete[index]:
                 needed.append(index)
             elif (left := self.units[index]).phase is Phase.LIVE:
                 if self._releases:

@@ -20,10 +20,8 @@ _OPTIMIZER_KEY = "optimizer"
 
 
 class ShardedOptimizer(Optimizer):
-    """Updates a partitioned model. `param_groups` are those of the wrapped optimizer, whose schedulers keep working.
-
-    All ranks call its methods alike. `step` consumes the gradients, and `zero_grad` begins the next step.
-    """
+    """Updates a partitioned model. `param_groups` are those of the wrapped optimizer, whose schedulers keep working. All ranks call
+    its methods alike."""
 
     def __init__(self, optimizer: Optimizer, engine: AutogradEngine, factor: float) -> None:
         """`factor` scales the sums of gradients over ranks: 1 / data-parallel ranks gives their mean."""
@@ -43,13 +41,14 @@ class ShardedOptimizer(Optimizer):
             vars(each)["step"] = refuse  # The wrapped optimizer's step would silently do nothing.
 
     def stands_for(self, optimizer: Optimizer | None) -> bool:
-        """Return True if this optimizer is, or was made from, `optimizer`."""
+        """Return True if this is `optimizer`, or has replaced it."""
         return any(optimizer is each for each in (self, *self._replaced_optimizers))
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times float16's loss scale, for `optimizer.scale(loss).backward()`; the loss itself without a scale."""
         self._loss_is_scaled = True
-        return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
+        scale = self.engine.optimizer_step.scaler.scale
+        return loss * scale if scale != 1 else loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients down to the norm `max_norm`; returns the norm before, a float64 scalar, exact over all ranks. Raises
@@ -81,8 +80,7 @@ class ShardedOptimizer(Optimizer):
         return self.engine.no_sync()
 
     def gradient(self, name: str) -> torch.Tensor | None:
-        """Return a parameter's whole gradient by its name in the model, between backward and step; None for a frozen
-        parameter."""
+        """Return a whole gradient by the parameter's name, between backward and step; None for a frozen parameter."""
         self._require_scaled()
         return self.engine.gradient(name, self._factor)
 
@@ -116,11 +114,8 @@ class ShardedOptimizer(Optimizer):
 
 
 class ChainedOptimizer(Optimizer):
-    """Several optimizers as one, each over its own parameters, such as Muon for matrices and AdamW for the rest.
-
-    `param_groups` joins the groups of all, as the same objects, so that each one's schedulers keep working. Existing optimizer
-    states are not taken over.
-    """
+    """Several optimizers as one, each over its own parameters, such as Muon for matrices and AdamW for the rest. `param_groups`
+    joins the groups of all, as the same objects, so that each one's schedulers keep working."""
 
     def __init__(self, *optimizers: Optimizer) -> None:
         """`optimizers` must not share parameters; torch raises ValueError otherwise."""
@@ -165,8 +160,7 @@ def _refuse_step(*_: Any, **__: Any) -> None:
 
 
 def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> OptimizerSettings:
-    """Return the `OptimizerSettings` of a torch optimizer over parameters of these names. Raises `ConfigError` for an optimizer
-    that cannot be run over parts of a model, with the reason."""
+    """Return the settings of a torch optimizer over parameters of these names. Raises `ConfigError` if it cannot be sharded."""
     groups = optimizer.param_groups
     by_id = {id(parameter): name for name, parameter in names}
     unknown = [p for group in groups for p in group["params"] if id(p) not in by_id]

@@ -147,7 +147,7 @@ def told(mesh: Mesh, kind: Any) -> None:
         reduction = transport.reducer.launch(sequence, filled, out, add=False)
         reduction.finish()
         reduction.finish()
-        reduction.settle()
+        reduction.gather_sums()
     mesh.shard.all_reduce_async(torch.ones(50), "sum")()
     taken = mesh.recorder.take_traffic()
     assert mesh.recorder.take_traffic() == {}

@@ -73,7 +73,7 @@ def gathers(mesh: Mesh, name: str, dtype: str, persistent: bool) -> None:
             buffer.wait()
             assert torch.equal(buffer.full, expected)
             assert torch.equal(view, expected)
-            buffer.retire()
+            buffer.end_read()
             buffer.release()
         transport.poll()
     transport.close()
@@ -112,7 +112,7 @@ def reductions(mesh: Mesh, name: str, dtype: str, sums: str, whole: bool, slots:
         filled.copy_(parts[group.index])
         reduction = reducer.launch(sequence, filled, out, add=add)
         reduction.finish()
-        reduction.settle()
+        reduction.gather_sums()
         wanted = wanted if add else torch.zeros_like(wanted)
         for part in parts:
             wanted = wanted + part.to(wide)
@@ -240,7 +240,7 @@ def interleaved_runs(mesh: Mesh) -> None:
         buffer.gather(TieredTensor.of(buffer.own()))
         buffer.wait()
         assert torch.equal(buffer.full, torch.cat(parts))
-        buffer.retire()
+        buffer.end_read()
     first.close()
     second.close()
 

@@ -18,11 +18,12 @@ from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import ZeroOptions
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
+from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import plan_model
 from zeromesh.units.unit import Bucket
 from zeromesh.weight_init.weight_sources import BuiltSource
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.memory_model import predict_memory
+from zeromesh.zero.memory_model import MemoryModel
 
 
 def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], paced: bool = False) -> None:
@@ -32,7 +33,7 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], paced: 
     options = how.options(task)
     plan = plan_model(reference.build(task), options.precision.compute, GroupRules(options.optimizer).group_of)
     transport = choose_transport(options.transport, mesh.shard, mesh.device)
-    predicted = predict_memory(plan, options, parts=mesh.shard.size, transport=transport, device=mesh.device)
+    predicted = MemoryModel(plan_layouts(plan, mesh.shard.size), options, mesh.shard.size, transport, mesh.device)
     run = Run.start(mesh, task, how)
     ledger = run.engine.ledger
     built = _named(ledger.by_purpose())

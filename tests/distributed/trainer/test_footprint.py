@@ -13,21 +13,21 @@ from zeromesh.flat.layout import ParameterSpec
 from zeromesh.offload import Purpose
 from zeromesh.options import Precision, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
-from zeromesh.units.plan import ModelPlan, UnitPlan
-from zeromesh.zero.memory_model import predict_memory
+from zeromesh.units.build import plan_layouts
+from zeromesh.units.plan import UnitPlan
+from zeromesh.zero.memory_model import MemoryModel
 
 _P = 4096  # elements of each of three units: no rank count used here makes padding
 Transport = Literal["local", "shared", "gloo"]
 
 
-def plan(dtype: torch.dtype = torch.bfloat16, trained: tuple[bool, ...] = (True, True, True)) -> ModelPlan:
-    units = [
+def plan(dtype: torch.dtype = torch.bfloat16, trained: tuple[bool, ...] = (True, True, True)) -> list[UnitPlan]:
+    return [
         UnitPlan(
             module=name, specs=(ParameterSpec(fqn=f"{name}.w", shape=(64, _P // 64), dtype=dtype, requires_grad=grad),)
         )
         for name, grad in zip(("", "a", "b"), trained, strict=True)
     ]
-    return ModelPlan(units=tuple(units))
 
 
 def options(stage: int, **changes: Any) -> ZeroOptions:
@@ -70,7 +70,7 @@ those that are gathered for a while."""
 @pytest.mark.parametrize("name", BY_HAND)
 def test_by_hand(name: str) -> None:
     transport, parts, how, terms, gathered = BY_HAND[name]
-    found = predict_memory(plan(), how, parts=parts, transport=transport)
+    found = MemoryModel(plan_layouts(plan(), parts), how, parts, transport)
     assert {purpose: found.terms.get(Purpose[purpose.upper()], 0) for purpose in terms} == terms
     assert gathered in (None, found.gathered)
     if len(terms) > 3:
@@ -82,12 +82,12 @@ def test_masters_of_the_compute_dtype_are_the_parameters() -> None:
         (2, 0),
         (3, 3 * 4 * _P // 2),
     ):  # At stage 3 nothing stays gathered that they could be part of.
-        found = predict_memory(plan(torch.float32), ZeroOptions(stage=stage), parts=2, transport="gloo")
+        found = MemoryModel(plan_layouts(plan(torch.float32), 2), ZeroOptions(stage=stage), 2, "gloo")
         assert found.terms.get(Purpose.MASTER, 0) == wanted
 
 
 def test_frozen_parameters_have_no_states() -> None:
-    found = predict_memory(plan(trained=(False, True, False)), options(1), parts=2, transport="gloo")
+    found = MemoryModel(plan_layouts(plan(trained=(False, True, False)), 2), options(1), 2, "gloo")
     assert found.terms == {
         Purpose.PARAMETERS: 3 * 2 * _P,
         Purpose.MASTER: 4 * _P // 2,

@@ -32,8 +32,9 @@ from zeromesh.trainer.planning.planner import GIB, Plan, Planner
 from zeromesh.trainer.planning.report import plan_charts, plan_json, plan_lines, plan_picture
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.trainer.planning.tracing.trace import Tracer
+from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
-from zeromesh.zero.memory_model import predict_memory
+from zeromesh.zero.memory_model import MemoryModel
 
 _MODEL = {
     "model_type": "llama",
@@ -97,13 +98,13 @@ def test_states_and_units_are_those_of_the_whole_model(subject: Subject) -> None
     options = replace(subject.zero, stage=2, accumulation=4)
     model = build_model(_config().model, 0, load_tokenizer("bytes")).model
     rules, compute = GroupRules(options.optimizer).group_of, options.precision.compute
-    wanted = predict_memory(plan_model(model, compute, rules), options, parts=2, transport="shared")
+    wanted = MemoryModel(plan_layouts(plan_model(model, compute, rules), 2), options, 2, "shared")
     for purpose in (Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENTS, Purpose.GRADIENT_BUCKETS):
         # Small blocks are units of their own here, whose buckets are filled up each.
         assert found.device.get(purpose.value, 0) == pytest.approx(wanted.terms.get(purpose, 0), rel=0.02)
     # Units that are gathered ahead are there together: a head stands after the blocks, and not beside the embedding.
     whole = plan_model(model, compute, rules, ModelCuts(chunks=2))
-    assert [unit.module for unit in subject.units(1)] == [unit.module for unit in whole.units]
+    assert [unit.module for unit in subject.units(1)] == [unit.module for unit in whole]
 
 
 def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:

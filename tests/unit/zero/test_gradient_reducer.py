@@ -111,7 +111,7 @@ def summed(bucket: Bucket, number: int = 0) -> list[float]:
 def started(buckets: Sequence[Bucket]) -> tuple[StreamReducer, list[str], GradientReducer]:
     ring = StreamReducer(4 * buckets[0].layout.padded)
     reducer, reduced = reducer_of(ring, ZeroOptions(stage=2, precision=Precision(compute=torch.bfloat16)), ranks=2)
-    reducer.begin(buckets, reduce=True, first=True, last=True)
+    reducer.begin(buckets, reduce=True, first=True, last=True, known_order=False)
     return ring, reduced, reducer
 
 
@@ -174,7 +174,7 @@ class TestAHostThatIsAhead:
         alone.on_stream = True
         reducer, reduced = reducer_of(alone, options, ranks=1)
         for number, places in enumerate(([1], [1, 0])):
-            reducer.begin(buckets, reduce=True, first=number == 0, last=True)
+            reducer.begin(buckets, reduce=True, first=number == 0, last=True, known_order=False)
             arrive(reducer, bucket, 1.0, places)
             reducer.flush()
         assert reduced == ["bucket 0"] * 2

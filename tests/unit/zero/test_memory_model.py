@@ -13,8 +13,9 @@ from zeromesh.offload import PinnedBudget, Purpose, TierChoice
 from zeromesh.offload.accelerator import DeviceMemory
 from zeromesh.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.trainer.setup import memory_check
+from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import plan_model
-from zeromesh.zero.memory_model import predict_memory
+from zeromesh.zero.memory_model import MemoryModel
 
 GPU = torch.device("cuda", 0)
 TRANSPORTS = {1: "local", 2: "gloo", 4: "shared"}
@@ -87,7 +88,7 @@ def test_the_advice_fits_the_stage(monkeypatch: pytest.MonkeyPatch, ranks: int, 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_is_needed_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int) -> None:
     plan = plan_model(on_meta(), torch.bfloat16)
-    found = predict_memory(plan, options(stage=stage, gathered_budget=0), parts=ranks, transport=TRANSPORTS[ranks])
+    found = MemoryModel(plan_layouts(plan, ranks), options(stage=stage, gathered_budget=0), ranks, TRANSPORTS[ranks])
     needed = ranks * found.total
     assert refusal(monkeypatch, ranks, free=needed, stage=stage, gathered_budget=0) == ""
     assert "need at least" in refusal(monkeypatch, ranks, free=needed - 1, stage=stage, gathered_budget=0)
@@ -96,7 +97,7 @@ def test_what_is_needed_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch, ra
 def test_a_budget_that_the_configuration_names_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_model(on_meta(), torch.bfloat16)
     totals = [
-        2 * predict_memory(plan, options(stage=3, gathered_budget=budget), parts=2, transport="gloo").total
+        2 * MemoryModel(plan_layouts(plan, 2), options(stage=3, gathered_budget=budget), 2, "gloo").total
         for budget in (0, 10**9)
     ]
     assert totals[0] < totals[1]
@@ -113,11 +114,11 @@ def test_what_is_kept_by_default_takes_no_memory_that_the_step_would_not_need(
     """Of a bfloat16 copy beside masters the root alone; all where what is gathered is the only copy."""
     plan = plan_model(on_meta().requires_grad_(trained), compute)
     found, none, whole = (
-        predict_memory(
-            plan,
+        MemoryModel(
+            plan_layouts(plan, 4),
             ZeroOptions(precision=Precision(compute=compute), gathered_budget=budget),
-            parts=4,
-            transport="shared",
+            4,
+            "shared",
         )
         for budget in ("auto", 0, 1 << 40)
     )
@@ -138,7 +139,7 @@ ROOM = 1 << 40
 def test_a_devices_states_are_predicted_as_a_hosts(monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int) -> None:
     plan = plan_model(on_meta(), torch.bfloat16)
     transport = "local" if ranks == 1 else "nccl"
-    found = predict_memory(plan, options(stage=stage), parts=ranks, transport=transport, device=GPU)
+    found = MemoryModel(plan_layouts(plan, ranks), options(stage=stage), ranks, transport, GPU)
     assert not found.hosted
     assert refusal(monkeypatch, ranks, 1, on_device=2 * found.total, stage=stage) == ""
     tight = refusal(monkeypatch, ranks, 1, on_device=found.total, stage=stage)
@@ -154,8 +155,8 @@ def test_what_rests_on_the_host_counts_there(monkeypatch: pytest.MonkeyPatch) ->
     offload = OffloadOptions(optimizer=TierChoice(tier="host"))
     plan, changed = plan_model(on_meta(), torch.bfloat16), options(stage=3, offload=offload)
     assert refusal(monkeypatch, 2, ROOM, on_device=ROOM, stage=3, offload=offload) == ""
-    without = predict_memory(plan, options(stage=3), parts=2, transport="nccl", device=GPU)
-    found = predict_memory(plan, changed, parts=2, transport="nccl", device=GPU)
+    without = MemoryModel(plan_layouts(plan, 2), options(stage=3), 2, "nccl", GPU)
+    found = MemoryModel(plan_layouts(plan, 2), changed, 2, "nccl", GPU)
     moved = sum(found.hosted.values())
     added = found.terms[Purpose.STAGING] + found.terms[Purpose.PARAMETERS]  # Buffers, and a copy that is gathered.
     assert moved + sum(found.terms.values()) - added == sum(without.terms.values())

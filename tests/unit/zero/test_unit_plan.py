@@ -1,5 +1,6 @@
 """From models to units and buckets."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ from torch import nn
 
 from tests.conformance.models import SUBJECTS, Stack, bert, frozen, gpt2, llama, moe, odd, stack
 from zeromesh.errors import LayoutError
-from zeromesh.flat.layout import StageCopies
-from zeromesh.units.plan import ModelCuts, ModelPlan, plan_model
+from zeromesh.flat.layout import ParameterSpec, StageCopies
+from zeromesh.units.plan import ModelCuts, UnitPlan, plan_model
 
 
 def wide_pair() -> list[nn.Module]:
@@ -17,23 +18,27 @@ def wide_pair() -> list[nn.Module]:
 
 
 def units_of(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[str]:
-    return [unit.name for unit in plan_model(model, dtype).units]
+    return [unit.name for unit in plan_model(model, dtype)]
 
 
-def dtypes_of(plan: ModelPlan) -> dict[str, torch.dtype]:
-    return {spec.fqn: spec.dtype for spec in plan.specs()}
+def specs_of(plan: Sequence[UnitPlan]) -> list[ParameterSpec]:
+    return [spec for unit in plan for spec in unit.specs]
+
+
+def dtypes_of(plan: Sequence[UnitPlan]) -> dict[str, torch.dtype]:
+    return {spec.fqn: spec.dtype for spec in specs_of(plan)}
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_every_parameter_is_in_one_unit(name: str) -> None:
     model = SUBJECTS[name].build()
     plan = plan_model(model, torch.float32)
-    found = [spec.fqn for spec in plan.specs()]
+    found = [spec.fqn for spec in specs_of(plan)]
     assert sorted(found) == sorted(name for name, _ in model.named_parameters())
-    for unit in plan.units[1:]:
+    for unit in plan[1:]:
         assert all(spec.fqn.startswith(f"{unit.module}.") for spec in unit.specs)
         assert sum(spec.numel for spec in unit.specs) >= 4096
-    assert plan.units[0].module == ""
+    assert plan[0].module == ""
 
 
 @pytest.mark.parametrize(
@@ -69,14 +74,14 @@ def test_a_container_without_a_forward_is_no_unit_but_what_it_holds_may_be() -> 
     model["layers"][1].weight = nn.Parameter(torch.zeros(5000))
     names = [f"layers.{number}.{part}" for number in range(2) for part in ("0", "1.a")]
     assert units_of(model) == ["root", *names]
-    assert "layers.1.weight" in [spec.fqn for spec in plan_model(model, torch.float32).units[0].specs]
+    assert "layers.1.weight" in [spec.fqn for spec in plan_model(model, torch.float32)[0].specs]
 
 
 def test_tied_parameters_are_one_with_several_names_in_the_unit_around_their_uses() -> None:
     plan = plan_model(gpt2(), torch.float32)
-    (tied,) = [spec for spec in plan.specs() if spec.aliases]
+    (tied,) = [spec for spec in specs_of(plan) if spec.aliases]
     assert (tied.fqn, tied.aliases) == ("transformer.wte.weight", ("lm_head.weight",))
-    assert tied in plan.units[0].specs
+    assert tied in plan[0].specs
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -88,8 +93,8 @@ def test_tied_parameters_are_one_with_several_names_in_the_unit_around_their_use
             return self.second(self.first(x))
 
     plan = plan_model(nn.ModuleList([Tied(), Tied()]), torch.float32)
-    assert [unit.name for unit in plan.units] == ["root", "0", "1"]
-    assert [spec.aliases for spec in plan.units[1].specs] == [("0.second.weight",), (), ()]
+    assert [unit.name for unit in plan] == ["root", "0", "1"]
+    assert [spec.aliases for spec in plan[1].specs] == [("0.second.weight",), (), ()]
 
 
 def test_the_main_dtype_becomes_the_compute_dtype_and_wider_ones_stay() -> None:
@@ -107,9 +112,9 @@ def test_the_main_dtype_becomes_the_compute_dtype_and_wider_ones_stay() -> None:
 def test_batch_norms_stay_in_fp32() -> None:
     """As their statistics do; a 16-bit input beside them is what PyTorch takes."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
-    dtypes = {spec.fqn: spec.dtype for spec in plan_model(model, torch.bfloat16).specs()}
+    dtypes = {spec.fqn: spec.dtype for spec in specs_of(plan_model(model, torch.bfloat16))}
     assert {fqn for fqn, dtype in dtypes.items() if dtype == torch.float32} == {"1.weight", "1.bias"}
-    assert all(spec.dtype == torch.float64 for spec in plan_model(model, torch.float64).specs())
+    assert all(spec.dtype == torch.float64 for spec in specs_of(plan_model(model, torch.float64)))
 
 
 def test_what_a_model_keeps_in_fp32_stays_there() -> None:
@@ -127,16 +132,16 @@ def test_integers_stay_integers() -> None:
     model.blocks[0].table = nn.Parameter(torch.arange(5), requires_grad=False)
     plan = plan_model(model, torch.bfloat16)
     assert dtypes_of(plan)["blocks.0.table"] == torch.int64
-    assert len(plan.units[1].buckets()) == 2
+    assert len(plan[1].buckets()) == 2
 
 
 def test_buckets_have_one_dtype_and_one_need_for_gradients() -> None:
     model = frozen()
     plan = plan_model(model, torch.float32)
-    for unit in plan.units:
+    for unit in plan:
         for bucket in unit.buckets():
             assert len({(spec.dtype, spec.requires_grad) for spec in bucket}) == 1
-    by_name = {unit.name: unit for unit in plan.units}
+    by_name = {unit.name: unit for unit in plan}
     assert [specs[0].requires_grad for specs in by_name["model.layers.0"].buckets()] == [False]
     assert {specs[0].requires_grad for specs in by_name["model.layers.2"].buckets()} == {False, True}
 
@@ -144,7 +149,7 @@ def test_buckets_have_one_dtype_and_one_need_for_gradients() -> None:
 def test_what_stages_share_lies_in_a_bucket_of_its_own() -> None:
     name = "transformer.wte.weight"
     copies = StageCopies(name=name, aliases=("lm_head.weight",), ranks=(0, 1))
-    root, *_ = plan_model(gpt2(), torch.float32, cuts=ModelCuts(copies={name: copies})).units
+    root, *_ = plan_model(gpt2(), torch.float32, cuts=ModelCuts(copies={name: copies}))
     buckets = [{spec.fqn for spec in bucket} for bucket in root.buckets()]
     assert {name} in buckets
     assert len(buckets) == 2
@@ -152,13 +157,13 @@ def test_what_stages_share_lies_in_a_bucket_of_its_own() -> None:
 
 def test_optimizer_groups_are_asked_for_by_name() -> None:
     plan = plan_model(frozen(), torch.float32, lambda fqn: int("norm" in fqn))
-    for spec in plan.specs():
+    for spec in specs_of(plan):
         assert spec.group == int("norm" in spec.fqn)  # Of frozen parameters too, which may be trained later.
 
 
 def test_parameters_without_elements_have_a_place() -> None:
     plan = plan_model(odd(), torch.float32)
-    empty = [spec for spec in plan.specs() if spec.numel == 0]
+    empty = [spec for spec in specs_of(plan) if spec.numel == 0]
     assert {spec.fqn for spec in empty} == {f"blocks.{n}.nothing" for n in range(3)} | {"blocks.1.empty"}
 
 

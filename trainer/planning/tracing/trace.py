@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,7 @@ from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
 from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE, Meter, Segment, TracedExchange
 from zeromesh.trainer.planning.tracing.operations import Work, kernels_of
-from zeromesh.units.plan import ModelCuts, ModelPlan, UnitPlan, block_modules, plan_model
+from zeromesh.units.plan import ModelCuts, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
 
 
@@ -114,7 +114,7 @@ class Tracer:
         blocks = [replace(found[stand], name=name) for name, stand in ran]
         return Trace(segments=(found[BEFORE], *blocks, found[AFTER]))
 
-    def plan(self, zero: ZeroOptions, tensor: int) -> ModelPlan:
+    def plan(self, zero: ZeroOptions, tensor: int) -> Sequence[UnitPlan]:
         """Divide the model of one tensor rank into units. Equal blocks have the same specs.
 
         Raises:
@@ -125,7 +125,7 @@ class Tracer:
             # A mesh with pipeline chunks is assumed, for which small blocks are separate units.
             cuts = ModelCuts(parts={} if divided is None else divided.parts, chunks=2)
             found = plan_model(self.model, self._compute, GroupRules(zero.optimizer).group_of, cuts)
-        units = {unit.module: unit for unit in found.units}
+        units = {unit.module: unit for unit in found}
         stands = {stand for _, stand in self._blocks}
         lists: dict[str, list[UnitPlan]] = {}
         for name, stand in self._blocks:
@@ -133,7 +133,7 @@ class Tracer:
                 lists.setdefault(stand.rpartition(".")[0], []).append(replace(units[stand], module=name))
         # All blocks of a list come where its first one was, since units are prefetched in this order.
         order = [lists.pop(name.rpartition(".")[0], []) if name in stands else [unit] for name, unit in units.items()]
-        return ModelPlan(units=tuple(chain(*order)))
+        return list(chain(*order))
 
     def _divide(self, exchange: TracedExchange, sequence: bool, undo: ExitStack) -> Parallelized | None:
         if exchange.size == 1:
