@@ -1,15 +1,15 @@
 """Plans which bytes of files each rank writes, and streams them from live shards to files, with checksums.
 
-A file has whole tensors, in which the bytes of tensor ranks would alternate in runs of a few KB, each with a separate checksum. So
-tensor ranks first exchange their columns of a tensor for rows, which are contiguous runs of the file:
+A file has whole tensors, in which the bytes of tensor ranks would alternate in runs of a few KB, each with a separate checksum.
+So tensor ranks first exchange their columns of a tensor for rows, which are contiguous runs of the file:
 
     each row of the tensor    rank 0 | rank 1 | rank 0 | rank 1        as tensor parallelism divides it
     after the exchange        rows 0 to n: rank 0,  rows n to 2n: rank 1
 
 Each rank gets about as many rows as the others, as a copy in host memory that no update changes and that is freed once written.
 
-A rank's bytes are contiguous runs, which are rounded to whole disk blocks. Each whole block has one writer, the rank of the block's
-first byte, which first receives the other ranks' bytes of the block:
+A rank's bytes are contiguous runs, which are rounded to whole disk blocks. Each whole block has one writer, the rank of the
+block's first byte, which first receives the other ranks' bytes of the block:
 
     block           |      0      |      1      |      2      |
     elements of     | rank 0               | rank 1           |
@@ -144,7 +144,8 @@ def _exchange(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePiece:
-    """The bytes `where` of the file `path`, copied from `sources`. Updates of the buckets `owners` change some of these sources."""
+    """The bytes `where` of the file `path`, copied from `sources`. Updates of the buckets `owners` change some of these
+    sources."""
 
     path: str
     where: Interval
@@ -266,7 +267,9 @@ class ShardWriter:
         try:
             with ExitStack() as stack, ThreadPoolExecutor(_IO_THREADS) as threads:
                 if launched is not None:
-                    stack.enter_context(accelerator.launching_on_new_stream(launched))
+                    stream = torch.Stream(self._device)
+                    stream.wait_event(launched)
+                    stack.enter_context(accelerator.launching_on(stream))
                 pool = StagingPool(
                     STAGING_BUFFERS, GRID, allocate_pages if launched is None else accelerator.allocate_pinned
                 )
