@@ -1,9 +1,5 @@
-"""`trainer_state.json`, which holds the counters from which a run resumes, the settings that it depends on, and the best
-evaluation.
-
-The state is independent of the layout. Batches, learning rates and random numbers of forward are functions of step and seed, so no
-generator state is saved.
-"""
+"""`trainer_state.json`: the counters from which a run resumes, the settings that it depends on, and the best evaluation. Batches,
+learning rates and random numbers of forward are functions of step and seed, so no generator state is saved."""
 
 from __future__ import annotations
 

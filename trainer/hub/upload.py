@@ -1,8 +1,5 @@
-"""Upload of a model to the Hub with a model card by rank 0, while the other ranks wait.
-
-Only the files of `Trainer.save` and a draft of a model card are uploaded: the run's other files name
-paths and settings of this machine.
-"""
+"""Upload of a model to the Hub with a model card by rank 0, while the other ranks wait. Only the files of `Trainer.save` and the
+card are uploaded: the other files of the run name paths and settings of this machine."""
 
 import shutil
 from collections.abc import Mapping

@@ -1,8 +1,5 @@
-"""Conversion of weights to the form of `save_pretrained` files on the Hub, a few tensors at a time.
-
-transformers converts weights as it loads them, and undoes it for a whole state dict as it saves (`revert_weight_conversion`). Here
-it runs on one group of tensors at a time, those of one conversion. Adapters of PEFT are merged by PEFT itself, a layer at a time.
-"""
+"""Conversion of weights to the form of `save_pretrained` files on the Hub, a few tensors at a time: those of one conversion of
+transformers (`revert_weight_conversion`), or of one layer with adapters, which PEFT itself merges."""
 
 from __future__ import annotations
 

@@ -1,13 +1,6 @@
-"""Initial values from a local Hugging Face model directory, streamed so that a rank reads only its part where possible.
-
-Parameters that are stored unchanged are read by element range. One that the library converts (stacked experts,
-split projections) is converted whole on CPU, one conversion at a time, and the latest one is cached. Headers are
-checked before anything else is read (`checkpoint/format/safetensors_layout.py`), and nothing is executed.
-
-transformers renames and converts weights as it loads them (eight expert matrices into one parameter, a fused projection into
-three). Loading is planned here on meta tensors, so names, shapes and failures are known before anything is read. The reverse is
-in `models/hub_form.py`.
-"""
+"""Initial values from a local Hugging Face model directory. Parameters that are stored unchanged are read by element range; those
+that transformers converts are converted whole on CPU, one conversion at a time. Loading is planned on meta tensors, so that names,
+shapes and failures are known before anything is read. `models/hub_form.py` has the reverse."""
 
 import copy
 import re
@@ -226,8 +219,7 @@ class SafetensorsSource(ParameterSource):
         fallback: the source of parameters that no file has (a new classification head).
 
     `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another
-    shape; `LostValuesError` for values that neither the files nor `fallback` have.
-    """
+    shape; `LostValuesError` for values that neither the files nor `fallback` have."""
 
     def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource) -> None:
         self._files = files

@@ -1,8 +1,5 @@
-"""A checkpoint's model as a plain Hugging Face model directory; for a run with adapters, an adapter that PEFT loads, or merged
-weights.
-
-Weights are read, verified and converted a few at a time: a window of them, or those of one conversion to the Hub's format.
-"""
+"""A checkpoint's model as a plain Hugging Face model directory, or an adapter that PEFT loads, read, verified and converted a few
+weights at a time."""
 
 import json
 import shutil

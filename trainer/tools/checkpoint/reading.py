@@ -1,5 +1,5 @@
-"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list`, `inspect`), differences of two (`diff`), and common
-functions of the checkpoint tools: paths of the command line, counters, and reading tensors."""
+"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list`, `inspect`, `diff`), and what all commands for
+checkpoints need: paths of the command line, counters, and reading of tensors."""
 
 import json
 import math

@@ -1,5 +1,4 @@
-"""The parts of tensors that a rank holds, the file places of their elements, and byte interval arithmetic: unions, whole disk
-blocks, the checksum grid, and overlaps."""
+"""The parts of tensors that a rank holds, the places of their elements in files, and arithmetic of byte intervals."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 def starts_in_others_blocks(extents: Sequence[Interval]) -> list[Interval]:
     """Return the start of each merged extent, up to the next block boundary, if its block's first byte is outside the extent."""
-    starts = [Interval(start=each.start, end=min(each.end, round_up(each.start, BLOCK))) for each in extents]
-    return [start for start in starts if start.length]
+    return merged(Interval(start=each.start, end=min(each.end, round_up(each.start, BLOCK))) for each in extents)
 
 
 def written_blocks(extents: Sequence[Interval], nbytes: int) -> list[Interval]:
@@ -59,7 +57,7 @@ def cut_at_grid(interval: Interval) -> Iterator[Interval]:
 def record_of(
     path: str, file: BinaryIO, nbytes: int, rank: int = 0, on_progress: Callable[[], None] = lambda: None
 ) -> FileRecord:
-    """Make the record of a file that `rank` has written by reading the file; `on_progress` is called after each piece."""
+    """Make the record of a `file` that `rank` has written; `on_progress` is called after each piece."""
     pieces = []
     for cut in cut_at_grid(Interval(start=0, end=nbytes)):
         found = checksum(file.read(cut.length))
@@ -82,9 +80,9 @@ def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """Elements of a stored tensor in this rank's memory, the only form in which engine and checkpoint exchange tensors. `region`
-    selects slices of the tensor `spec`. `values` are the elements `interval` of the flattened selection. `owner` is the number of
-    the bucket whose update changes them; None if no update does."""
+    """Elements of a stored tensor in this rank's memory, the form in which engine and checkpoint exchange tensors: `values` are the
+    elements `interval` of the flattened slices `region` of the tensor `spec`. `owner` is the number of the bucket whose update
+    changes them; None if no update does."""
 
     spec: TensorSpec
     region: Region
@@ -94,17 +92,16 @@ class TensorShard:
 
 
 def elements_of(data: torch.Tensor, tensor: TensorSpec) -> torch.Tensor:
-    """Return the elements, in the file's dtype, whose bytes in the file are `data`, 1-D uint8. A codec of stored weights decodes
-    here, as all bytes pass through that are not read into memory of the file's dtype directly."""
+    """Return the elements, in the file's dtype, whose bytes in the file are `data`, 1-D uint8. A codec of weights decodes here: all
+    bytes pass through that are not read into memory of the file's dtype directly."""
     return data.view(tensor.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedValues:
-    """Elements of a stored tensor in this process's memory, for reading or writing. `rows` selects columns of the tensor's rows,
-    and `values` are the elements of the selection from `first` on, in the file's order; bytes of other elements may lie between
-    them. Values of another dtype than the file's are converted. `owner` is the bucket whose update changes them; None if they stay
-    unchanged during a save."""
+    """Elements of a stored tensor in this process's memory, for reading or writing: `values` are the elements from `first` on of
+    the columns `rows`, in the file's order, between whose bytes others may lie. Other dtypes than the file's are converted. `owner`
+    is the bucket whose update changes them; None if no update does."""
 
     tensor: TensorSpec
     rows: StridedRows
@@ -149,7 +146,7 @@ class PlacedValues:
         return self.values.numel * self.tensor.dtype.itemsize
 
     def cut(self, window: Interval) -> PlacedValues:
-        """Cut out the elements in the file's bytes `window`, which may be longer but must not split an element."""
+        """Cut out the elements in the file's bytes `window`, which splits no element."""
         begin, size = self.tensor.begin, self.tensor.dtype.itemsize
         start, end = [self.rows.before((byte - begin) // size) for byte in (window.start, window.end)]
         inside = self.interval.intersect(Interval(start=start, end=max(start, end))).after(self.first)
