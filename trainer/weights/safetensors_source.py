@@ -45,8 +45,7 @@ _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """A group of file tensors that are converted into tensors of the model. `sources` holds (pattern, name in the file) in the
-    order in which the library combines them."""
+    """File tensors that are converted together. `sources` holds (pattern, name in the file) in the order of the library."""
 
     target: str
     converter: Any
@@ -63,15 +62,13 @@ class Conversion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
-    """The file tensors from which the model's tensors get their values."""
+    """The origin of the model's tensors: `direct` has the names in the file of those that are stored unchanged, `new` are in no
+    file, such as those of a new head; `unused` are file tensors that the model does not have, such as those of another head."""
 
     direct: Mapping[str, str]
-    """Names in the file of tensors that are stored unchanged."""
     converted: Mapping[str, Conversion]
     new: tuple[str, ...]
-    """Parameters of the model that are in no file, such as those of a new head."""
     unused: tuple[str, ...]
-    """File tensors that the model does not have, such as those of another head."""
 
     def provides(self, name: str) -> bool:
         return name in self.direct or name in self.converted
@@ -79,9 +76,8 @@ class Matched:
 
 def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
     """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta. Parameters outside of
-    the base model and poolers may be absent (a new head) or unused (another head). A classifier's parameters for another number of
-    classes count as those of another head. Anything else that is missing, unexpected or of another shape is listed in one
-    `ConfigError`."""
+    the base model and poolers may be absent (a new head) or unused (another head, or one of other classes). Raises `ConfigError`
+    that lists anything else that is missing, unexpected or of another shape."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     direct, groups, unexpected = _rename(model, entries, state)
     converted: dict[str, Conversion] = {}
@@ -130,8 +126,7 @@ def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
 def _rename(
     model: Any, entries: Mapping[str, TensorSpec], state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, str], list[Conversion], list[str]]:
-    """Match names in the order of the library's `convert_and_load_state_dict_in_model`; returns direct, converted and unexpected
-    names."""
+    """Match names as the library's `convert_and_load_state_dict_in_model`; returns direct, converted and unexpected ones."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -266,8 +261,7 @@ class SafetensorsSource(ParameterSource):
         return self._converted[conversion.target][name].reshape(-1)[start:end]
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows` of a parameter, converted to its
-        dtype; equal dtypes are read directly from the file. Raises as `read` does."""
+        """Fill the 1-D `out` with the non-empty `interval` of the columns `rows` of a parameter, converted. Raises as `read`."""
         hull = rows.hull(interval)
         name = self._matched.direct.get(self._name_in_files(fqn, hull.start, hull.end))
         if name is not None:

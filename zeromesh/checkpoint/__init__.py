@@ -1,2 +1,1 @@
-"""Checkpoints: Hugging Face model directories that every rank writes its own bytes of, and that any layout loads. The format is in
-docs/checkpoint-format.md."""
+"""Checkpoints: Hugging Face model directories that every rank writes its own bytes of, and that any layout loads."""

@@ -1,6 +1,5 @@
 """Collective loading of a checkpoint: all ranks choose alike, each verifies what it reads, and any layout is possible. Hosts
-without a shared disk have a part each ("Parts, and merging them" in docs/checkpoint-format.md); all ranks read the parts together,
-or they are merged."""
+without a shared disk have a part each ("Parts, and merging them" in docs/checkpoint-format.md)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -78,8 +77,7 @@ def fill_shards(
     mesh: Mesh, reader: CheckpointReader, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]
 ) -> None:
     """Fill the ranks' shards of `tensors` with the checkpoint's values. Raises `LayoutError`, with nothing changed, when its
-    tensors are not those of the model and the optimizer; `CheckpointError`, with some shards filled, when some rank found
-    damage."""
+    tensors are not those here; `CheckpointError`, with some shards filled, when some rank found damage."""
     targets: list[PlacedValues] = []
 
     def compare() -> None:

@@ -55,8 +55,7 @@ class SaveContent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """The result of a save, alike on all ranks: `failure` says why it was not committed, `warning` why old ones were not
-    removed."""
+    """The result of a save, alike on all ranks: why it failed, if so, and a `warning` if old ones could not be removed."""
 
     step: int
     nbytes: int

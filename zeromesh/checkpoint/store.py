@@ -278,8 +278,7 @@ def write_weights(
 
 
 class Remover:
-    """Removes directories, each in a thread that does not keep a process from ending. A failed removal is retried with the next
-    one, and reported once."""
+    """Removes directories in threads, which do not keep a process from ending. A failure is retried at the next removal."""
 
     def __init__(self) -> None:
         self._tasks: dict[Path, Future[Any]] = {}

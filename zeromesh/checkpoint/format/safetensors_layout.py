@@ -128,8 +128,7 @@ def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
 
 
 def read_header(path: Path) -> dict[str, TensorSpec]:
-    """Read the tensors of a file, by name and as of kind `model`. Raises `CheckpointError` with the first problem of the header,
-    which has to describe the whole file."""
+    """Read the tensors of a file, by name and as of kind `model`. Raises `CheckpointError` with the header's first problem."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)

@@ -80,9 +80,9 @@ def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """Elements of a stored tensor in this rank's memory, the form in which engine and checkpoint exchange tensors: `values` are the
-    elements `interval` of the flattened slices `region` of the tensor `spec`. `owner` is the number of the bucket whose update
-    changes them; None if no update does."""
+    """Elements of a stored tensor in this rank's memory, as engine and checkpoint exchange them: `values` are the elements
+    `interval` of the flattened slices `region` of the tensor `spec`. `owner` is the number of the bucket whose update changes them,
+    if any."""
 
     spec: TensorSpec
     region: Region

@@ -226,8 +226,7 @@ def copy_file(
     folder: Path,
     on_progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Copy a file of a checkpoint or its parts into `folder`; `on_progress` receives the bytes of each piece. Raises as
-    `stream`."""
+    """Copy a file of a checkpoint or its parts into `folder`; `on_progress` receives the bytes of pieces. Raises as `stream`."""
     records = [(each, each.manifest.files[path]) for each in readers if path in each.manifest.files]
     (folder / path).parent.mkdir(exist_ok=True)
     with PositionalFile(folder / path, write=True, size=records[0][1].nbytes) as file:
@@ -409,8 +408,7 @@ class Damage:
 
 
 def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) -> Iterator[Damage]:
-    """Verify every piece of every file, with a reader made unchecked, and yield all damage; `on_progress` receives the bytes of
-    each verified piece."""
+    """Verify every piece with a reader made unchecked, and yield all damage; `on_progress` receives the bytes of each piece."""
     problems = dict(reader.problems())
     for path, record in reader.manifest.files.items():
         bad: list[ChecksumPiece] = []
