@@ -203,7 +203,6 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Return the free and the used memory of an accelerator."""
     free, total = torch.accelerator.get_memory_info(device)
     return DeviceMemory(
         free=free,

@@ -30,7 +30,6 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def round_up_to_blocks(nbytes: int) -> int:
-    """Round `nbytes` up to a multiple of `BLOCK`."""
     return -(-nbytes // BLOCK) * BLOCK
 
 

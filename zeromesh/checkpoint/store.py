@@ -27,7 +27,7 @@ from zeromesh.checkpoint.io.file_slices import record_of
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import in_thread
 from zeromesh.errors import ConfigError, StorageError, counted
-from zeromesh.files import read_whole, refusals, write_whole
+from zeromesh.files import read_whole, refusals, try_lock, write_whole
 from zeromesh.offload import tensor_bytes
 from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
@@ -59,11 +59,9 @@ class CheckpointStore:
         return sorted((step for step in found if step is not None), reverse=True)
 
     def path(self, step: int) -> Path:
-        """Return the directory of a checkpoint."""
         return self.root / f"step-{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        """Return the directory in which a checkpoint is written."""
         return self.root / f"step-{step:08d}.tmp"
 
     @staticmethod
@@ -156,7 +154,6 @@ class CheckpointStore:
         return gone
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint if it exists."""
         self._discard(self._rename_to_trash(step, self.path(step)))
 
     def _rename_to_trash(self, step: int, path: Path) -> Path | None:
@@ -199,42 +196,60 @@ def write_directory(out: Path, nbytes: int, *, update: bool = False) -> Iterator
     is removed after one. With `update`, the new files replace those of a directory `out`, weights last, and its other files stay.
     Raises `ConfigError` where there is something at `out` that is not updated; `StorageError` where it cannot be written."""
     out = Path(os.path.realpath(out))
-    # Short, since `out` may have the longest allowed name. An update removes what a kill has left of the one before; else the name
-    # is random, since another process may write the same directory.
+    # Short, since `out` may have the longest allowed name. An update takes what a kill has left of the one before; else the name is
+    # random, as the first of two new directories stays.
     token = hashlib.sha256(os.fsencode(out.name)).hexdigest()[:16] if update else secrets.token_hex(8)
     temporary = out.with_name(f".zeromesh-{token}.tmp")
-    occupied = f"{out} exists and is not an empty directory; give another one, or remove it first"
     try:
         if out.exists() and not out.is_dir() and update:
             raise StorageError(f"{str(out)!r} cannot be written (there is a file of this name; give a directory)")
         if not update and out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(occupied)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        if not update:  # A model's last weights are worth a try wherever they may fit.
-            _require_free(temporary, nbytes, repr(str(out)), "make room")
-        yield temporary
-        for file in (path for path in temporary.rglob("*") if path.is_file() and not path.is_symlink()):
-            with PositionalFile(file, direct=False) as opened:
-                opened.sync()
-        if not (update and out.exists()):
-            try:
+            raise ConfigError(f"{out} exists and is not an empty directory; give another one, or remove it first")
+        with _only_writer(temporary, out):
+            if not update:  # A model's last weights are worth a try wherever they may fit.
+                _require_free(temporary, nbytes, repr(str(out)), "make room")
+            yield temporary
+            for file in (path for path in temporary.rglob("*") if path.is_file() and not path.is_symlink()):
+                with PositionalFile(file, direct=False) as opened:
+                    opened.sync()
+            if not (update and out.exists()):
                 publish(temporary, out)  # Only where there is nothing yet, or an empty directory.
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise ConfigError(f"{occupied}: something else has been written there meanwhile") from error
-                raise
-            return
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith((".safetensors", INDEX))):
-            if (out / path.name).is_dir():
-                shutil.rmtree(out / path.name)
-            path.replace(out / path.name)
-        sync_directory(out)
+                return
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith((".safetensors", INDEX))):
+                if (out / path.name).is_dir():
+                    shutil.rmtree(out / path.name)
+                path.replace(out / path.name)
+            temporary.rmdir()
+            sync_directory(out)
     except OSError as error:
+        if str(error.filename2) == str(out) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            problem = "something else has been written there meanwhile"
+            raise ConfigError(f"{out} cannot be written: {problem}; give another directory, or try again") from error
         where = str(error.filename or out).replace(str(temporary), str(out))
         raise StorageError(f"{where!r} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _only_writer(temporary: Path, out: Path) -> Iterator[None]:
+    """Make the empty directory `temporary`, which an error in the block removes. Raises `StorageError` where another process or
+    thread has it."""
+    temporary.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        locked = True
+        with suppress(OSError):  # Not every file system locks directories.
+            locked = try_lock(descriptor)
+        if not locked or not temporary.exists():
+            raise StorageError(f"{str(out)!r} cannot be written (it is being written already; wait for that to end)")
+        try:
+            for left in temporary.iterdir():
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            yield
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
 
 
 def write_weights(
@@ -286,7 +301,6 @@ class Remover:
         self._reported: set[Path] = set()
 
     def remove(self, path: Path) -> None:
-        """Remove a directory with its contents, in a thread."""
         tasks = {each: task for each, task in self._tasks.items() if not task.done()}
         for each in (*self._refused(), path):
             tasks[each] = in_thread("remove", partial(_remove, each), daemon=True)

@@ -46,7 +46,6 @@ def written_blocks(extents: Sequence[Interval], nbytes: int) -> list[Interval]:
 
 
 def cut_at_grid(interval: Interval) -> Iterator[Interval]:
-    """Cut an interval at multiples of `GRID`."""
     start = interval.start
     while start < interval.end:
         end = min(interval.end, (start // GRID + 1) * GRID)
@@ -153,7 +152,6 @@ class PlacedValues:
         return replace(self, first=self.first + inside.start, values=self.values.slice(inside.start, inside.end))
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of all elements, in order."""
         out = torch.empty(self.nbytes, dtype=torch.uint8)
         self.fill(out)
         return out.numpy().tobytes()
