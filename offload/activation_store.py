@@ -1,8 +1,5 @@
-"""Offload of the saved inputs of recomputed blocks to the host or to files in forward, and their return before backward.
-
-forward     block 0   block 1   block 2 ...    an input is copied, and written while the next blocks compute
-backward    ... block 2   block 1   block 0    the read of block 1's input starts when backward gets block 2's
-"""
+"""Offload of the saved inputs of recomputed blocks: in forward an input is copied to the host, or written to a file while the next
+blocks compute; in backward the read of a block's input starts when the block after it gets its own."""
 
 from __future__ import annotations
 
@@ -287,7 +284,7 @@ class ActivationStore:
     def _write(self, tensor: torch.Tensor) -> SavedTensor:
         while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
-        self._run_queued_frees()
+        self._advance_transfers()
         tier, length = self._tiers.file(), round_up_to_blocks(tensor.nbytes)
         while (begin := self._free.take(length)) is None:
             missing = length - self._free.length_before(tier.nbytes)
@@ -345,8 +342,5 @@ class ActivationStore:
             write.advance()
         while self._writes and self._writes[0].advance():
             self._writes.popleft().finish()
-        self._run_queued_frees()
-
-    def _run_queued_frees(self) -> None:
         while not self._ended.empty():
             self._ended.get_nowait()()

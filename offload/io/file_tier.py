@@ -161,13 +161,11 @@ class FileSlot:
     """A range of `nbytes` bytes in a file tier's swap files, or in an existing `file`, which is only read. Reads wait for earlier
     writes; bytes that are being read must not be written. Threads may share a slot."""
 
-    def __init__(
-        self, tier: FileTier, offset: int, nbytes: int, label: str, file: PositionalFile | None = None
-    ) -> None:
+    def __init__(self, tier: FileTier, begin: int, nbytes: int, label: str, file: PositionalFile | None = None) -> None:
         self.tier = tier
         self.nbytes = nbytes
         self.label = label
-        self._offset = offset
+        self._begin = begin
         self._file = file
         self._room = round_up_to_blocks(nbytes) if file is None else nbytes
         checked = tier.checksums and file is None
@@ -259,11 +257,11 @@ class FileSlot:
             if self._checksums:
                 self._checksums[begin // PIECE] = _checksum(memory)
             with _naming_the_tier(self.label):
-                self.tier.write(memory, self._offset + begin)
+                self.tier.write(memory, self._begin + begin)
 
     def _read_grains(self, begin: int, data: torch.Tensor) -> None:
         with _naming_the_tier("" if self._file else self.label):  # An error of `self._file` has its path already.
-            (self._file or self.tier).read(data, self._offset + begin)
+            (self._file or self.tier).read(data, self._begin + begin)
         if self._checksums:
             recorded = self._checksums[begin // PIECE]
             found = _checksum(data)

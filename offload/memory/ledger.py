@@ -69,18 +69,16 @@ class Ledger:
     def add(self, tier: Tier, purpose: Purpose, nbytes: int) -> None:
         """Count an allocation of `nbytes`, or, if negative, a release. Raises, and counts nothing: `StorageError` when the tier's
         limit would be exceeded, `ValueError` when more bytes are released than were counted."""
-        key = (tier, purpose)
-        if self._bytes[key] + nbytes < 0:
-            raise ValueError(
-                f"{purpose.value} in {tier.value}: {-nbytes:,} bytes given back, {self._bytes[key]:,} counted"
-            )
+        key, now = (tier, purpose), self._bytes[tier, purpose] + nbytes
+        if now < 0:
+            raise ValueError(f"{purpose.value} in {tier.value}: {-nbytes:,} bytes given back, {now - nbytes:,} counted")
         limit = self._limits.get(tier)
         if limit is not None and nbytes > 0 and self.total(tier) + nbytes > limit:
             raise StorageError(
                 f"{purpose.value}: {nbytes:,} bytes more do not fit into the {tier.value} tier, which has {limit:,} and of "
                 f"these {self.total(tier):,} in use"
             )
-        now = self._bytes[key] = self._bytes[key] + nbytes
+        self._bytes[key] = now
         if now > self._highest.get(key, 0):
             self._highest[key] = now
         if len(self._changes) < self._most_changes:

@@ -143,9 +143,8 @@ class HubForm:
         """The layer with adapters that holds a tensor, by the tensor's name."""
         tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
         tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
-        self._name_of = {
-            first: name for name, first in canonical_names(model).items() if first in tied and name not in tied
-        }
+        firsts = canonical_names(model).items()
+        self._name_of = {first: name for name, first in firsts if first in tied and name not in tied}
         """Names in files of tied parameters, by their first names."""
         self._left_out = frozenset(getattr(inside, "_keys_to_ignore_on_save", None) or ())
         """Tensors that the model recomputes when loaded, such as positions."""
@@ -157,7 +156,7 @@ class HubForm:
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
         self._outside = {
             first: name
-            for name, first in canonical_names(model).items()
+            for name, first in firsts
             if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
         }
         """Weights of layers tied to a module that adapters train a copy of, by first name; these layers keep the old values."""

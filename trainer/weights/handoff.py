@@ -36,8 +36,6 @@ from zeromesh.offload import tensor_bytes
 
 Part = tuple[int, int, int]
 """A part `(dim, index, parts)` of a tensor, cut along `dim` as by `torch.tensor_split`."""
-PartOf = Callable[[str], Part | None]
-"""A function from a tensor's name to its requested part; None requests the whole tensor."""
 _FORMAT = "zeromesh-weights-2"
 _HEADER_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20

@@ -236,12 +236,10 @@ class SafetensorsSource(ParameterSource):
         self._converted: dict[str, dict[str, torch.Tensor]] = {}
         """The converted tensors by name, of the latest conversion alone, under the conversion's target."""
         remarks = {
-            "not in {}, or there for other classes, so newly initialised": matched.new,
-            "in {} and not used by this model": matched.unused,
+            f"not in {files.directory}, or there for other classes, so newly initialised": matched.new,
+            f"in {files.directory} and not used by this model": matched.unused,
         }
-        self.notes = tuple(
-            f"{text.format(files.directory)}: {some(names, 6)}" for text, names in remarks.items() if names
-        )
+        self.notes = tuple(f"{text}: {some(names, 6)}" for text, names in remarks.items() if names)
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         """Return elements [start, end) of a parameter in the file's dtype. Raises `StorageError` for a truncated file."""

@@ -214,11 +214,9 @@ class Saver:
     def _retire(self, saved: Saved, keep: Callable[[], set[int]]) -> _Stages:
         try:
             kept = self._on_all_ranks(lambda: sorted({saved.step, *keep()}) if self._mesh.rank == 0 else [])[0]
-            retired = self._start(
-                "retiring", self.store.root, partial(self.store.retire, kept), here=self.sharing.leads
-            )
+            task = self._start("retiring", self.store.root, partial(self.store.retire, kept), here=self.sharing.leads)
             yield
-            self._on_all_ranks(retired)
+            self._on_all_ranks(task)
             return replace(saved, warning=self._not_removed())
         except CheckpointError as error:
             return replace(saved, warning=str(error))

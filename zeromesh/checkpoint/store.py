@@ -231,8 +231,7 @@ def write_directory(out: Path, nbytes: int, *, update: bool = False) -> Iterator
 
 @contextmanager
 def _only_writer(temporary: Path, out: Path) -> Iterator[None]:
-    """Make the empty directory `temporary`, which an error in the block removes. Raises `StorageError` where another process or
-    thread has it."""
+    """Make an empty directory, which an error in the block removes. Raises `StorageError` where another process has it."""
     temporary.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -17,7 +17,7 @@ import torch
 
 from zeromesh.checkpoint.format.manifest import NAME, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, TensorSpec
-from zeromesh.checkpoint.io.file_slices import PlacedValues, overlapping
+from zeromesh.checkpoint.io.file_slices import WORDS, PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, printable, ranks_text
@@ -266,7 +266,6 @@ def _join_lines(lines: Iterable[str]) -> str:
 
 
 _SHOWN = 20
-_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = "(absent)"
 
 
@@ -309,7 +308,7 @@ def _compare_tensors(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there
     """Return the negative of the largest difference of two tensors, to sort by, and a line about it, empty for equal bits."""
     text, same_dtype = f"{one.kind} {one.name}:", here.dtype == there.dtype
     if same_dtype:
-        bits = _INTEGER_DTYPES[here.dtype.itemsize]
+        bits = WORDS[here.dtype.itemsize]
         differ = here.view(bits) != there.view(bits)
     else:
         text += f" {DTYPE_NAMES[here.dtype]} in A, {DTYPE_NAMES[there.dtype]} in B;"

@@ -19,7 +19,7 @@ from zeromesh.offload.io.direct_io import BLOCK
 
 GRID = 4 << 20
 """The bytes of a piece with a checksum: pieces are cut at multiples of this offset in a file."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size in bytes: elements are copied as these, so that no bit of a NaN changes."""
 
 
@@ -167,7 +167,7 @@ class PlacedValues:
         data = data[window.start - begin : window.end - begin]
         if part.nbytes != data.numel():
             size = self.tensor.dtype.itemsize
-            words, found = _WORDS[size], torch.empty(part.nbytes, dtype=torch.uint8)
+            words, found = WORDS[size], torch.empty(part.nbytes, dtype=torch.uint8)
             start = (window.start - self.tensor.begin) // size
             self.rows.take(data.view(words), start, part.interval, found.view(words))
             data = found

@@ -115,10 +115,9 @@ class CheckpointReader:
 
     def tensors_in(self, pieces: Sequence[ChecksumPiece]) -> list[str]:
         """List the names of the tensors that have a byte in pieces of one file, in the file's order."""
-        tensors = sorted(
-            (each for each in self.manifest.tensors if each.path == pieces[0].path), key=lambda each: each.begin
-        )
-        return [each.name for each in tensors if any(each.begin < p.end and p.begin < each.end for p in pieces)]
+        there = [each for each in self.manifest.tensors if each.path == pieces[0].path]
+        touched = [each for each in there if any(each.begin < p.end and p.begin < each.end for p in pieces)]
+        return [each.name for each in sorted(touched, key=lambda each: each.begin)]
 
     def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
         """Read and verify pieces, and hand each to `use`, 1-D uint8. Raises `CheckpointError` with the file, the bytes and a tensor
