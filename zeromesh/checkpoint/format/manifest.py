@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -204,11 +204,11 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
         check_names(path, rows)
         for name, row in rows.items():
             match row:
-                case [str(file), begin, str(code), list(shape)] if (
-                    file in files and code in DTYPES and len(shape) <= MAX_DIMS and are_valid_sizes(begin, *shape)
+                case [str(file), begin, str(code), list(dims)] if (
+                    file in files and code in DTYPES and len(dims) <= MAX_DIMS and are_valid_sizes(begin, *dims)
                 ):
-                    spec = TensorSpec(kind=kind, name=name, dtype=DTYPES[code], shape=tuple(shape))
-                    found.append(replace(spec, path=file, begin=begin))
+                    dtype, shape = DTYPES[code], tuple(dims)
+                    found.append(TensorSpec(kind=kind, name=name, dtype=dtype, shape=shape, path=file, begin=begin))
                 case _:
                     raise CheckpointError(
                         f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"

@@ -273,7 +273,7 @@ class TensorFiles(CheckpointReader):
         """Bytes of prefetches in progress."""
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="read-ahead"
-        )  # Its errors are those of `fill`, which reads again.
+        )  # `fill` raises its errors, reading again.
 
     def path_of(self, path: str) -> Path:
         return (self.directory / path).resolve()  # The Hub's cache has links, which are not followed otherwise.
