@@ -119,12 +119,10 @@ class FileTier:
         self._close_files()
 
     def submit(self, work: Callable[[int, torch.Tensor], None], at: int, data: torch.Tensor) -> Future[None]:
-        """Have a thread run `work(at, data)`."""
+        """Have a thread run `work(at, data)`. Without threads, for example after `close`, the future is cancelled."""
         try:
             return self._threads.submit(work, at, data)
-        except (
-            RuntimeError
-        ):  # The tier is closed. The caller may have buffers in flight, and gets the error when it waits.
+        except RuntimeError:  # The caller may have buffers in flight, and gets the error when waiting for them.
             refused: Future[None] = Future()
             refused.cancel()
             return refused

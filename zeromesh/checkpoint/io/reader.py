@@ -271,9 +271,7 @@ class TensorFiles(CheckpointReader):
         self._expected: Iterator[tuple[str, int, int]] = iter(())
         self._ahead = 0
         """Bytes of prefetches in progress."""
-        self._thread = ThreadPoolExecutor(
-            1, thread_name_prefix="read-ahead"
-        )  # `fill` raises its errors, reading again.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")  # `fill` raises what it meets.
 
     def path_of(self, path: str) -> Path:
         return (self.directory / path).resolve()  # The Hub's cache has links, which are not followed otherwise.
