@@ -1,11 +1,5 @@
-"""The storage and movement of bytes: the device's memory, the host's, files; and the ledger of bytes by tier and purpose.
-
-    Tiers            allocates flat tensors that rest wholly or partly on a tier: `TieredTensor`
-    Stream           goes through such tensors row by row: reads ahead, computes, writes behind
-    Ledger           bytes by tier and purpose
-
-The package has no notion of ranks or models, and is usable by itself.
-"""
+"""The storage and movement of bytes: the device's memory, the host's, files; and the ledger of bytes by tier and purpose. The
+package has no notion of ranks or models, and is usable by itself (docs/offload.md)."""
 
 from zeromesh.offload.io.file_tier import FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime

@@ -1,9 +1,5 @@
-"""All access to an accelerator: streams and events, memory, generators, and pinned host memory.
-
-The module is built on `torch.accelerator`, `torch.Stream` and `torch.Event`, and so serves CUDA, ROCm and XPU; no other module
-names a kind of device. "The device" is the one on which a process computes; a CPU is a device without streams, whose work is done
-when a call returns.
-"""
+"""All access to an accelerator, by `torch.accelerator`, which serves CUDA, ROCm and XPU: no other module names a kind of device.
+"The device" is the one on which a process computes; a CPU is a device without streams, whose work is done when a call returns."""
 
 import math
 import shutil
@@ -36,7 +32,7 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 
 
 def current_accelerator() -> torch.device | None:
-    """Return the accelerator type that this process sees, as a device without an index; None on a machine that has only CPUs."""
+    """Return the accelerator that this process sees, as a device without an index; None on a machine that has only CPUs."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
@@ -48,8 +44,7 @@ def build_platform() -> str:
 
 
 def initialize() -> list[torch.device]:
-    """Initialize the accelerator that torch was built for; returns the devices that this process sees. Raises `RuntimeError` with
-    what the driver says, when it refuses."""
+    """Initialize the accelerator; returns the devices that this process sees. Raises `RuntimeError` with the driver's reason."""
     kind = torch.accelerator.current_accelerator()
     if kind is None:
         return []
@@ -68,18 +63,15 @@ def has_cublas() -> bool:
 
 
 def allow_tf32(on: bool) -> None:
-    """Enable or disable TF32 (10 bits of fraction) for products and convolutions of float32 matrices on the device. The older of
-    torch's two interfaces is used: torch and its compiler can always read its settings, but not always those of the newer one."""
+    """Enable or disable TF32 (10 bits of fraction) for products and convolutions of float32 matrices on the device."""
+    # Torch and its compiler can always read the settings of this older interface, but not always those of the newer one.
     torch.set_float32_matmul_precision("high" if on else "highest")
     torch.backends.cudnn.allow_tf32 = on
 
 
 def pick_device(local_rank: int) -> torch.device:
-    """Make the accelerator of this process's local rank the current device and return it; return the CPU without accelerators.
-
-    If a launcher shows each process a single device (as Slurm does with `--gpus-per-task=1`), that device is taken. Raises
-    `ConfigError` when the host has fewer accelerators than ranks.
-    """
+    """Make the accelerator of this process's local rank, or the only one that its launcher shows it, the current device and
+    return it; return the CPU without accelerators. Raises `ConfigError` when the host has fewer accelerators than ranks."""
     kind = current_accelerator()
     if kind is None:
         return torch.device("cpu")
@@ -95,12 +87,9 @@ def pick_device(local_rank: int) -> torch.device:
 
 
 def bind_to_near_cpus(device: torch.device, ranks: int, mode: str) -> None:
-    """Bind all threads of this process to the CPUs near `device`, on a host on which `ranks` ranks bind themselves like this.
-
-    torch finds the CPUs, as for torchrun's `--numa-binding`: `mode` is `node`, `socket`, `exclusive` or `core-complex`. Memory
-    that a thread writes first is then on its own NUMA node. Raises `ConfigError` for a device that torch cannot bind to, or if
-    something it needs is missing.
-    """
+    """Bind all threads of this process to the CPUs near `device`, on a host on which `ranks` ranks do so; memory that a thread
+    writes first is then on its own NUMA node. `mode` is one of torchrun's `--numa-binding`: `node`, `socket`, `exclusive` or
+    `core-complex`. Raises `ConfigError` where torch cannot bind to the device."""
     bind = getattr(binding, "_maybe_apply_numa_binding_to_current_process", None)
     if device.type != "cuda":
         problem = f"this rank computes on {device.type.upper()}, for which torch does not know them"
@@ -129,24 +118,14 @@ def current_stream(device: torch.device) -> torch.Stream:
 
 @contextmanager
 def launching_on(stream: torch.Stream) -> Iterator[None]:
-    """Launch this thread's work inside the block on `stream`, whose device stays current in the thread. `with stream:` suits
-    streams of one thread only: torch keeps the previous stream in the stream object, so that two threads would restore each
-    other's."""
+    """Launch this thread's work inside the block on `stream`, whose device stays current in the thread."""
+    # Not `with stream`: torch keeps the previous stream in the stream object, so that two threads would restore each other's.
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
-
-
-@contextmanager
-def launching_on_new_stream(launched: torch.Event) -> Iterator[None]:
-    """Launch this thread's work inside the block on a new stream, which waits for the event `launched` and for nothing else."""
-    stream = torch.Stream(launched.device)
-    stream.wait_event(launched)
-    with launching_on(stream):
-        yield
 
 
 def make_current(device: torch.device) -> None:
@@ -224,7 +203,6 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Return the free and the used memory of an accelerator."""
     free, total = torch.accelerator.get_memory_info(device)
     return DeviceMemory(
         free=free,
@@ -244,23 +222,20 @@ def allocator_settings() -> str:
 
 def record_allocations(device: torch.device) -> bool:
     """Have torch record allocations and frees of device memory; returns True if the device supports this."""
-    record = getattr(_memory_module(device), "_record_memory_history", None)
-    if record is not None:
-        record(max_entries=_MOST_ALLOCATIONS)
-    return record is not None
+    return _call_memory_module(device, "_record_memory_history", max_entries=_MOST_ALLOCATIONS)
 
 
 def write_allocations(device: torch.device, path: Path) -> bool:
     """Write torch's record of device memory to a file for https://pytorch.org/memory_viz; returns True if the device supports
     this. Raises `OSError` if the file cannot be written."""
-    write = getattr(_memory_module(device), "_dump_snapshot", None)
-    if write is not None:
-        write(str(path))
-    return write is not None
+    return _call_memory_module(device, "_dump_snapshot", str(path))
 
 
-def _memory_module(device: torch.device) -> ModuleType | None:
-    return getattr(_module(device), "memory", None) if is_accelerator(device) else None
+def _call_memory_module(device: torch.device, name: str, *values: object, **options: object) -> bool:
+    call = getattr(getattr(_module(device), "memory", None), name, None) if is_accelerator(device) else None
+    if call is not None:
+        call(*values, **options)
+    return call is not None
 
 
 def device_name(device: torch.device) -> str:
@@ -269,10 +244,9 @@ def device_name(device: torch.device) -> str:
 
 
 def device_uuid(device: torch.device) -> str:
-    """Return a unique identifier of a device, independent of its number in a process; empty if unknown. Empty for AMD devices:
-    parts of one GPU, each of which is a device, may report the same identifier."""
+    """Return a unique identifier of a device, independent of its number in a process; empty if unknown."""
     if not is_accelerator(device) or torch.version.hip:
-        return ""
+        return ""  # Parts of one AMD GPU, each of which is a device, may report the same identifier.
     properties = getattr(_module(device), "get_device_properties", None)
     return "" if properties is None else str(getattr(properties(device), "uuid", ""))
 
@@ -339,8 +313,7 @@ def allocate_pinned(nbytes: int) -> torch.Tensor:
 
 
 def pin(address: int, nbytes: int, device: torch.device) -> Callable[[], object] | None:
-    """Have the driver pin host memory; returns a call that unpins it, or None if the driver refuses. RLIMIT_MEMLOCK is not checked
-    here, since it does not limit the driver."""
+    """Have the driver pin host memory, without regard to RLIMIT_MEMLOCK; returns a call that unpins it, or None if it refuses."""
     runtime = getattr(_module(device), "cudart", None)
     if runtime is None:
         return None

@@ -1,14 +1,5 @@
-"""Offload of the saved inputs of recomputed blocks to the host or to files in forward, and their return before backward.
-
-    forward     block 0   block 1   block 2 ...    an input is copied, and written while the next blocks compute
-    backward    ... block 2   block 1   block 0    the read of block 1's input starts when backward gets block 2's
-
-`ActivationStore.saving_inputs` surrounds a call of `torch.utils.checkpoint.checkpoint`. The inputs that the call saves become saved
-tensors held by autograd; when autograd drops one, for whatever reason, its memory and file space are free again.
-
-An offloaded input is copied to the host (pinned, for an accelerator) or to a slot of a file. Any other input is kept as it is, or
-where a CPU computes as a copy outside the heap.
-"""
+"""Offload of the saved inputs of recomputed blocks: in forward an input is copied to the host, or written to a file while the next
+blocks compute; in backward the read of a block's input starts when the block after it gets its own."""
 
 from __future__ import annotations
 
@@ -40,11 +31,10 @@ _IN_FLIGHT = 2
 
 
 class Reservation:
-    """Memory, or space in a file, that is freed after the last reference to this object is dropped. As that may happen in any
-    thread, the calls that free it are only queued; the store makes them later."""
+    """Host `memory`, or space in a file, that is freed after the last reference to this object is dropped. As that may happen in
+    any thread, the calls that free it are only queued; the store makes them later."""
 
     memory: torch.Tensor
-    """The reserved host memory, if the reservation is one of memory."""
 
     def __init__(self, ended: SimpleQueue[Callable[[], None]], end: Callable[[], None]) -> None:
         self._ended = ended
@@ -56,8 +46,8 @@ class Reservation:
 
 
 class SavedTensor:
-    """The object that autograd saves for backward in place of a tensor. `start()` starts to read the tensor, if it was offloaded,
-    and returns a function that waits for it and returns it; both raise `StorageError` if it cannot be read."""
+    """The object that autograd saves for backward in place of a tensor: when it drops the object, memory and file space are free.
+    `start()` starts to read the tensor, and returns a function that waits for it and returns it; both raise `StorageError`."""
 
     call: BlockCall | None = None
 
@@ -87,26 +77,25 @@ class BlockCall:
     """The inputs and their version counters when saved, until the block's forward has ended."""
 
     def alive_tensors(self) -> list[SavedTensor]:
-        """List the saved tensors that are still referenced, in the order in which backward needs them."""
+        """List the saved tensors that are still referenced, in backward's order."""
         return [saved for ref in self.saved if (saved := ref()) is not None]
 
 
 def _keep_on_device(tensor: torch.Tensor, reservation: Reservation | None = None) -> SavedTensor:
     """Save a tensor without moving it. `reservation` holds the count of its bytes in the ledger, if they are counted there."""
-    finish = partial(_checked, tensor, tensor._version, reservation)
+    version = tensor._version
+
+    def finish(_kept: Reservation | None = reservation) -> torch.Tensor:
+        require_unchanged(tensor, version, "after the block that it is an input of was computed")
+        return tensor
+
     return SavedTensor(lambda: finish)
-
-
-def _checked(tensor: torch.Tensor, version: int, _reservation: Reservation | None) -> torch.Tensor:
-    require_unchanged(tensor, version, "after the block that it is an input of was computed")
-    return tensor
 
 
 def _read_file(
     reserve: Callable[[], Reservation], write: PendingWrite, device: torch.device
 ) -> Callable[[], torch.Tensor]:
-    """Start to read a tensor from its file, or use the host memory from which it is still being written. `reserve` reserves host
-    memory for the tensor; the returned function waits for the read and returns the tensor on `device`."""
+    """Start to read a tensor from its file to memory that `reserve` reserves, or use the memory from which it is still written."""
     unwritten = write.sources[:1]
     reservation = unwritten[0] if unwritten else reserve()
     read = DONE if unwritten else write.read(tensor_bytes(reservation.memory))
@@ -134,8 +123,8 @@ def _copy_back(streams: CopyStreams, reservation: Reservation, device: torch.dev
 
 @dataclass(eq=False, slots=True)
 class PendingWrite:
-    """A write of host memory (`sources`, released when it ends) to a file slot, which begins once the device event `copied` has
-    occurred. `room` reserves the file space until neither this object nor a read from the slot exists."""
+    """A write of host memory (`sources`, released when it ends) to a file slot, which begins after the device event `copied`.
+    `room` reserves the file space until neither this object nor a read from the slot exists."""
 
     sources: list[Reservation]
     slot: FileSlot
@@ -143,15 +132,11 @@ class PendingWrite:
     copied: torch.Event | None
     _transfer: Transfer | None = None
 
-    def advance(self) -> None:
-        """Begin the write if it has not begun and the bytes have been copied. Raises `StorageError`."""
-        copied = self.copied is None or self.copied.query()
-        if copied and self._transfer is None:
+    def advance(self) -> bool:
+        """Begin the write once the bytes have been copied; returns True once it has ended. Raises `StorageError`."""
+        if self._transfer is None and (self.copied is None or self.copied.query()):
             self._transfer = self.slot.write(0, tensor_bytes(self.sources[0].memory))
             self._transfer.on_end(self.sources.clear)  # A bound method of this object would keep the object alive.
-
-    def is_over(self) -> bool:
-        """Return True if the write has ended, so that `finish` does not wait."""
         return self._transfer is not None and self._transfer.done()
 
     def finish(self) -> None:
@@ -181,12 +166,12 @@ def require_unchanged(tensor: torch.Tensor, version: int, when: str) -> None:
 
 
 def _wait(transfer: Transfer) -> None:
-    """Wait for a transfer, and raise its error as a new one. A transfer keeps its error, and a saved tensor its transfer. An
-    error with a traceback would keep frames alive, and so the graph that holds the saved tensor, for good: Python's garbage
-    collector does not see through autograd."""
+    """Wait for a transfer, and raise its error as a new one."""
     try:
         transfer.wait()
     except StorageError as error:
+        # A saved tensor keeps its transfer, and that its error. A traceback would keep frames alive, and so the graph that holds
+        # the saved tensor, for good: Python's garbage collector does not see through autograd.
         error.__traceback__ = None
         raise StorageError(str(error)) from None
 
@@ -215,17 +200,16 @@ class FreeRanges:
         self._ranges[first:last] = [(joined[0][0], joined[-1][1])]
 
     def length_before(self, end: int) -> int:
-        """Return the length of the free range that ends at `end`; 0 without one."""
+        """Return the length of the free range that ends at `end`, the file's end; 0 without one."""
         return end - self._ranges[-1][0] if self._ranges and self._ranges[-1][1] == end else 0
 
 
 class ActivationStore:
     """Stores the inputs of recomputed blocks on a tier; of the blocks of a pass, the fraction `choice.fraction` is offloaded.
 
-    These are the first blocks, since backward needs the inputs of the last ones first. On a CPU the tier `host` keeps inputs in the
-    same memory as without a store. The store needs no closing: its files are those of `tiers`. Raises `StorageError` when no
-    directory for files can be used, and in forward or backward when the disk is full or cannot be read or written.
-    """
+    These are the first blocks, since backward needs the inputs of the last ones first. Other inputs, and on a CPU those of the
+    tier `host`, stay where they are. The store needs no closing: its files are those of `tiers`. Raises `StorageError` when no
+    directory for files can be used, and in forward or backward when the disk is full or cannot be read or written."""
 
     def __init__(self, tiers: Tiers, choice: TierChoice) -> None:
         self._tiers, self._choice = tiers, choice
@@ -300,7 +284,7 @@ class ActivationStore:
     def _write(self, tensor: torch.Tensor) -> SavedTensor:
         while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
-        self._run_queued_frees()
+        self._advance_transfers()
         tier, length = self._tiers.file(), round_up_to_blocks(tensor.nbytes)
         while (begin := self._free.take(length)) is None:
             missing = length - self._free.length_before(tier.nbytes)
@@ -356,10 +340,7 @@ class ActivationStore:
             self._end_copy()
         for write in self._writes:
             write.advance()
-        while self._writes and self._writes[0].is_over():
+        while self._writes and self._writes[0].advance():
             self._writes.popleft().finish()
-        self._run_queued_frees()
-
-    def _run_queued_frees(self) -> None:
         while not self._ended.empty():
             self._ended.get_nowait()()

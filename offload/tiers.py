@@ -1,11 +1,5 @@
-"""Flat tensors that rest on a tier, or are split between a tier and the device, and the memory of the process that holds them.
-
-    | elements on a tier                          | elements on the device   |
-    0                                             cut                     numel
-
-Elements in memory can be viewed (`view`); others have to be read and written asynchronously. The ledger counts every byte that
-`Tiers` allocates.
-"""
+"""Flat tensors that rest on a tier, or of which the first elements rest on a tier and the others on the device, and `Tiers`,
+which allocates them and counts every byte in the ledger."""
 
 from __future__ import annotations
 
@@ -91,7 +85,8 @@ class TieredPart:
 
 
 class TieredTensor:
-    """A flat tensor, `[numel]` of `dtype`, whose consecutive parts rest on different tiers (device, host, file)."""
+    """A flat tensor, `[numel]` of `dtype`, whose consecutive parts rest on different tiers (device, host, file). Elements in
+    memory can be viewed; others have to be read and written asynchronously."""
 
     def __init__(self, dtype: torch.dtype, parts: Sequence[TieredPart]) -> None:
         self.dtype = dtype
@@ -100,7 +95,7 @@ class TieredTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> TieredTensor:
-        """Make a tiered tensor of one part, which views `tensor`, 1-D; `tier` is the tier that the part is said to rest on."""
+        """Make a tiered tensor of one part, which views `tensor`, 1-D, and counts as resting on `tier`."""
         length = tensor.numel()
         return cls(tensor.dtype, [TieredPart(start=0, end=length, tier=tier, memory=tensor)] if length else [])
 
@@ -115,8 +110,7 @@ class TieredTensor:
     @property
     def memory(self) -> torch.Tensor:
         """All elements as one tensor in CPU memory. Raises `ValueError` if they are not in one piece there."""
-        found = self.whole(torch.device("cpu"))
-        if found is None:
+        if (found := self.whole(torch.device("cpu"))) is None:
             raise ValueError("these elements are not in memory")
         return found
 
@@ -147,8 +141,7 @@ class TieredTensor:
         return TieredTensor(self.dtype, parts)
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D, from element `start` on, converted to the dtype of `out`. Raises `StorageError` now or at the
-        transfer's `wait`."""
+        """Start to fill `out`, 1-D, from element `start` on, converted to its dtype. Raises `StorageError`, or its `wait` does."""
         return self._move(start, out, write=False)
 
     def write(self, start: int, data: torch.Tensor) -> Transfer:
@@ -188,8 +181,7 @@ class TieredTensor:
         return found
 
     def copy_to(self, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D of `numel` elements in host memory, converted to its dtype. Raises `StorageError`. A copy from a device
-        runs on the caller's current stream, so that a thread with its own stream waits for its copies alone."""
+        """Fill `out`, 1-D of `numel` elements in host memory, converted, on the caller's current stream. Raises `StorageError`."""
         self._require_all(out.numel())
         launched: torch.Stream | None = None
         for part in self.parts:
@@ -256,21 +248,20 @@ class FileSettings:
 
 @dataclass(kw_only=True, slots=True)
 class Tiers:
-    """Allocates tensors on any tier, for a process that computes on `device`. Swap files open at first use; `close` frees them."""
+    """Allocates tensors on any tier, for a process that computes on `device`. Swap files open at first use; `close` frees them.
+    `waits` counts the time that callers have waited for tiers."""
 
     device: torch.device
     ledger: Ledger
     files: FileSettings = field(default_factory=FileSettings)
     pinned: PinnedBudget = field(default_factory=PinnedBudget)
     waits: WaitTime = field(default_factory=WaitTime)
-    """The time that callers have waited for tiers."""
     _file: FileTier | None = None
 
     def allocate(
         self, numel: int, dtype: torch.dtype, choice: TierChoice, purpose: Purpose, label: str
     ) -> TieredTensor:
-        """Allocate zeros, `[numel]`. `label` names them in errors. Raises `StorageError` where there is no room, or no directory
-        to make it in."""
+        """Allocate zeros, `[numel]`, named `label` in errors. Raises `StorageError` without room, or a directory to make it in."""
         cut, away = choice.offloaded_numel(numel), Tier.FILE if choice.tier == "file" else Tier.HOST
         parts: list[TieredPart] = []
         for start, end, tier in ((0, cut, away), (cut, numel, Tier.DEVICE)):
@@ -299,22 +290,16 @@ class Tiers:
         return TieredTensor(dtype, parts)
 
     def stored(self, numel: int, dtype: torch.dtype, runs: Sequence[TieredPart], purpose: Purpose) -> TieredTensor:
-        """Make a read-only tensor, `[numel]`, of `runs`, ascending parts in existing files (see `FileTier.open_stored`). Elements
-        between the runs are zero."""
-        parts: list[TieredPart] = []
-        at = 0
-        for run in (*runs, None):
-            start = numel if run is None else run.start
+        """Make a read-only tensor, `[numel]`, of `runs`, ascending parts in existing files; elements between them are zero."""
+        parts = list(runs)
+        for at, start in zip((0, *(run.end for run in runs)), (*(run.start for run in runs), numel), strict=True):
             if start > at:
                 gap = torch.zeros(start - at, dtype=dtype, device=self.device)
                 parts.append(TieredPart(start=at, end=start, tier=Tier.DEVICE, memory=gap))
-            if run is not None:
-                parts.append(run)
-                at = run.end
-        return self._counted(dtype, parts, purpose)
+        return self._counted(dtype, sorted(parts, key=lambda part: part.start), purpose)
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Make a buffer `[nbytes]`, uint8, on `device` for transfers with another tier; on the host it has its own pages."""
+        """Make a buffer `[nbytes]`, uint8, on `device` for transfers with another tier; on the host it has separate pages."""
         if is_accelerator(device):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self.pinned.allocate_pages(nbytes, self.device)
@@ -336,10 +321,10 @@ class Tiers:
         return self._file
 
     def waited(self) -> dict[Tier, float]:
-        """Return the seconds that callers have waited for each tier since the last call."""
+        """Return the seconds that callers have waited for tiers since the last call."""
         return {Tier.FILE: self.waits.take()} if self._file is not None else {}
 
     def close(self) -> None:
-        """Close the file tier, if it is open, which deletes the data in its swap files."""
+        """Delete the data in the swap files, if there are any."""
         if self._file is not None:
             self._file.close()

@@ -1,9 +1,5 @@
-"""A stream of rows through a bounded number of buffers: row i+1 is read and row i-1 written while row i is computed.
-
-A row is the same interval of several tensors, such as the master weights, moments and gradients of an update. The parts of a row
-in the memory of the compute device are used in place; the rest passes through a pool's buffers, so that memory does not grow with
-the tensors.
-"""
+"""A stream of rows through a bounded number of buffers: row i+1 is read and row i-1 written while row i is computed. A row is the
+same interval of several tensors, such as master weights, moments and gradients; parts on the compute device are used in place."""
 
 import time
 from collections import deque
@@ -92,10 +88,10 @@ class UpdateStream:
         self.device = device
         self._waits = waits
         self._width = width
+        self.nbytes = stream_bytes(width, longest, nbytes)
+        """Bytes of all buffers."""
         self._buffer_bytes = buffer_bytes(width, longest, nbytes)
         self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes, memory)
-        self.nbytes = self._pool.total
-        """Bytes of all buffers."""
         self._flights: deque[_RowInFlight] = deque()
         self._crossing: list[Transfer] = []
 
@@ -119,10 +115,9 @@ class UpdateStream:
         """Call `compute(row, tensors)` for each row, in order, with `[end - start]` of each tensor, to be changed in place.
 
         `ahead` are the rows of the next calls, as far as known, whose first ones are read already: call `drop_read_ahead` before
-        anything else changes their tensors. Writes may go on after this returns: a later read of a file waits for them, and later
-        device work is ordered after them; before reading host memory, call `wait_for_writes`. After an error nothing is read ahead
-        and all buffers are free. Raises `StorageError` when something cannot be read. A failed write is raised for the next reader.
-        """
+        anything else changes their tensors. Writes may go on afterwards: later reads of a file and device work come after them;
+        before reading host memory, call `wait_for_writes`. After an error nothing is read ahead and all buffers are free. Raises
+        `StorageError` when something cannot be read; a failed write is raised for the next reader."""
         planned = [*rows, *islice(ahead, _DEPTH)]
         if any(flight.row != row for flight, row in zip(self._flights, planned, strict=False)):
             self.drop_read_ahead()
@@ -156,7 +151,7 @@ class UpdateStream:
             write.wait()
 
     def drop_read_ahead(self) -> None:
-        """Return the buffers of rows that were read ahead to the pool, without computing these rows."""
+        """Give back the buffers of rows that were read ahead and not computed."""
         while self._flights:
             flight = self._flights.popleft()
             for number, buffer in flight.buffers.items():
@@ -193,12 +188,9 @@ class UpdateStream:
 
 
 def run_whole(
-    operands: Sequence[StreamOperand],
-    compute: Callable[[StreamRow, list[torch.Tensor]], None],
-    device: torch.device,
+    operands: Sequence[StreamOperand], compute: Callable[[StreamRow, list[torch.Tensor]], None], device: torch.device
 ) -> None:
-    """Call `compute` as `UpdateStream.run` does, but once, with all elements of all operands in the memory of `device` at the same
-    time, however much that takes."""
+    """Call `compute` as `UpdateStream.run` does, but once, with all elements of all operands in the memory of `device`."""
     tensors = []
     for each in operands:  # An operand that is only written need not be read.
         found = each.tensor.whole(device) if each.mode is Access.WRITE else each.tensor.load(device)

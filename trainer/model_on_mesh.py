@@ -26,7 +26,7 @@ from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.hub_form import HubForm, Named
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.weights.handoff import PartOf, parts_of_weights, send_weights
+from zeromesh.trainer.weights.handoff import Part, cut_part, send_weights
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import persistent_buffers
 
@@ -84,7 +84,7 @@ class ModelOnMesh(ABC):
         with placed.mesh.call(f"{placed.owner}.check_weights()"):
             engine.checkpoint_state.require_same_weights()
 
-    def stream_weights(self, part_of: PartOf = lambda name: None) -> Iterator[tuple[str, Tensor]]:
+    def stream_weights(self, part_of: Callable[[str], Part | None] = lambda name: None) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, tensor)` of weights in the compute dtype, as `save_pretrained` writes them; all ranks iterate to the end.
 
         Names and shapes are those of files on the Hub, and adapters are merged. A rank has its shards in memory and
@@ -97,7 +97,7 @@ class ModelOnMesh(ABC):
         placed = self.placed
         compute: torch.dtype = getattr(torch, placed.config.precision.compute)
         weights = _tensors(placed, "stream_weights", form=lambda found: placed.hub_form.convert(found, compute))
-        return parts_of_weights(weights, part_of)
+        return ((name, cut_part(name, tensor, part_of(name))) for name, tensor in weights)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
         """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns the number of tensors.

@@ -1,11 +1,5 @@
-"""Positional I/O: whole transfers at byte offsets of a file, past the page cache where the file system allows it.
-
-    O_DIRECT      needs addresses, offsets and lengths in whole blocks, and moves bytes at the disk's own speed
-    buffered      for a file's tail that is no whole block, and where the file system refuses O_DIRECT
-
-Transfers release the interpreter's lock, so a few threads keep a disk busy while others compute. The last functions tell what disk
-a directory lies on.
-"""
+"""Positional I/O: whole transfers at byte offsets of a file, past the page cache (O_DIRECT) where bytes are whole blocks and the
+file system allows it. Transfers release the interpreter's lock, so a few threads keep a disk busy while others compute."""
 
 import errno
 import os
@@ -36,7 +30,6 @@ IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def round_up_to_blocks(nbytes: int) -> int:
-    """Round `nbytes` up to a multiple of `BLOCK`."""
     return -(-nbytes // BLOCK) * BLOCK
 
 
@@ -46,8 +39,8 @@ def is_block_aligned(data: torch.Tensor, offset: int) -> bool:
 
 
 class PositionalFile(AbstractContextManager["PositionalFile"]):
-    """A file that is read or written at offsets, from several threads if needed. Raises `StorageError` from any method, with the
-    file, the bytes and the reason, when the system refuses or the file ends too early."""
+    """A file that is read or written at offsets, by any number of threads. Raises `StorageError` from any method, with the file,
+    the bytes and the reason, when the system refuses or the file ends too early."""
 
     def __init__(
         self,
@@ -59,9 +52,8 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         direct: bool = True,
         constant: bool = False,
     ) -> None:
-        """Open for reading or writing. A file opened for writing is created if absent, with `size` bytes, which are reserved
-        unless it is `sparse`. Links are not followed. Without `direct` all bytes go through the page cache. Reading a `constant`
-        file raises once anybody has written to it."""
+        """Open a file, not a link; for writing it is created if absent, with `size` bytes, reserved unless it is `sparse`. Without
+        `direct` all bytes go through the page cache. Reading a `constant` file raises once anybody has written to it."""
         self.path = os.fspath(path)
         flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
         self._direct = -1
@@ -147,12 +139,9 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
     def read_rows(
         self, data: torch.Tensor, offset: int, *, rows: int, columns: Sequence[tuple[int, int]], stride: int
     ) -> int:
-        """Fill the start of `data`, 1-D uint8 on CPU, with some columns of `rows` rows, row after row; returns the bytes filled.
-
-        Rows begin every `stride` bytes of the file from `offset` on. `columns` are pairs of a column's first byte in the row and
-        its length in bytes, ascending. Reads go through the page cache. Short gaps between columns are read and discarded, which
-        takes less time than a system call for each column.
-        """
+        """Fill the start of `data`, 1-D uint8 on CPU, with some columns of `rows` rows, row after row, through the page cache;
+        returns the bytes filled. Rows begin every `stride` bytes of the file from `offset` on. `columns` are pairs of a column's
+        first byte in the row and its length in bytes, ascending."""
         starts, lengths = zip(*columns, strict=True)
         following = (*starts[1:], starts[0] + stride)
         gaps = [after - start - length for start, length, after in zip(starts, lengths, following, strict=True)]
@@ -165,7 +154,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
             for row, (part, start) in product(range(rows), zip(parts, starts, strict=True)):
                 self._read_pieces([part[row]], offset + row * stride + start, part.shape[1])
             return block.size
-        scrap = np.empty(_NEAR, np.uint8)
+        scrap = np.empty(_NEAR, np.uint8)  # Reading short gaps takes less time than a system call for each column.
         for first in range(0, rows, together):
             count = min(together, rows - first)
             pieces = [scrap] * (step * count)
@@ -181,15 +170,15 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
             self._require_unchanged()
 
     def in_memory(self, offset: int) -> bool:
-        """Return True if the page cache holds the byte at `offset`; False too if the system cannot tell."""
+        """Return True if the page cache surely holds the byte at `offset`."""
         try:
             return os.preadv(self._buffered, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
         except OSError:
             return False
 
     def read_ahead(self, offset: int, length: int) -> None:
-        """Bring bytes into the page cache by reading and discarding them, since the system then uses larger reads and pages than
-        after the advice `POSIX_FADV_WILLNEED`."""
+        """Bring bytes into the page cache."""
+        # The system uses larger reads and pages than after the advice `POSIX_FADV_WILLNEED`.
         scrap = memoryview(bytearray(_READ_AHEAD_BYTES))
         for at in range(offset, offset + length, _READ_AHEAD_BYTES):
             os.preadv(self._buffered, [scrap[: offset + length - at]], at)
@@ -257,8 +246,7 @@ def free_bytes(directory: Path) -> int:
 
 
 def mount_of(directory: Path) -> tuple[str, str]:
-    """Return the device that holds a directory, which need not exist yet, and the file system's type, such as `/dev/nvme0n1` and
-    `ext4`; empty if the system does not tell."""
+    """Return the device that holds a directory, which may not exist yet, and the file system's type; empty if unknown."""
     path, best, found = os.path.realpath(nearest_directory(directory)), "", ("", "")
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()

@@ -1,13 +1,5 @@
-"""The file tier: flat ranges of bytes in swap files, read and written by a few threads past the page cache.
-
-    FileTier    files and threads        |  slot  |  slot  | ...
-    FileSlot    one range                |piece|piece|piece|..|      a piece is moved by one thread
-                or a file that is there already, and is only read
-
-A swap file is unlinked as soon as it is open: no other process can open it, and the system frees it when the process ends,
-however it does. Offsets need not be whole blocks: unaligned parts go through a small buffer of the thread. With checksums every
-piece is verified when it is read, so that a changed byte on the disk is an error rather than a wrong number.
-"""
+"""The file tier: flat ranges of bytes (slots) in swap files, read and written in pieces by a few threads past the page cache.
+Unaligned parts go through a buffer of the thread. With checksums every piece that is read is verified."""
 
 from __future__ import annotations
 
@@ -47,7 +39,7 @@ _UNWRITTEN = 0
 
 
 def _open_swap_file(directory: Path, label: str) -> PositionalFile:
-    """Create an empty swap file and unlink it at once; `label` is part of its name, which errors show. Raises `StorageError`."""
+    """Create a swap file and unlink it at once: no other process can open it, and the system frees it when this one ends."""
     path = directory / f"zeromesh-{label}-{secrets.token_hex(8)}.swap"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -64,8 +56,7 @@ def _open_swap_file(directory: Path, label: str) -> PositionalFile:
 
 
 class FileTier:
-    """Swap files in one or several directories, striped over them in turn, and the threads that read and write them. Raises
-    `StorageError` for a directory that cannot be used."""
+    """Swap files, striped over directories, and threads that read and write them. Raises `StorageError` for a bad directory."""
 
     def __init__(
         self,
@@ -78,8 +69,8 @@ class FileTier:
         memory: AllocateBuffer = allocate_pages,
         device: torch.device = _CPU,
     ) -> None:
-        """`label` becomes part of the files' names, `memory` allocates the threads' buffers, `waits` counts the callers' waiting
-        time, and `device` is the compute device of this process."""
+        """`label` is a part of the files' names, which errors show; `memory` allocates the threads' buffers, `waits` counts the
+        callers' waiting time, and `device` is the compute device of this process."""
         if not directories:
             raise ValueError("swap files need a directory, none is given")
         self.waits = waits or WaitTime()
@@ -158,26 +149,21 @@ class FileTier:
         if len(self._files) == 1:
             yield self._files[0], offset, data
             return
-        done = 0
-        while done < data.numel():
-            stripe, inside = divmod(offset + done, STRIPE)
-            length = min(STRIPE - inside, data.numel() - done)
+        for begin, part in _pieces(offset, data, STRIPE):
+            stripe, inside = divmod(begin, STRIPE)
             row, number = divmod(stripe, len(self._files))
-            yield self._files[number], row * STRIPE + inside, data[done : done + length]
-            done += length
+            yield self._files[number], row * STRIPE + inside, part
 
 
 class FileSlot:
     """A range of `nbytes` bytes in a file tier's swap files, or in an existing `file`, which is only read. Reads wait for earlier
-    writes; bytes that are being read must not be written. Threads may share a slot: a checkpoint is written beside training."""
+    writes; bytes that are being read must not be written. Threads may share a slot."""
 
-    def __init__(
-        self, tier: FileTier, offset: int, nbytes: int, label: str, file: PositionalFile | None = None
-    ) -> None:
+    def __init__(self, tier: FileTier, begin: int, nbytes: int, label: str, file: PositionalFile | None = None) -> None:
         self.tier = tier
         self.nbytes = nbytes
         self.label = label
-        self._offset = offset
+        self._begin = begin
         self._file = file
         self._room = round_up_to_blocks(nbytes) if file is None else nbytes
         checked = tier.checksums and file is None
@@ -189,14 +175,12 @@ class FileSlot:
         self._writing: list[tuple[int, int, Transfer]] = []
 
     def read(self, begin: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D uint8, from byte `begin` on. Tensors outside the CPU go through the threads' buffers. Raises
-        `StorageError` at `wait`, naming the tier, what the bytes are, and why they cannot be had."""
+        """Start to fill `out`, 1-D uint8, from byte `begin` on. Raises `StorageError` at `wait`, naming the tier and the slot."""
         with self._order:
             return self._move(self._read_piece, begin, out)
 
     def write(self, begin: int, data: torch.Tensor) -> Transfer:
-        """Start to write `data`, 1-D uint8, which must not change until the transfer has ended. Raises as `read` does, and
-        `ValueError` for a file that is only read."""
+        """Start to write `data`, 1-D uint8, unchanged until the end. Raises as `read`, and `ValueError` for an existing file."""
         if self._file is not None:
             raise ValueError(f"{data.numel()} bytes at {begin} of {self.label}, which is only read")
         with self._order:
@@ -268,11 +252,14 @@ class FileSlot:
                 else:
                     memory[last - begin :].zero_()
                 copy(memory[at - begin : last - begin], data)
-            self._write_grains(begin, memory)
+            if self._checksums:
+                self._checksums[begin // PIECE] = _checksum(memory)
+            with _naming_the_tier(self.label):
+                self.tier.write(memory, self._begin + begin)
 
     def _read_grains(self, begin: int, data: torch.Tensor) -> None:
         with _naming_the_tier("" if self._file else self.label):  # An error of `self._file` has its path already.
-            (self._file or self.tier).read(data, self._offset + begin)
+            (self._file or self.tier).read(data, self._begin + begin)
         if self._checksums:
             recorded = self._checksums[begin // PIECE]
             found = _checksum(data)
@@ -281,12 +268,6 @@ class FileSlot:
                     f"file tier, {self.label}: bytes [{begin:,}, {begin + data.numel():,}) are not what was written "
                     f"(xxh3 {found:016x}, {recorded:016x} was recorded; {', '.join(self.tier.paths)})"
                 )
-
-    def _write_grains(self, begin: int, data: torch.Tensor) -> None:
-        if self._checksums:
-            self._checksums[begin // PIECE] = _checksum(data)
-        with _naming_the_tier(self.label):
-            self.tier.write(data, self._offset + begin)
 
 
 @contextlib.contextmanager
@@ -298,7 +279,7 @@ def _naming_the_tier(label: str = "") -> Iterator[None]:
 
 
 def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Cut `data`, which begins at byte `begin` of a slot, at the slot's multiples of `step` bytes; yields first byte and piece."""
+    """Cut `data`, which begins at byte `begin`, at multiples of `step` bytes; yields first byte and piece."""
     done = 0
     while done < data.numel():
         length = min(step - (begin + done) % step, data.numel() - done)

@@ -1,13 +1,5 @@
-"""Transfers between tiers, the time that callers have waited for them, and the staging buffers that they pass through.
-
-Copies between a device and its host run beside computing, on a stream for each direction, and the host never waits:
-
-    in     host -> device     whoever uses the bytes on the device comes after the copy by an event
-    out    device -> host     whoever uses the bytes on the host waits for the copy
-
-A copy begins when all work launched before it on the current stream is done. Both directions run at once; only copies of the same
-host bytes keep their order, so that bytes written out are read back.
-"""
+"""Transfers between tiers, the time that callers have waited for them, and the staging buffers that they pass through. Copies
+between a device and its host run on a stream for each direction, and begin after all work launched before them."""
 
 from __future__ import annotations
 
@@ -38,7 +30,6 @@ class WaitTime:
         self.seconds = self.total = 0.0
 
     def take(self) -> float:
-        """Return the seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
@@ -83,11 +74,7 @@ class Transfer:
         return any(piece.done() and (piece.cancelled() or piece.exception() is not None) for piece in self._pieces)
 
     def wait(self) -> None:
-        """Wait until all bytes have arrived.
-
-        Raises:
-            StorageError: the error of the first piece that failed, after all pieces have ended.
-        """
+        """Wait until all bytes have arrived. Raises `StorageError` of the first piece that failed, after all pieces have ended."""
         self.wait_for_end()
         for piece in self._pieces:
             if piece.cancelled():
@@ -95,14 +82,12 @@ class Transfer:
             piece.result()
 
     def ordering(self) -> AbstractContextManager[object]:
-        """Return a context manager: device work launched inside it comes after this transfer, work launched before it goes on
-        meanwhile. Raises as `wait` does."""
+        """Return a context manager: device work launched inside it comes after this transfer. Raises as `wait` does."""
         self.wait()
         return nullcontext()
 
     def order(self) -> None:
-        """Wait as `wait` does. A transfer from a device to the host does not block the host: later work of the device is ordered
-        after it, so that the source's device memory may be reused."""
+        """Wait as `wait` does; but a transfer from a device to the host blocks later work of the device, not the host."""
         self.wait()
 
     def wait_for_end(self, *, counted: bool = True) -> None:
@@ -146,13 +131,6 @@ class CopyDirection:
         self.in_flight: deque[tuple[int, int, torch.Event]] = deque()
         self.lock = threading.Lock()
 
-    def copies_touching(self, begin: int, end: int) -> list[torch.Event]:
-        """Return the events of copies in flight that touch host addresses from `begin` to `end`."""
-        with self.lock:
-            while self.in_flight and self.in_flight[0][2].query():
-                self.in_flight.popleft()
-            return [event for first, last, event in self.in_flight if first < end and last > begin]
-
 
 class CopyStreams:
     """Two streams of one device for asynchronous copies, one to the device and one to the host. Threads may share the object."""
@@ -164,14 +142,17 @@ class CopyStreams:
         """The stream of the copies to the device."""
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
-        """Start a copy between device and host, converted to the target's dtype, after copies in the other direction that touch the
-        same host bytes; returns the event of its end, until which the caller keeps both tensors. Unpinned host memory makes the
-        copy block the host."""
+        """Start a copy between device and host, converted to the target's dtype, after copies in the other direction that touch
+        the same host bytes; returns the event of its end, until which the caller keeps both tensors."""
         lane, other = (self._inward, self._outward) if on_accelerator(target) else (self._outward, self._inward)
         lane.stream.wait_stream(accelerator.current_stream(self._device))
         host = source if on_accelerator(target) else target
         begin, end = host.data_ptr(), host.data_ptr() + host.nbytes
-        for earlier in other.copies_touching(begin, end):
+        with other.lock:
+            while other.in_flight and other.in_flight[0][2].query():
+                other.in_flight.popleft()
+            touching = [event for first, last, event in other.in_flight if first < end and last > begin]
+        for earlier in touching:
             lane.stream.wait_event(earlier)
         event = _copy(lane.stream, source, target)
         with lane.lock:
@@ -251,8 +232,6 @@ def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> t
 PAGE = mmap.PAGESIZE
 AllocateBuffer = Callable[[int], torch.Tensor]
 """Allocates a buffer of the given number of bytes."""
-
-
 _STATE_PAGES: WeakSet[mmap.mmap] = WeakSet()
 
 
@@ -264,8 +243,8 @@ def register_state_pages(found: mmap.mmap) -> mmap.mmap:
 
 @contextmanager
 def states_hidden_from_children() -> Iterator[None]:
-    """Inside the block, forked child processes do not inherit the registered pages. Otherwise a child keeps a copy of each page
-    that the parent writes later, and of each pinned page from the start, since a device writes to fixed physical pages."""
+    """Inside the block, forked children do not inherit the registered pages: a child would keep a copy of each page that the
+    parent writes later, and of each pinned page from the start, since a device writes to fixed physical pages."""
     held = [each for each in _STATE_PAGES if not each.closed]
     for each in held:
         each.madvise(mmap.MADV_DONTFORK)
@@ -291,25 +270,21 @@ def request_huge_pages(found: mmap.mmap, *part: int) -> None:
 
 
 class StagingPool:
-    """A pool of `count` buffers of `nbytes` bytes, handed out one by one, which bounds the memory of transfers. Buffers are 1-D
-    uint8 tensors allocated by `memory`. Threads may share a pool."""
+    """`count` buffers, `[nbytes]` uint8, allocated by `memory`, which bound the memory of transfers; threads may share them."""
 
     def __init__(self, count: int, nbytes: int, memory: AllocateBuffer = allocate_pages) -> None:
         if count < 0 or nbytes < PAGE or nbytes % PAGE:
             raise ValueError(f"{count} buffers of {nbytes} bytes; give 0 or more, of a multiple of {PAGE} bytes")
-        self.nbytes = nbytes
-        self.total = count * nbytes
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(count):
             self._free.put(memory(nbytes))
 
     @property
     def free(self) -> int:
-        """The number of free buffers."""
         return self._free.qsize()
 
     def take(self) -> torch.Tensor:
-        """Return a free buffer, `[nbytes]`, waiting for one if necessary."""
+        """Wait for a free buffer, `[nbytes]`."""
         return self._free.get()
 
     def give_back(self, buffer: torch.Tensor) -> None:

@@ -1,9 +1,4 @@
-"""Memory that lasts as long as a run: of the device, and of the host, pinned if a device copies from it.
-
-Processes of one host share memory from `memfd_create` (`SharedSegment`). An anonymous file descriptor has no name to leak and does
-not live in `/dev/shm`, whose 64 MiB in a default container would end a run with SIGBUS. A peer opens it through
-`/proc/<pid>/fd/<fd>`, which the kernel allows to the same user.
-"""
+"""Memory that lasts as long as a run: of the device, and of the host, pinned if a device copies from it, or shared by processes."""
 
 from __future__ import annotations
 
@@ -44,9 +39,8 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate zeros for a state that lasts as long as the run. On CPU they get separate pages outside the C library's heap, huge
-    ones if available, since long-lived blocks between activations would fragment the heap
-    (docs/decisions/0006-allocator.md)."""
+    """Allocate zeros for a state that lasts as long as the run. On CPU they get separate pages outside the C library's heap,
+    which long-lived blocks between activations would fragment (docs/decisions/0006-allocator.md)."""
     count = math.prod(shape) if isinstance(shape, tuple) else shape
     if device.type != "cpu" or count * dtype.itemsize < _LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -54,9 +48,8 @@ def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: t
 
 
 class SparePages:
-    """Huge pages that buffers have released, to be moved to the address of the next buffer that allocates. This saves the zeroing
-    of new pages by the system, which takes as long as reading them from a fast disk. Pages that the latest buffer did not need are
-    returned to the system when a buffer releases more."""
+    """Huge pages that buffers have released, to be moved to the address of the next buffer, since the system takes as long to zero
+    new pages as a fast disk to fill them. Pages that the latest buffer did not need are returned when a buffer releases more."""
 
     def __init__(self) -> None:
         self._ranges: list[torch.Tensor] = []
@@ -71,13 +64,11 @@ class SparePages:
             _return_pages(memory)
 
     def move_to(self, target: torch.Tensor) -> None:
-        """Move the spare pages to `target`, 1-D uint8 of whole huge pages, as far as they suffice. Raises `StorageError` if the
-        system refuses; the memory of `target` must not be used then."""
+        """Move spare pages to `target`, 1-D uint8 of whole huge pages. Raises `StorageError`; `target` must not be used then."""
         begin, end = target.data_ptr(), target.data_ptr() + target.nbytes
-        inside = [begin <= each.data_ptr() < end for each in self._ranges]
-        if any(inside):  # The target's pages are among the spare ones, still at its address, so nothing is moved.
-            self._ranges = [each for each, is_targets in zip(self._ranges, inside, strict=True) if not is_targets]
-            begin = end
+        others = [each for each in self._ranges if not begin <= each.data_ptr() < end]
+        if len(others) < len(self._ranges):  # The target's pages are among the spare ones, so nothing is moved.
+            self._ranges, begin = others, end
         while self._ranges and begin < end:
             spare = self._ranges.pop()
             length = min(spare.nbytes, end - begin)
@@ -123,8 +114,7 @@ def _can_move_pages() -> bool:
 
 class ReleasableBuffer:
     """A buffer at a fixed address whose memory can be released: views of `full`, `[count]`, stay valid without memory. On CPU it
-    has separate pages, as states do, and `full` begins `lead` bytes after the start of a page. Elsewhere its storage is
-    resized."""
+    has separate pages, and `full` begins `lead` bytes after the start of one. Elsewhere its storage is resized."""
 
     def __init__(
         self, count: int, dtype: torch.dtype, device: torch.device, *, spare: SparePages, lead: int = 0
@@ -179,9 +169,8 @@ _FREE_DIVISOR = 8
 
 @dataclass(kw_only=True, slots=True)
 class PinnedBudget:
-    """Allocates pinned host memory within a budget; beyond it, memory is pageable, so that its copies are slower and block the
-    host. `limit` is the number of bytes that may be pinned; None: `pinnable_bytes()` at each allocation. `used` are the bytes
-    pinned now."""
+    """Allocates pinned host memory within a budget, and else pageable memory, whose copies are slower and block the host. `limit`
+    is the number of bytes that may be pinned, None: `pinnable_bytes()` at each allocation; `used` are the bytes pinned now."""
 
     limit: int | None = None
     used: int = 0
@@ -224,7 +213,6 @@ class PinnedBudget:
         return True
 
     def release(self, nbytes: int) -> None:
-        """Count `nbytes` as not pinned any more."""
         self.used -= nbytes
 
 
@@ -248,14 +236,8 @@ def pinnable_bytes() -> int:
     return free - free // _FREE_DIVISOR
 
 
-def _whole_pages(nbytes: int) -> int:
-    """Round up to whole pages, at least one, since an empty range cannot be mapped."""
-    return max(PAGE, -(-nbytes // PAGE) * PAGE)
-
-
 def require_memory(label: str, nbytes: int) -> None:
-    """Raise `StorageError` when fewer than `nbytes` bytes of memory are available, before an allocation of so many would make the
-    kernel's out-of-memory killer end a process."""
+    """Raise `StorageError` when fewer than `nbytes` bytes of memory are available, before the kernel would end a process."""
     available = available_bytes()
     if nbytes > available > 0:
         raise StorageError(
@@ -272,22 +254,20 @@ def _refused(label: str, nbytes: int, error: OSError) -> StorageError:
 
 
 class SharedSegment:
-    """A mapped shared memory segment of `nbytes` bytes, zero at first. Raises `StorageError` when the memory is not there or a
-    peer's segment cannot be opened."""
+    """A mapped segment of `nbytes` bytes, zero at first, that processes of a host share. It has no name to leak, and does not live
+    in `/dev/shm`, whose 64 MiB in a default container would end a run with SIGBUS. Raises `StorageError` without the memory."""
 
     def __init__(self, descriptor: int, nbytes: int, label: str) -> None:
-        nbytes = _whole_pages(nbytes)
         self.descriptor = descriptor
-        self.nbytes = nbytes
+        self.nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)  # An empty range cannot be mapped.
         self.label = label
-        self._map = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._map = mmap.mmap(descriptor, self.nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self._close = weakref.finalize(self, os.close, descriptor)  # Also where nobody calls `close`.
 
     @classmethod
     def create(cls, label: str, nbytes: int, *, reserve: bool = True) -> SharedSegment:
-        """Create a segment. `reserve` allocates its memory at once, so that a lack of it is an error now rather than a signal
-        later."""
-        nbytes = _whole_pages(nbytes)
+        """Create a segment. `reserve` allocates its memory at once: a lack of it is an error now, and not a signal later."""
+        nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
         if reserve:
             require_memory(label, nbytes)
         descriptor = os.memfd_create(f"zeromesh-{label}", os.MFD_CLOEXEC)
@@ -302,7 +282,7 @@ class SharedSegment:
 
     @classmethod
     def attach(cls, pid: int, descriptor: int, nbytes: int, label: str) -> SharedSegment:
-        """Map the segment that process `pid` of this host has created."""
+        """Map the segment that process `pid` of this host and user has created. Raises `StorageError` if it cannot be opened."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes, label)
@@ -323,8 +303,7 @@ class SharedSegment:
         return memoryview(self._map).cast("q")
 
     def reserve(self, offset: int, nbytes: int) -> None:
-        """Allocate physical memory for a range of the segment. Raises `StorageError` if there is too little. Several ranks may
-        call this for one segment at the same time."""
+        """Allocate physical memory for a range of the segment, on any number of ranks at a time. Raises `StorageError`."""
         start = offset // PAGE * PAGE
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map, start))
         try:

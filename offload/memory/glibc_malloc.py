@@ -1,8 +1,5 @@
 """Settings of glibc's allocator that let freed activations be reused. Nothing is done with another C library.
-
-A process calls `reuse_freed_memory` before it allocates and `trim_heap` before its first step, however it was started.
-docs/decisions/0006-allocator.md and 0010-small-blocks-are-reserved.md have what was measured.
-"""
+docs/decisions/0006-allocator.md and 0010-small-blocks-are-reserved.md have what was measured."""
 
 import ctypes
 import re
@@ -37,9 +34,8 @@ _GUARD_BYTES = 24
 
 
 def reuse_freed_memory() -> bool:
-    """Fix glibc's thresholds so that freed activations are reused, and only large blocks are mapped one by one. Each such block
-    costs a page fault per 4 KiB every time, and glibc's own threshold moves with earlier frees. Returns False with another C
-    library."""
+    """Fix glibc's thresholds, before a process allocates, so that freed activations are reused and only large blocks are mapped
+    one by one, which costs a page fault per 4 KiB. Returns False with another C library."""
     libc = _glibc()
     if libc is None:
         return False
@@ -47,14 +43,9 @@ def reuse_freed_memory() -> bool:
 
 
 def trim_heap() -> bool:
-    """Return free memory of glibc to the system, holes included, after start-up, whose blocks have other sizes than a step's.
-
-    Afterwards recently freed small blocks are not the first to be reused: glibc before 2.38 has split them off aligned blocks,
-    and an object in one of them keeps two large blocks apart for its life. Small objects get blocks that are reserved here, about
-    2 MiB, instead of parts of a hole that is large enough for a tensor.
-
-    Returns False, with nothing changed, if this is not needed or glibc's parameters are not at the expected place.
-    """
+    """Return free memory of glibc to the system, holes included, before the first step, and have small objects take blocks that
+    are reserved here, about 2 MiB: glibc before 2.38 would put them into blocks split off aligned ones, where an object keeps two
+    large blocks apart for its life. Returns False if that is not needed, or glibc's parameters are not at the expected place."""
     libc = _glibc()
     if libc is None:
         return False
@@ -74,9 +65,8 @@ def trim_heap() -> bool:
 
 
 def _cached_sizes() -> list[ctypes.c_size_t]:
-    """Search the C library's data for `tcache_bins`, the number of size classes in a thread's cache, which no call can set. It is
-    recognised by its default value and by the words near it: the largest cached size, and the thresholds that
-    `reuse_freed_memory` has set. Returns all matches; with none or several, its location is unknown."""
+    """Search the C library's data for `tcache_bins`, the number of size classes in a thread's cache, which no call can set, by
+    its default value and the words near it, which `reuse_freed_memory` has set. Returns all matches."""
     # With 0 of them a thread's cache is neither read nor written again. With 0 blocks of each, `tcache_count`, the blocks that the
     # cache of another thread still holds count as damage when it frees a block that looks like one of them: glibc aborts.
     thresholds = struct.pack("N", _LARGE_BLOCK), struct.pack("n", _NEVER)

@@ -17,8 +17,7 @@ from zeromesh.errors import StorageError
 class Tier(Enum):
     """The storage of bytes: memory of the compute device, memory of the host, or files."""
 
-    # Members are singletons; `Enum`'s own hash is a slow Python function, and the ledger is used often.
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # `Enum`'s own is a slow Python function, and the ledger is used often.
 
     DEVICE = "device"
     HOST = "host"
@@ -58,38 +57,32 @@ MEMORY = (Tier.DEVICE, Tier.HOST)
 
 
 class Ledger:
-    """Bytes of this process by tier and purpose, and their peak in memory. `limits` are bytes that a tier may not exceed; they
-    simulate a device of less memory on a host."""
+    """Bytes of this process by tier and purpose, and their peak in memory. `limits` are bytes that a tier may not exceed."""
 
     def __init__(self, limits: Mapping[Tier, int] | None = None) -> None:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)
         self._limits = dict(limits or {})
-        self._in_memory = 0
-        self._peak = 0
+        self._in_memory = self._peak = self._most_changes = 0
         self._highest: dict[tuple[Tier, Purpose], int] = {}
-        self._changes: list[Change] | None = None
-        self._most_changes = 0
+        self._changes: list[Change] = []
 
     def add(self, tier: Tier, purpose: Purpose, nbytes: int) -> None:
-        """Count an allocation of `nbytes`, or, if negative, a release. Raises `StorageError`, and counts nothing, when the tier's
-        limit would be exceeded. Raises `ValueError` when more bytes are released than were counted."""
-        key = (tier, purpose)
-        if self._bytes[key] + nbytes < 0:
-            raise ValueError(
-                f"{purpose.value} in {tier.value}: {-nbytes:,} bytes given back, {self._bytes[key]:,} counted"
-            )
+        """Count an allocation of `nbytes`, or, if negative, a release. Raises, and counts nothing: `StorageError` when the tier's
+        limit would be exceeded, `ValueError` when more bytes are released than were counted."""
+        key, now = (tier, purpose), self._bytes[tier, purpose] + nbytes
+        if now < 0:
+            raise ValueError(f"{purpose.value} in {tier.value}: {-nbytes:,} bytes given back, {now - nbytes:,} counted")
         limit = self._limits.get(tier)
         if limit is not None and nbytes > 0 and self.total(tier) + nbytes > limit:
             raise StorageError(
                 f"{purpose.value}: {nbytes:,} bytes more do not fit into the {tier.value} tier, which has {limit:,} and of "
                 f"these {self.total(tier):,} in use"
             )
-        now = self._bytes[key] = self._bytes[key] + nbytes
+        self._bytes[key] = now
         if now > self._highest.get(key, 0):
             self._highest[key] = now
-        changes = self._changes
-        if changes is not None and len(changes) < self._most_changes:
-            changes.append(Change(at=time.perf_counter(), tier=tier, purpose=purpose, nbytes=now))
+        if len(self._changes) < self._most_changes:
+            self._changes.append(Change(at=time.perf_counter(), tier=tier, purpose=purpose, nbytes=now))
         if tier is not Tier.FILE:
             self._in_memory += nbytes
             self._peak = max(self._peak, self._in_memory)
@@ -97,17 +90,13 @@ class Ledger:
     @contextlib.contextmanager
     def recording(self, most: int) -> Iterator[list[Change]]:
         """Record the ledger's changes inside the block, after entries for the state at its start, up to about `most` entries."""
-        began = time.perf_counter()
-        changes = [
-            Change(at=began, tier=tier, purpose=purpose, nbytes=nbytes)
-            for (tier, purpose), nbytes in self._bytes.items()
-            if nbytes
-        ]
-        self._changes, self._most_changes = changes, most
+        present, began = [row for row in self._bytes.items() if row[1]], time.perf_counter()
+        self._changes = [Change(at=began, tier=tier, purpose=use, nbytes=nbytes) for (tier, use), nbytes in present]
+        self._most_changes = most
         try:
-            yield changes
+            yield self._changes
         finally:
-            self._changes = None
+            self._changes, self._most_changes = [], 0
 
     def total(self, *tiers: Tier) -> int:
         """Return the present bytes on `tiers`, by default on the tiers in memory (device and host)."""

@@ -41,13 +41,12 @@ def source_directory(model: torch.nn.Module) -> Path | None:
 
 
 class FrozenWeights:
-    """The frozen weights of an engine that are unchanged from its model's source; all ranks build one and call it alike. Raises
-    `ConfigError` if references are requested for a model that came from no directory."""
+    """The frozen weights of an engine that are unchanged from its model's source; all ranks build one and call it alike. `how` is
+    the value of `checkpoint.frozen`. Raises `ConfigError` if references are requested for a model that came from no directory."""
 
     def __init__(
         self, engine: ZeroEngine, how: Literal["auto", "reference", "whole"], note: Callable[[str], None]
     ) -> None:
-        """`how` is the value of `checkpoint.frozen`, and `note` a function that shows a line."""
         self._engine, self._note, self._line = engine, note, ""
         self._directory = source_directory(engine.model)
         if how == "reference" and self._directory is None:

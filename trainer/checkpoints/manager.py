@@ -43,8 +43,8 @@ LOOP = "loop"
 
 
 class RunCheckpoints:
-    """Saving and resuming of a run, by all ranks together; `note` shows a line. Raises `StorageError` at construction if nothing
-    can be written."""
+    """Saving and resuming of a run in `directory`, by all ranks together. With `linked`, checkpoints get transformers' names too.
+    Raises `StorageError` at construction if nothing can be written."""
 
     def __init__(
         self,
@@ -56,7 +56,6 @@ class RunCheckpoints:
         *,
         linked: bool = False,
     ) -> None:
-        """Take the run's `directory`; with `linked`, checkpoints get transformers' names too."""
         self.store = CheckpointStore(directory / FOLDER)
         self._section = config.checkpoint
         self._mesh = engine.mesh
@@ -80,15 +79,14 @@ class RunCheckpoints:
 
     @property
     def in_flight(self) -> int | None:
-        """The step of the checkpoint that is being written, equal on all ranks."""
         return self._saver.in_flight
 
     # Resuming
 
     def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
-        """Load the newest complete checkpoint into the engine; returns None for a new run. Raises `ConfigError` if the settings
-        differ from the checkpoint's, or old checkpoints exist with `checkpoint.resume: never`; `LayoutError` if the model or the
-        optimizer differs; `CheckpointError` if checkpoints exist and none is usable."""
+        """Load the newest complete checkpoint into the engine; returns None for a new run. Raises `ConfigError` if settings differ,
+        or old checkpoints exist with `checkpoint.resume: never`; `LayoutError` if the model or the optimizer differs;
+        `CheckpointError` if none of the checkpoints is usable."""
         named: Path | None = None  # A checkpoint, or the newest one of a named run.
         if self._section.resume not in ("auto", "never"):
             path = Path(self._section.resume).expanduser()
@@ -125,7 +123,7 @@ class RunCheckpoints:
         return None if named is None else self._load(named, settings, strict=False)
 
     def _link(self) -> None:
-        """Link each checkpoint of a run by transformers' name, and remove dangling links; other files stay. Waits for all ranks."""
+        """Link each checkpoint of a run by transformers' name, and remove dangling links. Waits for all ranks."""
         if not self._linked:
             return
         try:
@@ -172,8 +170,7 @@ class RunCheckpoints:
             self._saver.require_room([each for each in tensors if each.name not in away])
 
     def rehearse(self, state: Callable[[], TrainerState]) -> None:
-        """Write the small files of a checkpoint into a temporary folder, to fail early. Raises `StorageError` on all ranks for a
-        file that cannot be written."""
+        """Write the small files of a checkpoint into a temporary folder. Raises `StorageError` on all ranks if one is refused."""
         engine, found = self._engine, state()  # All ranks call this, as pipeline stages gather parts of the state.
 
         def write() -> None:
@@ -186,8 +183,8 @@ class RunCheckpoints:
             self._mesh.world.all_or_raise("trial of a checkpoint", write, StorageError, first=True)
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
-        """Start saving the state after a step; `wait` blocks, else `poll` completes it. Returns True if the save was started.
-        Raises `StorageError` after `checkpoint.max_failures` failed saves in a row, and if the last save fails."""
+        """Start saving the state after a step; `wait` blocks, else `poll` completes it. Returns False for a failure. Raises
+        `StorageError` after `checkpoint.max_failures` of them in a row, and if the last save fails."""
         self.finish()
         self._keep_metric(state)
         content = content_of(self._engine, self._processing_class, state, self._kept_steps, self._frozen.referenced())
@@ -202,8 +199,7 @@ class RunCheckpoints:
         return True
 
     def save_last(self, state: TrainerState) -> None:
-        """Save the state after the last step, unless done, and wait; a failure is retried once. Raises `StorageError` if it fails
-        again."""
+        """Save the state after the last step, unless done, and wait. Raises `StorageError` if it fails twice."""
         self.finish()
         for self._last_attempts in (1, 0):
             if self.latest != state.step:
@@ -231,7 +227,7 @@ class RunCheckpoints:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Abort and remove an unfinished save after an error in a single-rank run, which may continue."""
+        """Remove an unfinished save after an error in a single-rank run, which may continue."""
         if error is not None and self._mesh.world_size == 1:
             self._saver.give_up()
 
@@ -298,8 +294,8 @@ def content_of(
     keep: Callable[[], set[int]],
     frozen: Manifest = NO_REFERENCES,
 ) -> SaveContent:
-    """Return the content of an engine's checkpoint: its states, `state`, and the files that `from_pretrained` reads. All ranks
-    call it. `keep` returns the steps of checkpoints to keep, and `frozen` lists the weights that are referenced, not stored."""
+    """Return the content of an engine's checkpoint: its states, `state`, and the files that `from_pretrained` reads, without the
+    weights of `frozen`. All ranks call it. `keep` is that of `SaveContent`."""
     holdings, options, model, mesh = engine.checkpoint_state, engine.options, engine.model, engine.mesh
     compute, master = options.precision.compute, options.precision.master
     adapter = gathered_adapter(model, engine.state, mesh) if is_adapted(model) else None
@@ -329,9 +325,8 @@ def content_of(
 
 
 def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
-    """Compare the settings of a run's newest checkpoint with the configuration, model and data aside. Rank 0 reads, as only its
-    host may see the directory. Raises `ConfigError` on all ranks if settings differ; `RunCheckpoints.resume` compares model and
-    data later."""
+    """Compare the settings of a run's newest checkpoint, which rank 0 reads, with the configuration; `RunCheckpoints.resume`
+    compares model and data later. Raises `ConfigError` on all ranks if settings differ."""
     problem, steps = "", CheckpointStore(directory / FOLDER).steps() if mesh.rank == 0 else []
     if steps and config.checkpoint.resume != "never":
         path = CheckpointStore(directory / FOLDER).path(steps[0])
@@ -380,8 +375,8 @@ def load_engine(reader: CheckpointReader, engine: ZeroEngine, state: TrainerStat
 
 
 def load_weights(path: Path, engine: ZeroEngine) -> int:
-    """Load the weights of a checkpoint into the engine; returns its step. All ranks call it. Raises `CheckpointError` for a
-    missing or damaged checkpoint, and `LayoutError` for another model's."""
+    """Load the weights of a checkpoint into the engine; returns its step. All ranks call it. Raises `CheckpointError` or
+    `LayoutError` as `open_checkpoint` and `fill_shards` do."""
     reader, state = _open_checkpoint(path, engine)
     _fill(reader, engine, state.get("averages", 0), state.get("callbacks", {}), whole=False)
     return reader.manifest.step
@@ -390,8 +385,7 @@ def load_weights(path: Path, engine: ZeroEngine) -> int:
 def _fill(
     reader: CheckpointReader, engine: ZeroEngine, count: int, callbacks: Mapping[str, Any], *, whole: bool
 ) -> None:
-    """Load tensors. `count` is the number of updates in the weight average, which restarts if the checkpoint has none. Weights
-    that a custom loop left out of the checkpoint keep their values."""
+    """Load tensors, but those that a custom loop has left out. `count` is the number of updates in the weight average, if any."""
     averaged = any(tensor.kind == AVERAGE for tensor in reader.manifest.tensors)
     absent = callbacks.get(LOOP, {}).get("without", ())
 
@@ -406,7 +400,7 @@ def _fill(
 
 
 _NO_METRIC = float("inf")
-"""The metric of a checkpoint whose state has none; such a checkpoint is not kept as one of the best."""
+"""The metric of a checkpoint whose state has none, and which is not kept as one of the best."""
 
 
 def _metric_of(path: Path) -> float | None:
@@ -430,5 +424,4 @@ _LINK = re.compile(r"checkpoint-\d+")
 
 
 def link_of(checkpoint: Path) -> Path:
-    """Return the path of the link to a run's checkpoint."""
     return checkpoint.parent.parent / f"checkpoint-{CheckpointStore.step_of(checkpoint)}"

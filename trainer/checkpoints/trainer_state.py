@@ -1,9 +1,5 @@
-"""`trainer_state.json`, which holds the counters from which a run resumes, the settings that it depends on, and the best
-evaluation.
-
-The state is independent of the layout. Batches, learning rates and random numbers of forward are functions of step and seed, so no
-generator state is saved.
-"""
+"""`trainer_state.json`: the counters from which a run resumes, the settings that it depends on, and the best evaluation. Batches,
+learning rates and random numbers of forward are functions of step and seed, so no generator state is saved."""
 
 from __future__ import annotations
 
@@ -44,9 +40,8 @@ _NOT_COMPARED = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerState:
-    """The state of a run after `step` steps. `samples` and `tokens` count from the start of training, `updates` are steps that
-    were not skipped. Losses are the latest ones. `metric` is compared by `checkpoint.keep_best`. `settings` are those that a
-    resumed run must match."""
+    """The state of a run after `step` steps, of which `updates` were not skipped. `samples` and `tokens` count from the start,
+    losses are the latest ones, `checkpoint.keep_best` compares `metric`, and a resumed run must match `settings`."""
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
@@ -81,8 +76,7 @@ class TrainerState:
     """Settings that the model changed while it ran, with their later values."""
 
     def to_json(self) -> bytes:
-        """Serialise to strict JSON, with null for losses that are not finite. Raises `StorageError` for values that JSON cannot
-        hold, by path."""
+        """Serialise to strict JSON, with null for losses that are not finite. Raises `StorageError` by path for other types."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         for name in ("loss", "eval_loss", "metric"):
             value = values[name]
@@ -133,7 +127,7 @@ def _from_strict_json(value: Any) -> Any:
 
 
 def _validated(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
-    """Validate JSON values as a dataclass. Raises `CheckpointError` with `problem` if they do not fit the fields' types."""
+    """Validate JSON values as a dataclass. Raises `CheckpointError` with `problem` if they do not fit."""
     try:
         return TypeAdapter(kind).validate_json(json.dumps(values))
     except ValidationError as error:
@@ -148,10 +142,8 @@ def state_file_of(files: Container[str]) -> str:
 
 def state_of(reader: CheckpointReader) -> TrainerState | None:
     """Return a checkpoint's state, or None. Raises `CheckpointError` for a state that no trainer has written."""
-    name = state_file_of(reader.manifest.files)
-    return (
-        TrainerState.from_json(reader.document(name), str(reader.directory)) if name in reader.manifest.files else None
-    )
+    name, where = state_file_of(reader.manifest.files), str(reader.directory)
+    return TrainerState.from_json(reader.document(name), where) if name in reader.manifest.files else None
 
 
 def description_of(model: nn.Module) -> dict[str, Any]:
@@ -167,8 +159,7 @@ def description_of(model: nn.Module) -> dict[str, Any]:
 
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that determine a step's weights, by configuration key. `model` and `data` are descriptions without
-    paths, so moved files make no difference."""
+    """Return the settings that determine a step's weights, by configuration key. `model` and `data` are described without paths."""
     optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward"})
     schedule = config.schedule.model_dump(mode="json")
     ema = config.ema.model_dump(mode="json", exclude={"evaluate"})
@@ -188,8 +179,8 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> list[str]:
-    """Return a line for each setting that differs, except the run's length and default warm-ups, which follow from it. Values that
-    the model has `written` into its own settings do not count as differences."""
+    """Return a line for each setting that differs, except the run's length and default warm-ups, which follow from it, and values
+    that the model has `written` into its own settings."""
     steps = [(each.get(LENGTH), each.get(_WARMUP)) for each in (then, now)]
     default = all(isinstance(length, int) and warmup == default_warmup(length) for length, warmup in steps)
 
@@ -213,8 +204,7 @@ Goal = Literal["lowest", "highest"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation's `value` and `step`; `value` is None before the first. `waited` counts the evaluations since the last
-    improvement by `run.min_improvement` or more."""
+    """The best evaluation's `value`, None before the first, and `step`; `waited` counts evaluations since `run.min_improvement`."""
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
@@ -233,7 +223,6 @@ class Best:
         return replace(kept, waited=0 if enough else self.waited + 1)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values for a checkpoint; empty before the first evaluation."""
         return {} if self.value is None else asdict(self)
 
     @classmethod

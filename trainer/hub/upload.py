@@ -1,8 +1,5 @@
-"""Upload of a model to the Hub with a model card by rank 0, while the other ranks wait.
-
-Only the files of `Trainer.save` and a draft of a model card are uploaded: the run's other files name
-paths and settings of this machine.
-"""
+"""Upload of a model to the Hub with a model card by rank 0, while the other ranks wait. Only the files of `Trainer.save` and the
+card are uploaded: the other files of the run name paths and settings of this machine."""
 
 import shutil
 from collections.abc import Mapping
@@ -59,8 +56,7 @@ def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) 
 
 
 def open_repository(trainer: Any, token: str | None, private: bool | None) -> str:
-    """Return the full name of the repository, which is created if missing; all ranks call it. Raises `ConfigError` on all ranks if
-    it cannot be reached."""
+    """Return the full name of the repository, created if missing; all ranks call it. Raises `ConfigError` if it is not reached."""
     hub, mesh = trainer.config.hub, trainer.mesh
     name, private = hub.repository or trainer.config.run.name, hub.private if private is None else private
 
@@ -78,8 +74,8 @@ def open_repository(trainer: Any, token: str | None, private: bool | None) -> st
 def push(
     trainer: Any, message: str | None, *, token: str | None, revision: str | None, card: Mapping[str, Any]
 ) -> CommitInfo | None:
-    """Upload the current model to `trainer.hub_model_id`; all ranks call it. Returns the commit on rank 0. Raises `StorageError`
-    on all ranks, if saving or uploading fails; saved files stay in `hub-upload`."""
+    """Upload the current model to `trainer.hub_model_id`; all ranks call it. Returns the commit on rank 0. Raises `StorageError` if
+    saving or uploading fails; saved files stay in `hub-upload`."""
     directory, repository = trainer.run_directory / FOLDER, trainer.hub_model_id
     commits: list[CommitInfo] = []
     trainer.save(directory)

@@ -1,8 +1,5 @@
-"""Conversion of weights to the form of `save_pretrained` files on the Hub, a few tensors at a time.
-
-transformers converts weights as it loads them, and undoes it for a whole state dict as it saves (`revert_weight_conversion`). Here
-it runs on one group of tensors at a time, those of one conversion. Adapters of PEFT are merged by PEFT itself, a layer at a time.
-"""
+"""Conversion of weights to the form of `save_pretrained` files on the Hub, a few tensors at a time: those of one conversion of
+transformers (`revert_weight_conversion`), or of one layer with adapters, which PEFT itself merges."""
 
 from __future__ import annotations
 
@@ -35,12 +32,11 @@ from zeromesh.zero.full_state import persistent_buffers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """A group of tensors that are converted together."""
+    """A group of tensors that are converted together, and what they become, on the meta device."""
 
     names: tuple[str, ...]
     converted: bool
     outputs: Mapping[str, torch.Tensor]
-    """The converted tensors by name, on the meta device."""
 
 
 Named = Iterator[tuple[str, torch.Tensor]]
@@ -50,8 +46,8 @@ class HubNames:
     """The form on the Hub of a model's tensors; `note` explains why names stay unchanged, if they do."""
 
     def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor], note: str = "") -> None:
-        """Take a transformers model, whose tensors are not read, or None to leave names unchanged, and the meta tensors to convert.
-        Raises `CheckpointError` if transformers cannot revert one."""
+        """Take a transformers model, which is not read, or None to leave names unchanged, and the meta tensors to convert. Raises
+        `CheckpointError` if transformers cannot revert one."""
         self.note = note
         self._model: Any = None
         converters: list[Any] = []
@@ -68,20 +64,16 @@ class HubNames:
         for name in sorted(tensors, key=dot_natural_key):
             target, pattern = rename_source_key(name, [], converters)
             members.setdefault((target, pattern is not None), []).append(name)
-        self.groups = [
-            Group(
-                names=tuple(names), converted=converted, outputs=self._revert({name: tensors[name] for name in names})
-            )
-            for (_, converted), names in members.items()
-        ]
-        """The groups of tensors, one for each conversion that has to be reverted."""
+        self.groups: list[Group] = []
+        for (_, converted), names in members.items():
+            outputs = self._revert({name: tensors[name] for name in names})
+            self.groups.append(Group(names=tuple(names), converted=converted, outputs=outputs))
         self.outputs = {name: each for group in self.groups for name, each in group.outputs.items()}
         """The converted tensors by name, on the meta device."""
 
     @classmethod
     def of_directory(cls, directory: Path, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return the form of meta tensors of the model in a directory's `config.json`. Raises `CheckpointError` if it cannot be
-        built."""
+        """Return the form of meta tensors of the model in a directory's `config.json`. Raises `CheckpointError` as `__init__`."""
         if not (directory / "config.json").is_file():
             return cls(None, tensors, "no config.json: only the weights are written, under the model's own names")
         model_class, config, reason = read_class(directory)
@@ -109,8 +101,7 @@ class HubNames:
         return reverted
 
     def convert(self, weights: Named) -> Named:
-        """Yield the Hub form of `weights`, `(name, tensor)` of all tensors; those of a conversion wait for the last of them. Raises
-        `CheckpointError` if transformers cannot revert them."""
+        """Yield the Hub form of all tensors, `(name, tensor)`; those of a conversion wait for the last. Raises as `__init__`."""
         group_of = {name: group for group in self.groups for name in group.names}
         waiting: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
@@ -149,12 +140,11 @@ class HubForm:
         self._layers: dict[str, nn.Module] = {}
         """Layers with adapters, and modules that adapters train as a copy."""
         self.layer_of: dict[str, str] = {}
-        """The layer with adapters that holds a tensor, by the tensor's name; a layer is merged once all its tensors are there."""
+        """The layer with adapters that holds a tensor, by the tensor's name."""
         tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
         tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
-        self._name_of = {
-            first: name for name, first in canonical_names(model).items() if first in tied and name not in tied
-        }
+        firsts = canonical_names(model).items()
+        self._name_of = {first: name for name, first in firsts if first in tied and name not in tied}
         """Names in files of tied parameters, by their first names."""
         self._left_out = frozenset(getattr(inside, "_keys_to_ignore_on_save", None) or ())
         """Tensors that the model recomputes when loaded, such as positions."""
@@ -166,7 +156,7 @@ class HubForm:
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
         self._outside = {
             first: name
-            for name, first in canonical_names(model).items()
+            for name, first in firsts
             if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
         }
         """Weights of layers tied to a module that adapters train a copy of, by first name; these layers keep the old values."""
@@ -183,8 +173,7 @@ class HubForm:
 
     def convert(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:
         """Yield the Hub form of `weights`, `(name, tensor)` of each parameter and persistent buffer; floating-point tensors in
-        `dtype`. A few tensors are kept meanwhile, those of one conversion or of one layer with adapters. Raises `failure` for
-        adapters that cannot be merged and weights that transformers cannot convert."""
+        `dtype`. Raises `failure` for adapters that cannot be merged and weights that transformers cannot convert."""
         try:
             if self._why_not:
                 raise ConfigError(self._why_not)
@@ -208,7 +197,7 @@ class HubForm:
                 yield plain, tensor
 
     def _merged(self, weights: Named) -> Named:
-        """Yield the base model's weights with adapters merged, once all tensors of a layer have come."""
+        """Yield the base model's weights, those of a layer with adapters merged once all its tensors have come."""
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in weights:
             layer = self.layer_of.get(name)
@@ -235,8 +224,7 @@ def _base_of(layer: Any) -> nn.Module:
         base: nn.Module = layer.get_base_layer()
         return base
     copies: nn.ModuleDict = layer.modules_to_save
-    active = [name for name in layer.active_adapters if name in copies]
-    return copies[active[0]] if active else layer.original_module
+    return next((copies[name] for name in layer.active_adapters if name in copies), layer.original_module)
 
 
 def _parents(name: str) -> Iterable[str]:

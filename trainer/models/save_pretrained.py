@@ -32,9 +32,8 @@ def save_model(
     model: nn.Module, state: FullState | None, path: Path, mesh: Mesh, *, processing_class: Any = None
 ) -> str:
     """Write `path` so that `from_pretrained(path)` loads the model, or the adapter alone of an adapted model. All ranks call it,
-    rank 0 writes. `state` is that of a partitioned model, None for a whole one. Files are written under another name first, so a
-    failure keeps the old ones; other files of an existing directory stay. Returns the reason of a failure on all ranks, or an
-    empty string."""
+    rank 0 writes. `state` is that of a partitioned model, None for a whole one. A failure keeps the old files; other files of an
+    existing directory stay. Returns the reason of a failure on all ranks, or an empty string."""
     path = Path(os.path.abspath(path))
     adapter = gathered_adapter(model, state, mesh) if is_adapted(model) else None
     specs: list[TensorSpec] = []
@@ -74,8 +73,7 @@ def save_model(
 
 
 def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> dict[str, Tensor]:
-    """Return the whole tensors of `adapter_names` on rank 0's CPU, an empty dict elsewhere; all ranks call it. `state` is that of
-    a partitioned model, None for a whole one."""
+    """Return the whole tensors of `adapter_names` on rank 0's CPU, an empty dict elsewhere; all ranks call it, as `save_model`."""
     names = adapter_names(model)
     tensors = iter(_stored_tensors(model).items()) if state is None else chain(state.parameters(names), state.buffers())
     gathered = {}
@@ -96,8 +94,8 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
 
 @contextmanager
 def peft_reading(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Make PEFT read `tensors` instead of the model's own parameters inside the block: in the `state_dict` of modules that it
-    trains whole (`modules_to_save`), and in encoders of learnt prompts."""
+    """Make PEFT read `tensors` instead of parameters inside the block: in the `state_dict` of modules that it trains whole
+    (`modules_to_save`), and in encoders of learnt prompts."""
     copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}
     for prefix, each in copies.items():
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -137,8 +135,8 @@ def save_configuration(
     adapter: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the files that `from_pretrained` reads beside the weights; the configuration has their dtype and the model's class.
-    For an adapted model, the adapters of `adapter` are written there for PEFT, and the configuration of the base model goes into a
-    separate folder, since transformers would not find the weights' names."""
+    With `adapter`, its tensors are written for PEFT, and the configuration of the base model into a separate folder, since
+    transformers would not find the weights' names."""
     inside = pretrained_of(model) if adapter is not None else model
     config: Any = copy.deepcopy(getattr(inside, "config", None))
     if hasattr(config, "save_pretrained"):
@@ -152,9 +150,8 @@ def save_configuration(
 
 
 def _save_part(part: Any, directory: Path) -> None:
-    save = getattr(part, "save_pretrained", None)
-    if save is not None:
-        save(directory)
+    if hasattr(part, "save_pretrained"):
+        part.save_pretrained(directory)
 
 
 def _stored_tensors(model: nn.Module) -> dict[str, Tensor]:

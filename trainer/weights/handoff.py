@@ -1,11 +1,4 @@
-"""Transfer of weights to other processes, by name, whole or in parts, one tensor at a time.
-
-The process of another engine listens and receives tensors one by one, without a mesh:
-
-    for name, tensor in zeromesh.receive_weights("/run/weights.sock"):
-        ...
-
-All ranks of the trainer call `trainer.send_weights("/run/weights.sock")`; rank 0 connects. The transport is a connection of
+"""Transfer of weights to other processes, by name, whole or in parts, one tensor at a time. The transport is a connection of
 `multiprocessing`, with its challenge by HMAC, which carries only bytes: JSON, and raw pieces of tensors.
 
     receiver    {"format", "parts"}                the requested parts, after the challenge
@@ -43,8 +36,6 @@ from zeromesh.offload import tensor_bytes
 
 Part = tuple[int, int, int]
 """A part `(dim, index, parts)` of a tensor, cut along `dim` as by `torch.tensor_split`."""
-PartOf = Callable[[str], Part | None]
-"""A function from a tensor's name to its requested part; None requests the whole tensor."""
 _FORMAT = "zeromesh-weights-2"
 _HEADER_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
@@ -53,16 +44,8 @@ _DTYPES = {
 }
 
 
-def parts_of_weights(
-    weights: Iterator[tuple[str, torch.Tensor]], part_of: PartOf
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `(name, tensor)` of `weights`, cut to the part that `part_of` returns, if any; parts may differ between ranks. Raises
-    `ConfigError` for a part that a tensor does not have."""
-    for name, tensor in weights:
-        yield name, _part_of(name, tensor, part_of(name))
-
-
-def _part_of(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
+def cut_part(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
+    """Return the requested part of a tensor. Raises `ConfigError` for a part that it does not have."""
     if part is None:
         return tensor
     dim, index, parts = part
@@ -74,12 +57,12 @@ def _part_of(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor
 
 
 class _WeightConnection:
-    """One end of a connection to `peer` over a connected socket, whose system calls time out after `timeout_seconds`."""
+    """One end of a connection to `peer` over a connected socket, whose system calls time out after `timeout_seconds`. `beat` is
+    called after each piece of a tensor that was sent."""
 
     def __init__(
         self, connection: socket.socket, peer: str, timeout_seconds: float, beat: Callable[[], object] = lambda: None
     ) -> None:
-        """`beat` is called after each piece of a tensor that was sent."""
         connection.setblocking(True)
         limit = struct.pack("ll", *divmod(max(1, int(1e6 * timeout_seconds)), 1_000_000))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -111,7 +94,6 @@ class _WeightConnection:
         return found
 
     def fill(self, buffer: memoryview) -> None:
-        """Receive bytes until the buffer is full."""
         while buffer:
             with self.naming_peer():
                 piece = self.connection.recv_bytes(min(_PIECE_BYTES, len(buffer)))
@@ -150,11 +132,8 @@ def send_weights(
     token: str | None = None,
     timeout_seconds: float = 30.0,
 ) -> int:
-    """Send `weights` from rank 0 to all receivers; all ranks call it. Returns the number of tensors.
-
-    Raises:
-        TransferError: on all ranks, if an address is invalid, or a receiver is absent, refuses, times out or disconnects.
-    """
+    """Send `weights` from rank 0 to all receivers; all ranks call it. Returns the number of tensors. Raises `TransferError` on all
+    ranks, if an address is invalid, or a receiver is absent, refuses, times out or disconnects."""
     receivers: list[tuple[_WeightConnection, dict[str, Part]]] = []
     sent = 0
     with ExitStack() as stack:
@@ -167,7 +146,7 @@ def send_weights(
         def send(name: str, tensor: torch.Tensor) -> None:
             for receiver, parts in receivers:
                 part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
-                given = _part_of(name, tensor, part)
+                given = cut_part(name, tensor, part)
                 flat, dtype = tensor_bytes(given).numpy().data, str(given.dtype).removeprefix("torch.")
                 header = {"name": name, "dtype": dtype, "shape": list(given.shape)}
                 receiver.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat)}, flat)

@@ -1,13 +1,6 @@
-"""Initial values from a local Hugging Face model directory, streamed so that a rank reads only its part where possible.
-
-Parameters that are stored unchanged are read by element range. One that the library converts (stacked experts,
-split projections) is converted whole on CPU, one conversion at a time, and the latest one is cached. Headers are
-checked before anything else is read (`checkpoint/format/safetensors_layout.py`), and nothing is executed.
-
-transformers renames and converts weights as it loads them (eight expert matrices into one parameter, a fused projection into
-three). Loading is planned here on meta tensors, so names, shapes and failures are known before anything is read. The reverse is
-in `models/hub_form.py`.
-"""
+"""Initial values from a local Hugging Face model directory. Parameters that are stored unchanged are read by element range; those
+that transformers converts are converted whole on CPU, one conversion at a time. Loading is planned on meta tensors, so that names,
+shapes and failures are known before anything is read. `models/hub_form.py` has the reverse."""
 
 import copy
 import re
@@ -52,8 +45,7 @@ _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """A group of file tensors that are converted into tensors of the model. `sources` holds (pattern, name in the file) in the
-    order in which the library combines them."""
+    """File tensors that are converted together. `sources` holds (pattern, name in the file) in the order of the library."""
 
     target: str
     converter: Any
@@ -70,15 +62,13 @@ class Conversion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Matched:
-    """The file tensors from which the model's tensors get their values."""
+    """The origin of the model's tensors: `direct` has the names in the file of those that are stored unchanged, `new` are in no
+    file, such as those of a new head; `unused` are file tensors that the model does not have, such as those of another head."""
 
     direct: Mapping[str, str]
-    """Names in the file of tensors that are stored unchanged."""
     converted: Mapping[str, Conversion]
     new: tuple[str, ...]
-    """Parameters of the model that are in no file, such as those of a new head."""
     unused: tuple[str, ...]
-    """File tensors that the model does not have, such as those of another head."""
 
     def provides(self, name: str) -> bool:
         return name in self.direct or name in self.converted
@@ -86,9 +76,8 @@ class Matched:
 
 def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
     """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta. Parameters outside of
-    the base model and poolers may be absent (a new head) or unused (another head). A classifier's parameters for another number of
-    classes count as those of another head. Anything else that is missing, unexpected or of another shape is listed in one
-    `ConfigError`."""
+    the base model and poolers may be absent (a new head) or unused (another head, or one of other classes). Raises `ConfigError`
+    that lists anything else that is missing, unexpected or of another shape."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     direct, groups, unexpected = _rename(model, entries, state)
     converted: dict[str, Conversion] = {}
@@ -137,8 +126,7 @@ def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
 def _rename(
     model: Any, entries: Mapping[str, TensorSpec], state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, str], list[Conversion], list[str]]:
-    """Match names in the order of the library's `convert_and_load_state_dict_in_model`; returns direct, converted and unexpected
-    names."""
+    """Match names as the library's `convert_and_load_state_dict_in_model`; returns direct, converted and unexpected ones."""
     transforms = get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
@@ -226,8 +214,7 @@ class SafetensorsSource(ParameterSource):
         fallback: the source of parameters that no file has (a new classification head).
 
     `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another
-    shape; `LostValuesError` for values that neither the files nor `fallback` have.
-    """
+    shape; `LostValuesError` for values that neither the files nor `fallback` have."""
 
     def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource) -> None:
         self._files = files
@@ -249,12 +236,10 @@ class SafetensorsSource(ParameterSource):
         self._converted: dict[str, dict[str, torch.Tensor]] = {}
         """The converted tensors by name, of the latest conversion alone, under the conversion's target."""
         remarks = {
-            "not in {}, or there for other classes, so newly initialised": matched.new,
-            "in {} and not used by this model": matched.unused,
+            f"not in {files.directory}, or there for other classes, so newly initialised": matched.new,
+            f"in {files.directory} and not used by this model": matched.unused,
         }
-        self.notes = tuple(
-            f"{text.format(files.directory)}: {some(names, 6)}" for text, names in remarks.items() if names
-        )
+        self.notes = tuple(f"{text}: {some(names, 6)}" for text, names in remarks.items() if names)
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         """Return elements [start, end) of a parameter in the file's dtype. Raises `StorageError` for a truncated file."""
@@ -274,8 +259,7 @@ class SafetensorsSource(ParameterSource):
         return self._converted[conversion.target][name].reshape(-1)[start:end]
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows` of a parameter, converted to its
-        dtype; equal dtypes are read directly from the file. Raises as `read` does."""
+        """Fill the 1-D `out` with the non-empty `interval` of the columns `rows` of a parameter, converted. Raises as `read`."""
         hull = rows.hull(interval)
         name = self._matched.direct.get(self._name_in_files(fqn, hull.start, hull.end))
         if name is not None:

@@ -1,16 +1,5 @@
-"""Collective loading of a checkpoint: all ranks choose alike, each verifies what it reads, and any layout is possible.
-
-Hosts without a shared disk have a part each of one checkpoint, which all ranks read together, or which is merged. Each part is a
-directory with the same files at their full sizes, and its manifest lists the pieces that the part contains:
-
-    part 0 of 2    pieces  [0, 4 MiB)               [8 MiB, 9 MiB)
-    part 1 of 2    pieces            [4 MiB, 8 MiB)
-    merged         pieces  [0, 4 MiB) [4 MiB, 8 MiB) [8 MiB, 9 MiB)
-
-`PartsReader` receives the missing pieces of other parts over the network: all ranks exchange lists of their missing pieces. Of
-the ranks that see the part with a piece, one reads and verifies the piece and sends it to all ranks, in rounds of one piece from
-each rank.
-"""
+"""Collective loading of a checkpoint: all ranks choose alike, each verifies what it reads, and any layout is possible. Hosts
+without a shared disk have a part each ("Parts, and merging them" in docs/checkpoint-format.md)."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -47,8 +36,8 @@ def candidates(mesh: Mesh, store: CheckpointStore) -> list[int]:
 
 def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> CheckpointReader:
     """Open the checkpoint in a directory that all ranks see, or of which each host's directory has a part; all ranks call it.
-    `source` is the directory of frozen weights that it refers to, if they have moved. Raises `CheckpointError` when the checkpoint
-    is incomplete, or ranks see different checkpoints."""
+    `source` is where the frozen weights that it refers to are, if they have moved. Raises `CheckpointError` when the checkpoint is
+    incomplete, or ranks see different ones."""
     world, rank = mesh.world, mesh.rank
     reader: CheckpointReader | None = None
 
@@ -87,9 +76,8 @@ def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> 
 def fill_shards(
     mesh: Mesh, reader: CheckpointReader, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]
 ) -> None:
-    """Fill the ranks' shards of `tensors` with the checkpoint's values; each rank verifies what it reads. Raises `LayoutError`
-    when the checkpoint's tensors are not those of the model and the optimizer; nothing is changed then; `CheckpointError` when
-    some rank found damage; part of the shards has the checkpoint's values then."""
+    """Fill the ranks' shards of `tensors` with the checkpoint's values. Raises `LayoutError`, with nothing changed, when its
+    tensors are not those here; `CheckpointError`, with some shards filled, when some rank found damage."""
     targets: list[PlacedValues] = []
 
     def compare() -> None:
@@ -203,9 +191,8 @@ def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
 
 
 def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[int], None]) -> Manifest:
-    """Merge the parts of a checkpoint into the new directory `out`, verifying every piece; `on_progress` receives the number of
-    bytes of each piece. Raises `CheckpointError` when a piece is damaged, or pieces overlap or leave a gap; `ConfigError` or
-    `StorageError` where `out` cannot be written."""
+    """Merge the parts of a checkpoint into the new directory `out`; `on_progress` receives the bytes of each piece. Raises
+    `CheckpointError` when pieces are damaged, overlap or leave a gap; `ConfigError` or `StorageError` as `write_directory` does."""
     whole = merged_manifest([part.manifest for part in parts])
     text = whole.to_json()
     manifests.parse(out / manifests.NAME, text)
@@ -218,9 +205,9 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
 
 
 class PartsReader(CheckpointReader):
-    """Reads a checkpoint from its parts; all ranks make one and call its methods alike. `reader` reads the part that this rank
-    sees in `directory`, and is None if it sees none; `parts` are the manifests of all parts, in order, and `holders` the ranks
-    that see each part. Raises `CheckpointError` when the parts do not make a whole."""
+    """Reads a checkpoint from its parts; all ranks make one and call its methods alike. `reader` is that of the part that this rank
+    sees, or None; `holders` are the ranks that see each of `parts`. Of the ranks that see a piece, one reads and verifies it and
+    sends it to all ranks, in rounds of one piece from each. Raises `CheckpointError` when the parts do not make a whole."""
 
     def __init__(
         self,
@@ -231,16 +218,14 @@ class PartsReader(CheckpointReader):
         world: ProcessSet,
     ) -> None:
         super().__init__(directory, checked=False, manifest=merged_manifest(parts))
-        self._reader = reader
-        self._world = world
-        self._pieces = self.pieces()
+        self._reader, self._world, self._pieces = reader, world, self.pieces()
         part_of = {
             piece: ranks
             for part, ranks in zip(parts, holders, strict=True)
             for record in part.files.values()
             for piece in record.pieces
         }
-        # The ranks that see a part take turns reading its pieces for the other ranks.
+        # They take turns in reading.
         self._servers = [part_of[piece][number % len(part_of[piece])] for number, piece in enumerate(self._pieces)]
         self._here = set(reader.pieces()) if reader is not None else set()
 

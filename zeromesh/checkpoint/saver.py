@@ -1,14 +1,5 @@
-"""`Saver` writes one checkpoint at a time by all ranks while training continues, and commits it between two steps.
-
-    begin    all ranks plan the files, exchange the bytes of disk blocks that they share, and begin to write
-    release  before an update: waits until the elements that the update changes have been copied
-    poll     between steps: goes to the save's next stage once all ranks are done with the present one (`_stages`)
-    finish   goes through all stages, waiting
-
-All ranks see one directory on a shared file system; if each host has its own, only the ranks of a host do, and each host gets a
-part: the same files, with the bytes written by its ranks. Background threads never take part in collectives: ranks agree between
-steps, in their main thread.
-"""
+"""`Saver` writes one checkpoint at a time by all ranks while training continues, and commits it between two steps. Background
+threads never take part in collectives: ranks agree between steps, in their main thread."""
 
 import contextlib
 import json
@@ -47,10 +38,10 @@ from zeromesh.telemetry.event_ring import Activity
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SaveContent:
-    """The content of a checkpoint. `tensors` lists all tensors, the same on all ranks, and `shards` are the elements in this rank's
-    memory; the shards of all ranks cover every tensor exactly once. `order` has the position of each bucket (`owner`) in the next
-    update. `documents` writes the small files into a directory. `keep`, called on rank 0 after the commit, returns the steps of
-    the checkpoints to keep; a failure to remove others is only a warning."""
+    """The content of a checkpoint: all `tensors`, alike on all ranks, of which the `shards` of all ranks cover every element once.
+    `order` has the position of each bucket (`owner`) in the next update. `documents` writes the small files into a directory.
+    `keep`, called on rank 0 after the commit, returns the steps of the checkpoints to keep. `frozen` has weights that the
+    checkpoint only refers to, and the files of their source."""
 
     tensors: Sequence[TensorSpec]
     shards: Sequence[TensorShard]
@@ -60,13 +51,11 @@ class SaveContent:
     aliases: Mapping[str, str] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     frozen: Manifest = field(default_factory=lambda: Manifest(step=0, files={}))
-    """The frozen weights that the checkpoint only refers to, not in `tensors` and `shards`, and the files of their source."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """The result of a save, the same on all ranks. `failure` is the error if the checkpoint was not committed, `warning` the error
-    if old checkpoints could not be removed; else they are empty."""
+    """The result of a save, alike on all ranks: why it failed, if so, and a `warning` if old ones could not be removed."""
 
     step: int
     nbytes: int
@@ -76,8 +65,8 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedStorage:
-    """The division of a checkpoint into `parts`, one for each directory that some ranks share. `ranks` are those that share this
-    rank's directory and write part number `part` there; the first of them (`leads` is True) creates and commits the files."""
+    """The number of `parts` of a checkpoint, one for each directory that some ranks share, and the `ranks` that share this rank's
+    and write `part` there; the first of them (`leads` is True) creates and commits the files."""
 
     parts: int
     part: int
@@ -101,14 +90,12 @@ class Saver:
         """The step whose checkpoint is being written, or None."""
         self._writer: ShardWriter | None = None
         self._remaining: _Stages | None = None
-        """The remaining stages of the save in flight."""
         self._task: Future[Any] = Future()
 
     @cached_property
     def sharing(self) -> SharedStorage:
-        """The groups of ranks that share the store's directory, which is created if absent; a collective call. Every rank creates
-        a file there and looks for those of lower ranks: the lowest rank whose file it sees leads its group. Raises
-        `StorageError` on all ranks, where some rank cannot write there."""
+        """The groups of ranks that share the store's directory, which is created if absent: every rank creates a file there, and
+        the lowest rank whose file it sees leads its group. All ranks call it; raises `StorageError` on all."""
         directory, world, rank, what = self.store.root, self._mesh.world, self._mesh.rank, "look at the directory"
         token = world.gather_json(secrets.token_hex(8), what)[0]
         marks = [directory / f".seen-{token}-{each}" for each in range(world.size)]
@@ -130,15 +117,14 @@ class Saver:
         return SharedStorage(parts=len(firsts), part=firsts.index(leader), ranks=ranks, leads=leader == rank)
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
-        """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk. Of several disks, each
-        gets bytes in proportion to its ranks."""
+        """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk, by its share of ranks."""
         nbytes = sum([spec.nbytes for spec in tensors]) * len(self.sharing.ranks) // self._mesh.world_size
         require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
         self._mesh.world.all_or_raise("look for room", require, StorageError)
 
     def begin(self, step: int, content: SaveContent) -> None:
-        """Begin to write a checkpoint; none may be in flight. Raises `CheckpointError` on all ranks, with the errors of the
-        failing ones; the files of the checkpoint are removed then."""
+        """Plan the files on all ranks, exchange the bytes of disk blocks that they share, and begin to write; no save may be in
+        flight. Raises `CheckpointError` on all ranks, and removes the files then."""
         if self.in_flight is not None:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
         files, mesh, shards = plan_files(content.tensors, self._mesh.world_size), self._mesh, list[TensorShard]()
@@ -214,7 +200,7 @@ class Saver:
                 part=(sharing.part, sharing.parts),
                 source=away.source,
             )
-            commit = self._start("committing", directory, lambda: store.commit(step, manifest), here=sharing.leads)
+            commit = self._start("committing", directory, partial(store.commit, step, manifest), here=sharing.leads)
             yield
             self._on_all_ranks(commit)
         except CheckpointError as error:
@@ -227,11 +213,10 @@ class Saver:
 
     def _retire(self, saved: Saved, keep: Callable[[], set[int]]) -> _Stages:
         try:
-            rows = self._on_all_ranks(lambda: sorted({saved.step, *keep()}) if self._mesh.rank == 0 else [])
-            store = self.store
-            retire = self._start("retiring", store.root, lambda: store.retire(rows[0]), here=self.sharing.leads)
+            kept = self._on_all_ranks(lambda: sorted({saved.step, *keep()}) if self._mesh.rank == 0 else [])[0]
+            task = self._start("retiring", self.store.root, partial(self.store.retire, kept), here=self.sharing.leads)
             yield
-            self._on_all_ranks(retire)
+            self._on_all_ranks(task)
             return replace(saved, warning=self._not_removed())
         except CheckpointError as error:
             return replace(saved, warning=str(error))
@@ -262,8 +247,7 @@ class Saver:
         return None if int(busy_anywhere[0]) else self.finish(whole=False)
 
     def finish(self, *, whole: bool = True) -> Saved | None:
-        """Wait until the save in flight has ended, if any, or without `whole` its present stage; returns its result if it has
-        ended."""
+        """Wait for the save in flight, or without `whole` for its present stage; returns the result of a save that has ended."""
         while self._remaining is not None:
             try:
                 next(self._remaining)
@@ -292,8 +276,7 @@ class Saver:
             self.store.trash.wait()
 
     def amend(self, step: int, name: str, data: bytes, keep: Callable[[], set[int]]) -> Saved:
-        """Add a small file to a committed checkpoint while no save is in flight, then remove the checkpoints that `keep`, as in
-        `SaveContent`, omits."""
+        """Add a small file to a committed checkpoint while no save is in flight, then remove the checkpoints that `keep` omits."""
         path, here, saved = self.store.path(step), self._mesh.rank == 0, Saved(step=step, nbytes=0)
         try:
             self._on_all_ranks(self._start("amending", path, lambda: self.store.amend(step, name, data), here=here))
@@ -303,8 +286,7 @@ class Saver:
         return self.finish() or saved
 
     def remove_old(self, seconds: float) -> str:
-        """Wait at most `seconds` for the removal of old checkpoints; returns the failures of all ranks as a text, alike on
-        all."""
+        """Wait at most `seconds` for the removal of old checkpoints; returns the failures of all ranks, alike on all."""
         deadline = time.monotonic() + seconds
         while not self.store.trash.wait(seconds=1.0) and time.monotonic() < deadline:
             self._post_progress()

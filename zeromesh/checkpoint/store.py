@@ -1,9 +1,5 @@
-"""A directory of checkpoints: lists them, creates each atomically, and removes old ones in a thread.
-
-checkpoints/step-00000100/        a checkpoint
-            step-00000200.tmp/    being written, or left behind by a kill: never read, removed at the next start
-            .trash-00000050/      being removed: never read, removed at the next start
-"""
+"""A directory of checkpoints: lists them, creates each atomically (`step-N.tmp` until it is whole), and removes old ones in threads
+(`.trash-...` meanwhile); and the creation of any model directory."""
 
 import errno
 import hashlib
@@ -25,13 +21,13 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import Manifest
+from zeromesh.checkpoint.format.manifest import FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, FileLayout, TensorSpec, index_files, plan_files
 from zeromesh.checkpoint.io.file_slices import record_of
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import in_thread
 from zeromesh.errors import ConfigError, StorageError, counted
-from zeromesh.files import read_whole, refusals, write_whole
+from zeromesh.files import read_whole, refusals, try_lock, write_whole
 from zeromesh.offload import tensor_bytes
 from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
@@ -63,16 +59,14 @@ class CheckpointStore:
         return sorted((step for step in found if step is not None), reverse=True)
 
     def path(self, step: int) -> Path:
-        """Return the directory of a checkpoint."""
         return self.root / f"step-{step:08d}"
 
     def temporary(self, step: int) -> Path:
-        """Return the directory in which a checkpoint is written."""
         return self.root / f"step-{step:08d}.tmp"
 
     @staticmethod
     def step_of(path: Path) -> int | None:
-        """Parse the step from the name of a checkpoint's path; None for other names."""
+        """Return the step in the name of a checkpoint's path; None for other names."""
         match = _STEP.fullmatch(path.name)
         return int(match[1]) if match else None
 
@@ -84,17 +78,16 @@ class CheckpointStore:
     def clean(self) -> list[str]:
         """Remove the directories and files of saves and removals that a killed run has left; returns their names."""
         left = self.leftovers()
-        for name in left:
-            if (self.root / name).is_dir():
-                shutil.rmtree(self.root / name, ignore_errors=True)
+        for path in (self.root / name for name in left):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                (self.root / name).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
         return left
 
     def create(self, step: int, files: Sequence[FileLayout], part_nbytes: int | None = None) -> Path:
-        """Create the temporary directory of a checkpoint, with its files at their full sizes. `part_nbytes` is the number of bytes
-        that will be written here if the checkpoint is a part, whose files are sparse. None means all bytes. Raises `StorageError`
-        without enough space, or if the directory cannot be written."""
+        """Create the temporary directory of a checkpoint, with its files at their full sizes; `part_nbytes` are the bytes that will
+        be written here of a part, whose files are sparse. Raises `StorageError` without space, or if it cannot be written."""
         directory = self.temporary(step)
         with refusals(directory, "written"):
             self._discard(self._rename_to_trash(step, directory))  # Left-over files may have other sizes.
@@ -115,36 +108,30 @@ class CheckpointStore:
 
     def commit(self, step: int, manifest: Manifest) -> None:
         """Turn the temporary directory into the checkpoint: write the manifest last, sync everything, then rename. `manifest` has
-        the records of the tensor files; those of all other files in the directory are added. Raises `StorageError` or
-        `CheckpointError` before the name appears."""
+        the tensor files; all others are added. Raises `StorageError` or `CheckpointError` before the name appears."""
         directory, final = self.temporary(step), self.path(step)
         with refusals(directory, "written"):
             files = dict(manifest.files)
             for path in sorted(path for path in directory.rglob("*") if path.is_file()):
                 name = path.relative_to(directory).as_posix()
                 if name not in files and name != manifests.NAME:
-                    data = read_whole(path)
                     # A new copy, since some libraries make files that only their owner may read.
-                    write_whole(path, data)
-                    files[name] = record_of(name, BytesIO(data), len(data))
+                    files[name] = _write_small(directory, name, read_whole(path))
             self._put_manifest(directory, replace(manifest, step=step, files=files))
             replaced = publish(directory, final, partial(self._rename_to_trash, step, final))
             self._discard(replaced)  # The old checkpoint is removed only after the new one's rename is on the disk.
 
     def amend(self, step: int, name: str, data: bytes) -> None:
         """Add the small file `name` to a committed checkpoint: first the file, then, atomically, a manifest that lists it. A kill
-        leaves the checkpoint as it was, or at worst without `name`. Raises `StorageError` or `CheckpointError` where the
-        checkpoint cannot be read or written."""
+        leaves the checkpoint as it was, or at worst without `name`. Raises `StorageError` or `CheckpointError`."""
         directory = self.path(step)
         _, manifest = manifest_of(directory)
         others = {path: record for path, record in manifest.files.items() if path != name}
         with refusals(directory, "written"):
             if name in manifest.files:
                 self._put_manifest(directory, replace(manifest, files=others))
-            write_whole(directory / name, data)
-            self._put_manifest(
-                directory, replace(manifest, files={**others, name: record_of(name, BytesIO(data), len(data))})
-            )
+            files = {**others, name: _write_small(directory, name, data)}
+            self._put_manifest(directory, replace(manifest, files=files))
 
     @staticmethod
     def _put_manifest(directory: Path, manifest: Manifest) -> None:
@@ -154,7 +141,7 @@ class CheckpointStore:
         sync_directory(directory)
 
     def abandon(self, step: int) -> None:
-        """Remove the files of a failed save in a thread, without raising; those that remain are removed at the next start."""
+        """Remove the files of a failed save in a thread; those that remain are removed at the next start."""
         with suppress(OSError):
             self._discard(self._rename_to_trash(step, self.temporary(step)))
 
@@ -167,7 +154,6 @@ class CheckpointStore:
         return gone
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint if it exists."""
         self._discard(self._rename_to_trash(step, self.path(step)))
 
     def _rename_to_trash(self, step: int, path: Path) -> Path | None:
@@ -180,6 +166,11 @@ class CheckpointStore:
             self.trash.remove(trash)
 
 
+def _write_small(directory: Path, name: str, data: bytes) -> FileRecord:
+    write_whole(directory / name, data)
+    return record_of(name, BytesIO(data), len(data))
+
+
 def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < nbytes + _SPARE_BYTES:
@@ -189,8 +180,8 @@ def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
 
 
 def publish(temporary: Path, final: Path, set_aside: Callable[[], Path | None] = lambda: None) -> Path | None:
-    """Rename the directory `temporary` to `final`, after syncing its entries to the disk. `set_aside` first renames whatever is at
-    `final`; its result is returned. Raises `StorageError` or `OSError`."""
+    """Rename the directory `temporary` to `final`, after syncing its entries to the disk, and return what `set_aside` does, which
+    first renames whatever is at `final`. Raises `StorageError` or `OSError`."""
     for folder in {temporary, *(path for path in temporary.rglob("*") if path.is_dir())}:
         sync_directory(folder)
     replaced = set_aside()
@@ -203,45 +194,61 @@ def publish(temporary: Path, final: Path, set_aside: Callable[[], Path | None] =
 def write_directory(out: Path, nbytes: int, *, update: bool = False) -> Iterator[Path]:
     """Inside the block, fill a new directory with about `nbytes` bytes; it becomes `out` when the block ends without an error, and
     is removed after one. With `update`, the new files replace those of a directory `out`, weights last, and its other files stay.
-    Raises `ConfigError` where there is something at `out` that is not updated; `StorageError` where there is no room, or it cannot
-    be written."""
+    Raises `ConfigError` where there is something at `out` that is not updated; `StorageError` where it cannot be written."""
     out = Path(os.path.realpath(out))
-    # Short, since `out` may have the longest allowed name. An update removes what a kill has left of the one before; else the name
-    # is random, since another process may write the same directory.
+    # Short, since `out` may have the longest allowed name. An update takes what a kill has left of the one before; else the name is
+    # random, as the first of two new directories stays.
     token = hashlib.sha256(os.fsencode(out.name)).hexdigest()[:16] if update else secrets.token_hex(8)
     temporary = out.with_name(f".zeromesh-{token}.tmp")
-    occupied = f"{out} exists and is not an empty directory; give another one, or remove it first"
     try:
         if out.exists() and not out.is_dir() and update:
             raise StorageError(f"{str(out)!r} cannot be written (there is a file of this name; give a directory)")
         if not update and out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(occupied)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        if not update:  # A model's last weights are worth a try wherever they may fit.
-            _require_free(temporary, nbytes, repr(str(out)), "make room")
-        yield temporary
-        for file in (path for path in temporary.rglob("*") if path.is_file() and not path.is_symlink()):
-            with PositionalFile(file, direct=False) as opened:
-                opened.sync()
-        if not (update and out.exists()):
-            try:
+            raise ConfigError(f"{out} exists and is not an empty directory; give another one, or remove it first")
+        with _only_writer(temporary, out):
+            if not update:  # A model's last weights are worth a try wherever they may fit.
+                _require_free(temporary, nbytes, repr(str(out)), "make room")
+            yield temporary
+            for file in (path for path in temporary.rglob("*") if path.is_file() and not path.is_symlink()):
+                with PositionalFile(file, direct=False) as opened:
+                    opened.sync()
+            if not (update and out.exists()):
                 publish(temporary, out)  # Only where there is nothing yet, or an empty directory.
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                    raise ConfigError(f"{occupied}: something else has been written there meanwhile") from error
-                raise
-            return
-        for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith((".safetensors", INDEX))):
-            if (out / path.name).is_dir():
-                shutil.rmtree(out / path.name)
-            path.replace(out / path.name)
-        sync_directory(out)
+                return
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name.endswith((".safetensors", INDEX))):
+                if (out / path.name).is_dir():
+                    shutil.rmtree(out / path.name)
+                path.replace(out / path.name)
+            temporary.rmdir()
+            sync_directory(out)
     except OSError as error:
+        if str(error.filename2) == str(out) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            problem = "something else has been written there meanwhile"
+            raise ConfigError(f"{out} cannot be written: {problem}; give another directory, or try again") from error
         where = str(error.filename or out).replace(str(temporary), str(out))
         raise StorageError(f"{where!r} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _only_writer(temporary: Path, out: Path) -> Iterator[None]:
+    """Make an empty directory, which an error in the block removes. Raises `StorageError` where another process has it."""
+    temporary.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        locked = True
+        with suppress(OSError):  # Not every file system locks directories.
+            locked = try_lock(descriptor)
+        if not locked or not temporary.exists():
+            raise StorageError(f"{str(out)!r} cannot be written (it is being written already; wait for that to end)")
+        try:
+            for left in temporary.iterdir():
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            yield
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
 
 
 def write_weights(
@@ -250,9 +257,9 @@ def write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     on_progress: Callable[[], None],
 ) -> list[str]:
-    """Write the safetensors files of a model, with an index if there are several, synced to disk; returns their names.
-    `tensors` yields the tensors of `specs` by name, in any order; one is held at a time. `on_progress` is called while data is
-    written. Raises `StorageError` on failed writes, and for a tensor that differs from its spec."""
+    """Write the safetensors files of a model, with an index if there are several, synced to disk; returns their names. `tensors`
+    yields the tensors of `specs` by name, in any order; one is held at a time. `on_progress` is called while data is written.
+    Raises `StorageError` on failed writes, and for a tensor that differs from its spec."""
     layouts = plan_files(specs, 1)
     if len(layouts) == 1:
         layouts = (replace(layouts[0], path=SINGLE),)
@@ -285,17 +292,14 @@ def write_weights(
 
 
 class Remover:
-    """Removes directories, each in a thread. A failed removal is retried with the next one, and reported once. Threads do not
-    keep a process from ending: the next start of the run removes what is left."""
+    """Removes directories in threads, which do not keep a process from ending. A failure is retried at the next removal."""
 
     def __init__(self) -> None:
         self._tasks: dict[Path, Future[Any]] = {}
-        """The removal task of each directory, which returns the failure's reason; replaced as a whole, as other threads read the
-        dict."""
+        """The removal task of each directory, which returns a failure's reason; replaced as a whole, for other threads."""
         self._reported: set[Path] = set()
 
     def remove(self, path: Path) -> None:
-        """Remove a directory with its contents, in a thread."""
         tasks = {each: task for each, task in self._tasks.items() if not task.done()}
         for each in (*self._refused(), path):
             tasks[each] = in_thread("remove", partial(_remove, each), daemon=True)

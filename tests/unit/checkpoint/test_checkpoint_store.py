@@ -28,7 +28,7 @@ from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore, write_directory
-from zeromesh.errors import CheckpointError, StorageError
+from zeromesh.errors import CheckpointError, ConfigError, StorageError
 
 LEFT = ("step-00000003.tmp", ".trash-00000002-17", "step-100000000.tmp")
 
@@ -213,6 +213,18 @@ def test_files_of_a_directory_are_replaced_together_or_not_at_all(
     for name, words in (("notes", r" \(there is a file of this name; give a"), ("notes/below", ": Not a directory")):
         with pytest.raises(StorageError, match=rf"out/{name}' cannot be written{words}"):
             write_directory(out / name, 0, update=True).__enter__()
+    for there in (out, tmp_path / "new"):
+        with write_directory(there, 0, update=True) as folder:
+            (folder / "model.safetensors").write_text("first")
+            with pytest.raises(StorageError, match=r"cannot be written \(it is being written already; wait for that"):
+                write_directory(there, 0, update=True).__enter__()
+        assert (there / "model.safetensors").read_text() == "first"
+    late = write_directory(tmp_path / "late", 0, update=True)
+    late.__enter__()
+    (tmp_path / "late/other").mkdir(parents=True)
+    monkeypatch.setattr(Path, "exists", lambda path: path.name != "late" and os.path.exists(path))
+    with pytest.raises(ConfigError, match="late cannot be written: something else has been written there meanwhile"):
+        late.__exit__(None, None, None)
     with pytest.raises(StorageError, match="below' cannot be written: Not a directory"):
         write_directory(out / "notes/below", 0).__enter__()
 

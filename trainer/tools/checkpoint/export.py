@@ -1,8 +1,4 @@
-"""A checkpoint's model as a plain Hugging Face model directory; for a run with adapters, an adapter that PEFT loads, or merged
-weights.
-
-Weights are read, verified and converted a few at a time: a window of them, or those of one conversion to the Hub's format.
-"""
+"""A checkpoint's model as a plain Hugging Face model directory, or an adapter for PEFT; a few weights are in memory at a time."""
 
 import json
 import shutil
@@ -40,9 +36,9 @@ def export_checkpoint(
     directory: Path, out: Path, dtype: str, console: Console, *, merge: bool = False, ema: bool = False
 ) -> None:
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype. Other dtypes
-    are converted from the master weights, where there are any. For a model with adapters only these are written, or with `merge`
-    the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where `out` exists, or the dtype cannot
-    hold a weight; `CheckpointError` or `StorageError` when the checkpoint is damaged, or `out` cannot be written."""
+    are converted from the master weights, where there are any. Of a model with adapters only these are written, or with `merge`
+    the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where the dtype cannot hold a weight;
+    `CheckpointError` when the checkpoint is damaged, and as `write_directory` does."""
     reader = CheckpointReader(directory)
     chosen = _choose_tensors(reader, dtype, ema=ema)
     adapted = ADAPTER_CONFIG in reader.manifest.files
@@ -120,7 +116,7 @@ def _convert(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 def _hub_tensors(
     reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, _dtype: str, moved: OnRead, console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Return the model's tensors by their names on the Hub, on the meta device, and an iterator of names and values."""
+    """Return the meta tensors of the model by their names on the Hub, and an iterator of names and values."""
     tensors = {name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
     names = HubNames.of_directory(folder, tensors)
     if names.note:
@@ -145,10 +141,8 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
     shutil.rmtree(folder / BASE_MODEL, ignore_errors=True)
     if dtype is not None:
         tensors = load_file(path)
-        found = {
-            name: _convert(name, each, dtype) if each.is_floating_point() else each for name, each in tensors.items()
-        }
-        save_file(found, path, metadata={"format": "pt"})
+        tensors |= {name: _convert(name, each, dtype) for name, each in tensors.items() if each.is_floating_point()}
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _merged_tensors(

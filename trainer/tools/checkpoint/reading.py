@@ -1,12 +1,12 @@
-"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list`, `inspect`), differences of two (`diff`), and common
-functions of the checkpoint tools: paths of the command line, counters, and reading tensors."""
+"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list`, `inspect`, `diff`), and what all commands for
+checkpoints need: paths of the command line, counters, and reading of tensors."""
 
 import json
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 
 from zeromesh.checkpoint.format.manifest import NAME, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, TensorSpec
-from zeromesh.checkpoint.io.file_slices import PlacedValues, overlapping
+from zeromesh.checkpoint.io.file_slices import WORDS, PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, printable, ranks_text
@@ -72,8 +72,8 @@ def part_text(reader: CheckpointReader) -> str:
 def read_tensors(
     reader: CheckpointReader, tensors: Iterable[TensorSpec], moved: Callable[[int], object]
 ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yield the specification and the verified value of each tensor; as many as fit into `WINDOW_BYTES`, but at least one, are read
-    at once, and `moved` is called with their bytes. Raises `CheckpointError` where the checkpoint is damaged."""
+    """Yield the specification and the verified value of each tensor, read in windows of `WINDOW_BYTES`, or one tensor; `moved` is
+    called with the bytes of a window. Raises `CheckpointError` where the checkpoint is damaged."""
     window: list[tuple[TensorSpec, torch.Tensor]] = []
     nbytes = 0
     for tensor in (*tensors, None):
@@ -116,7 +116,8 @@ def list_checkpoints(path: Path, *, as_json: bool) -> str:
     store = store_at(path)
     found = [summary_of(store, step) for step in reversed(store.steps())]
     if as_json:
-        return _to_json({"directory": str(store.root), "checkpoints": found, "leftovers": store.leftovers()})
+        content = {"directory": str(store.root), "checkpoints": found, "leftovers": store.leftovers()}
+        return json.dumps(content, indent=1) + "\n"
     rows = [summary_row(each) for each in found]
     lines = [str(store.root), *(table_lines(COLUMNS, rows, _NUMBERS) if rows else ["no checkpoints"])]
     what = "being written or removed, or left behind by a kill; the next start of the run removes it"
@@ -127,14 +128,8 @@ def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
     """Return the known facts of a checkpoint without reading its weights; `reason` is the reason why it is unusable, if so."""
     directory = store.path(step)
     size = sum(Path(folder, name).lstat().st_size for folder, _, names in os.walk(directory) for name in names)
-    found: dict[str, Any] = {
-        "step": step,
-        "path": str(directory),
-        "date": _date(directory),
-        "bytes": size,
-        "whole": False,
-    }
-    found |= dict.fromkeys(("part", "reason", "loss", "eval_loss", "tokens")) | {"layout": {}}
+    found: dict[str, Any] = {"step": step, "path": str(directory), "date": _date(directory), "bytes": size}
+    found |= {"whole": False, **dict.fromkeys(("part", "reason", "loss", "eval_loss", "tokens")), "layout": {}}
     try:
         reader = CheckpointReader(directory, parts=True)
         found["layout"] = dict(reader.manifest.layout)
@@ -183,8 +178,8 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
 
 
 def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str:
-    """Return the contents of a checkpoint; with a pattern also the tensors with matching names. Raises `CheckpointError` when it
-    is damaged; `ConfigError` where there is none, or no tensor has such a name."""
+    """Return the contents of a checkpoint; with a pattern also the tensors with matching names. Raises `CheckpointError` for damage
+    and `ConfigError` without a checkpoint, or a tensor of such a name."""
     directory = checkpoint_at(path)
     reader = CheckpointReader(directory, checked=False)
     manifest, state = reader.manifest, None
@@ -212,7 +207,9 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str
     }
     if pattern is not None:
         content["tensors"] = _tensors(manifest, pattern)
-    return _to_json(content) if as_json else _join_lines(_lines(content, manifest, f"{directory}{part_text(reader)}"))
+    if as_json:
+        return json.dumps(content, indent=1) + "\n"
+    return _join_lines(_lines(content, manifest, f"{directory}{part_text(reader)}"))
 
 
 def _tensors(manifest: Manifest, pattern: str) -> list[dict[str, Any]]:
@@ -264,22 +261,17 @@ def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterato
         yield from ("", *table_lines(columns, rows, _NUMBERS))
 
 
-def _join_lines(lines: Iterator[str] | Sequence[str]) -> str:
+def _join_lines(lines: Iterable[str]) -> str:
     return "".join(f"{printable(line)}\n" for line in lines)
 
 
-def _to_json(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
 _SHOWN = 20
-_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ABSENT = "(absent)"
 
 
 def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
-    """Show the differences in counters, settings and elements; returns True for bitwise equality, or equality within the
-    tolerance. Raises `CheckpointError` when one of them is damaged."""
+    """Show the differences in counters, settings and elements, of any bit or above the tolerance; returns True for none. Raises
+    `CheckpointError` when one of them is damaged."""
     readers = CheckpointReader(one), CheckpointReader(two)
     console.note(f"A: {one}")
     console.note(f"B: {two}")
@@ -313,10 +305,10 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
 
 
 def _compare_tensors(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there: torch.Tensor) -> tuple[float, str]:
-    """Return the negative largest absolute difference of two tensors, to sort by, and a line about it, empty for equal bits."""
+    """Return the negative of the largest difference of two tensors, to sort by, and a line about it, empty for equal bits."""
     text, same_dtype = f"{one.kind} {one.name}:", here.dtype == there.dtype
     if same_dtype:
-        bits = _INTEGER_DTYPES[here.dtype.itemsize]
+        bits = WORDS[here.dtype.itemsize]
         differ = here.view(bits) != there.view(bits)
     else:
         text += f" {DTYPE_NAMES[here.dtype]} in A, {DTYPE_NAMES[there.dtype]} in B;"

@@ -1,17 +1,5 @@
-"""`manifest.json` lists a checkpoint's files and tensors byte by byte, with a checksum of every piece. It is fully checked when
-read.
-
-    {"format": "zeromesh-checkpoint", "schema": 1, "step": 100,
-     "files":   {"model-00001-of-00001.safetensors": {"bytes": 8392704, "pieces": [[0, 4194304, "9f..", 0], ...]}, ...},
-     "tensors": {"model": {"model.norm.weight": ["model-00001-of-00001.safetensors", 4096, "F32", [256]], ...}, ...},
-     "aliases": {"lm_head.weight": "model.embed_tokens.weight"},
-     "layout":  {...}, "part": [0, 1], "sha256": "..."}
-
-Pieces tile every file: begin, end, xxh3-128 of the bytes, and the rank that wrote them. Tensors have their file, first byte, dtype
-and shape, by kind: `model`, `master` for master weights that differ from the parameters, and the optimizer's moments. `layout` is
-for information. `sha256` is that of the manifest itself without this key, as canonical JSON. With `source`, a directory, the files
-below `source/` are those of that directory, which the checkpoint does not hold. See docs/checkpoint-format.md.
-"""
+"""`manifest.json` lists a checkpoint's files and tensors byte by byte, with a checksum of every piece, and is fully checked when
+read. docs/checkpoint-format.md has its keys."""
 
 import hashlib
 import json
@@ -75,7 +63,8 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """The content of `manifest.json`. `part` is (index, count) where each host has a directory of its own, else (0, 1)."""
+    """The content of `manifest.json`. `part` is (index, count) where each host has a directory of its own, else (0, 1). `source` is
+    the directory of the files below `SOURCE`, whose tensors are frozen weights; empty without such files."""
 
     step: int
     files: Mapping[str, FileRecord]
@@ -84,7 +73,6 @@ class Manifest:
     layout: Mapping[str, Any] = field(default_factory=dict)
     part: tuple[int, int] = (0, 1)
     source: str = ""
-    """The directory of the files below `SOURCE`, whose tensors are frozen weights; empty without such files."""
 
     def is_elsewhere(self, path: str) -> bool:
         """Return True if a file is in the source of the frozen weights rather than in the checkpoint."""
@@ -129,8 +117,8 @@ def _signed(content: Mapping[str, Any]) -> tuple[str, bytes]:
 
 
 def parse(path: Path, raw: bytes) -> Manifest:
-    """Parse and check a manifest from the bytes of `path`: its own hash, schema, names, sizes, and that pieces tile the files.
-    Raises `CheckpointError` with the manifest's first problem."""
+    """Parse a manifest from the bytes of `path`. Raises `CheckpointError` with the first problem of its hash, schema, names, sizes
+    or pieces, which have to tile the files."""
     content = parse_json(path, raw)
     found = content.pop("sha256", None)
     if content.get("format") != FORMAT:
@@ -152,10 +140,11 @@ def parse(path: Path, raw: bytes) -> Manifest:
             raise CheckpointError(f"{path}: {name} should be {expected}")
         return value
 
-    def is_part(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == 2 and are_valid_sizes(*value) and value[0] < value[1]
-
-    index, count = checked("part", is_part, "an index and a count that is larger, two whole numbers")
+    index, count = checked(
+        "part",
+        lambda part: isinstance(part, list) and len(part) == 2 and are_valid_sizes(*part) and part[0] < part[1],
+        "an index and a count that is larger, two whole numbers",
+    )
     files, layout, tensors, aliases = (
         checked(name, lambda value: isinstance(value, dict), "an object")
         for name in ("files", "layout", "tensors", "aliases")
@@ -215,14 +204,11 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
         check_names(path, rows)
         for name, row in rows.items():
             match row:
-                case [str(file), begin, str(dtype), list(shape)] if (
-                    file in files and dtype in DTYPES and len(shape) <= MAX_DIMS and are_valid_sizes(begin, *shape)
+                case [str(file), begin, str(code), list(dims)] if (
+                    file in files and code in DTYPES and len(dims) <= MAX_DIMS and are_valid_sizes(begin, *dims)
                 ):
-                    found.append(
-                        TensorSpec(
-                            kind=kind, name=name, dtype=DTYPES[dtype], shape=tuple(shape), path=file, begin=begin
-                        )
-                    )
+                    dtype, shape = DTYPES[code], tuple(dims)
+                    found.append(TensorSpec(kind=kind, name=name, dtype=dtype, shape=shape, path=file, begin=begin))
                 case _:
                     raise CheckpointError(
                         f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"

@@ -1,12 +1,5 @@
-"""The safetensors format: reading and writing of headers, and the layout of whole tensors in files.
-
-    8 bytes   length of the header, little-endian
-    header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, "__metadata__": {...}}, then spaces
-    data      the tensors back to back: no holes, no tail
-
-Nothing in a file is executed, and every field is checked before use. Headers written here end at a multiple of 4096 bytes, so
-that tensor data can bypass the page cache.
-"""
+"""The safetensors format: headers, of which every field is checked before use, and the layout of whole tensors in files. Headers
+written here end at a multiple of 4096 bytes, so that tensor data can bypass the page cache."""
 
 import json
 import math
@@ -53,8 +46,8 @@ _MOST_FOR_WRITERS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """A whole tensor of a model directory, which begins at byte `begin` of the file `path`; without a path it is in no file yet.
-    `kind` is `model`, `master` or the name of a moment."""
+    """A whole tensor of a model directory, at byte `begin` of the file `path`; without a path it is in no file yet. `kind` is
+    `model`, `master` or the name of a moment."""
 
     kind: str
     name: str
@@ -88,19 +81,13 @@ class FileLayout:
     nbytes: int
 
 
-def kind_stem(kind: str) -> str:
-    """Return the first part of a kind's file names: `model`, or for example `optimizer/exp_avg`."""
-    return "model" if kind == "model" else f"optimizer/{kind}"
-
-
 def plan_files(specs: Iterable[TensorSpec], writers: int) -> tuple[FileLayout, ...]:
-    """Lay tensors out in files, in order within each kind: as many files as writers if that makes writing faster. All ranks
-    compute the same plan."""
+    """Lay tensors out in files, in order within each kind: as many files as writers if that makes writing faster."""
     kinds: dict[str, list[TensorSpec]] = {}
     for spec in specs:
-        kinds.setdefault(spec.kind, []).append(spec)
+        kinds.setdefault("model" if spec.kind == "model" else f"optimizer/{spec.kind}", []).append(spec)
     files: list[FileLayout] = []
-    for kind, members in kinds.items():
+    for stem, members in kinds.items():
         total = sum(spec.nbytes for spec in members)
         count = max(-(-total // _LARGEST_FILE), min(writers, _MOST_FOR_WRITERS, total // _LEAST_FILE), 1)
         groups: list[list[TensorSpec]] = [[]]
@@ -111,7 +98,7 @@ def plan_files(specs: Iterable[TensorSpec], writers: int) -> tuple[FileLayout, .
             groups[-1].append(spec)
             filled += spec.nbytes
         for number, group in enumerate(groups, start=1):
-            files.append(_file(f"{kind_stem(kind)}-{number:05d}-of-{len(groups):05d}.safetensors", group))
+            files.append(_file(f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors", group))
     return tuple(files)
 
 
@@ -130,10 +117,10 @@ def _file(path: str, specs: Sequence[TensorSpec]) -> FileLayout:
 
 
 def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
-    """Build the index of each kind by its path: the file of each tensor, in Hugging Face's format."""
+    """Build the index of each kind by its path, in Hugging Face's format: the file of each tensor of several numbered files."""
     found: dict[str, dict[str, Any]] = {}
     for spec in (tensor for file in files for tensor in file.tensors):
-        path = f"{kind_stem(spec.kind)}.safetensors.index.json"
+        path = f"{spec.path.rsplit('-', 3)[0]}.safetensors.index.json"  # Of `STEM-NUMBER-of-COUNT.safetensors`.
         index = found.setdefault(path, {"metadata": {"total_size": 0}, "weight_map": {}})
         index["metadata"]["total_size"] += spec.nbytes
         index["weight_map"][spec.name] = spec.path.rpartition("/")[2]
@@ -141,8 +128,7 @@ def index_files(files: Iterable[FileLayout]) -> dict[str, bytes]:
 
 
 def read_header(path: Path) -> dict[str, TensorSpec]:
-    """Read the tensors of a file, by name and as of kind `model`, after checking that the header describes the whole file. Raises
-    `CheckpointError` with the header's first problem."""
+    """Read the tensors of a file, by name and as of kind `model`. Raises `CheckpointError` with the header's first problem."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)

@@ -1,5 +1,4 @@
-"""The parts of tensors that a rank holds, the file places of their elements, and byte interval arithmetic: unions, whole disk
-blocks, the checksum grid, and overlaps."""
+"""The parts of tensors that a rank holds, the places of their elements in files, and arithmetic of byte intervals."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from zeromesh.offload.io.direct_io import BLOCK
 
 GRID = 4 << 20
 """The bytes of a piece with a checksum: pieces are cut at multiples of this offset in a file."""
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size in bytes: elements are copied as these, so that no bit of a NaN changes."""
 
 
@@ -37,8 +36,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 def starts_in_others_blocks(extents: Sequence[Interval]) -> list[Interval]:
     """Return the start of each merged extent, up to the next block boundary, if its block's first byte is outside the extent."""
-    starts = [Interval(start=each.start, end=min(each.end, round_up(each.start, BLOCK))) for each in extents]
-    return [start for start in starts if start.length]
+    return merged(Interval(start=each.start, end=min(each.end, round_up(each.start, BLOCK))) for each in extents)
 
 
 def written_blocks(extents: Sequence[Interval], nbytes: int) -> list[Interval]:
@@ -48,7 +46,6 @@ def written_blocks(extents: Sequence[Interval], nbytes: int) -> list[Interval]:
 
 
 def cut_at_grid(interval: Interval) -> Iterator[Interval]:
-    """Cut an interval at multiples of `GRID`."""
     start = interval.start
     while start < interval.end:
         end = min(interval.end, (start // GRID + 1) * GRID)
@@ -59,7 +56,7 @@ def cut_at_grid(interval: Interval) -> Iterator[Interval]:
 def record_of(
     path: str, file: BinaryIO, nbytes: int, rank: int = 0, on_progress: Callable[[], None] = lambda: None
 ) -> FileRecord:
-    """Make the record of a file that `rank` has written by reading the file; `on_progress` is called after each piece."""
+    """Make the record of a `file` that `rank` has written; `on_progress` is called after each piece."""
     pieces = []
     for cut in cut_at_grid(Interval(start=0, end=nbytes)):
         found = checksum(file.read(cut.length))
@@ -82,9 +79,9 @@ def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """Elements of a stored tensor in this rank's memory, the only form in which engine and checkpoint exchange tensors. `region`
-    selects slices of the tensor `spec`. `values` are the elements `interval` of the flattened selection. `owner` is the number of
-    the bucket whose update changes them; None if no update does."""
+    """Elements of a stored tensor in this rank's memory, as engine and checkpoint exchange them: `values` are the elements
+    `interval` of the flattened slices `region` of the tensor `spec`. `owner` is the number of the bucket whose update changes them,
+    if any."""
 
     spec: TensorSpec
     region: Region
@@ -94,17 +91,16 @@ class TensorShard:
 
 
 def elements_of(data: torch.Tensor, tensor: TensorSpec) -> torch.Tensor:
-    """Return the elements, in the file's dtype, whose bytes in the file are `data`, 1-D uint8. A codec of stored weights decodes
-    here, as all bytes pass through that are not read into memory of the file's dtype directly."""
+    """Return the elements, in the file's dtype, whose bytes in the file are `data`, 1-D uint8. A codec of weights decodes here: all
+    bytes pass through that are not read into memory of the file's dtype directly."""
     return data.view(tensor.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedValues:
-    """Elements of a stored tensor in this process's memory, for reading or writing. `rows` selects columns of the tensor's rows,
-    and `values` are the elements of the selection from `first` on, in the file's order; bytes of other elements may lie between
-    them. Values of another dtype than the file's are converted. `owner` is the bucket whose update changes them; None if they stay
-    unchanged during a save."""
+    """Elements of a stored tensor in this process's memory, for reading or writing: `values` are the elements from `first` on of
+    the columns `rows`, in the file's order, between whose bytes others may lie. Other dtypes than the file's are converted. `owner`
+    is the bucket whose update changes them; None if no update does."""
 
     tensor: TensorSpec
     rows: StridedRows
@@ -149,14 +145,13 @@ class PlacedValues:
         return self.values.numel * self.tensor.dtype.itemsize
 
     def cut(self, window: Interval) -> PlacedValues:
-        """Cut out the elements in the file's bytes `window`, which may be longer but must not split an element."""
+        """Cut out the elements in the file's bytes `window`, which splits no element."""
         begin, size = self.tensor.begin, self.tensor.dtype.itemsize
         start, end = [self.rows.before((byte - begin) // size) for byte in (window.start, window.end)]
         inside = self.interval.intersect(Interval(start=start, end=max(start, end))).after(self.first)
         return replace(self, first=self.first + inside.start, values=self.values.slice(inside.start, inside.end))
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of all elements, in order."""
         out = torch.empty(self.nbytes, dtype=torch.uint8)
         self.fill(out)
         return out.numpy().tobytes()
@@ -172,7 +167,7 @@ class PlacedValues:
         data = data[window.start - begin : window.end - begin]
         if part.nbytes != data.numel():
             size = self.tensor.dtype.itemsize
-            words, found = _WORDS[size], torch.empty(part.nbytes, dtype=torch.uint8)
+            words, found = WORDS[size], torch.empty(part.nbytes, dtype=torch.uint8)
             start = (window.start - self.tensor.begin) // size
             self.rows.take(data.view(words), start, part.interval, found.view(words))
             data = found

@@ -1,10 +1,5 @@
-"""Reads the bytes of a model directory that a layout needs.
-
-`CheckpointReader` verifies every piece of a checkpoint before use, and `find_damage` finds all damage on disk. `TensorFiles` is a
-plain Hugging Face directory, a checkpoint without checksums, whose tensors are read by ranges of elements: ranks of a host read the
-same files, so bytes go through the page cache, and are prefetched there in the order in which they are announced. Nothing is
-executed.
-"""
+"""Reading the bytes of a model directory that a layout needs: `CheckpointReader` verifies every piece of a checkpoint before use,
+and `TensorFiles` reads a plain Hugging Face directory, a checkpoint without checksums. Nothing is executed."""
 
 import os
 import stat
@@ -48,14 +43,9 @@ _WINDOW = 1 << 20
 
 
 class CheckpointReader:
-    """A checkpoint with a valid manifest, whose files all exist with their sizes.
-
-    `parts` True also accepts a part of a checkpoint. `checked` False accepts that and directories with wrong files, which
-    `problems` lists, for diagnostic tools. `manifest` replaces the directory's.
-
-    Raises:
-        CheckpointError: at construction, naming the first problem.
-    """
+    """A checkpoint with a valid manifest, whose files all exist with their sizes. `parts` True also accepts a part of a checkpoint.
+    `checked` False accepts that and directories with wrong files, which `problems` lists. `manifest` replaces the directory's.
+    Raises `CheckpointError` at construction, naming the first problem."""
 
     def __init__(
         self, directory: Path, *, checked: bool = True, parts: bool = False, manifest: Manifest | None = None
@@ -65,12 +55,10 @@ class CheckpointReader:
         self.source = Path(self.manifest.source)
         """The directory of frozen weights that the checkpoint only refers to."""
         self._tensors = {(tensor.kind, tensor.name): tensor for tensor in self.manifest.tensors}
-        index, count = self.manifest.part
-        if checked and not parts and count > 1:
-            raise CheckpointError(part_error_text(directory, index, count))
-        if checked:
-            for _, problem in self.problems():
-                raise CheckpointError(problem)
+        if checked and not parts and self.manifest.part[1] > 1:
+            raise CheckpointError(part_error_text(directory, *self.manifest.part))
+        for _, problem in self.problems() if checked else ():
+            raise CheckpointError(problem)
 
     def tensor(self, kind: str, name: str) -> TensorSpec | None:
         """Look up a stored tensor by its own name or that of a tied tensor."""
@@ -127,18 +115,13 @@ class CheckpointReader:
 
     def tensors_in(self, pieces: Sequence[ChecksumPiece]) -> list[str]:
         """List the names of the tensors that have a byte in pieces of one file, in the file's order."""
-        tensors = sorted(
-            (each for each in self.manifest.tensors if each.path == pieces[0].path), key=lambda each: each.begin
-        )
-        return [each.name for each in tensors if any(each.begin < p.end and p.begin < each.end for p in pieces)]
+        there = [each for each in self.manifest.tensors if each.path == pieces[0].path]
+        touched = [each for each in there if any(each.begin < p.end and p.begin < each.end for p in pieces)]
+        return [each.name for each in sorted(touched, key=lambda each: each.begin)]
 
     def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
-        """Read and verify pieces, and hand each to `use`, 1-D uint8.
-
-        Raises:
-            CheckpointError: naming the file, the bytes and a tensor in them, when a piece is not what was written.
-            StorageError: when the system cannot read.
-        """
+        """Read and verify pieces, and hand each to `use`, 1-D uint8. Raises `CheckpointError` with the file, the bytes and a tensor
+        in them, when a piece is not what was written; `StorageError` when the system cannot read."""
         with closing(self.fetch_pieces(pieces)) as fetched:
             for piece, data, read in fetched:
                 read.result()
@@ -147,8 +130,8 @@ class CheckpointReader:
     def fetch_pieces(
         self, pieces: Sequence[ChecksumPiece]
     ) -> Generator[tuple[ChecksumPiece, torch.Tensor, Future[None]], None, None]:
-        """Yield pieces in order, each with its bytes, 1-D uint8, and a finished future, which has the error of a damaged piece.
-        The bytes are valid until the next one; a few pieces are read ahead."""
+        """Yield pieces in order, each with its bytes, 1-D uint8, valid until the next one, and a finished future, which has the
+        error of a damaged piece. A few pieces are read ahead."""
         for piece in pieces:
             if piece.end - piece.begin > GRID:
                 raise CheckpointError(
@@ -198,7 +181,7 @@ class CheckpointReader:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield path and problem of each file of the manifest that is missing, no plain file or of another size, and of files with
-        weights that the manifest does not list. Files of the source of frozen weights are checked when they are read."""
+        weights that it does not list. The source of frozen weights is checked when it is read."""
         known = self.manifest.files
         for path, record in known.items():
             if self.manifest.is_elsewhere(path) or not (record.pieces or self.manifest.part[1] == 1):
@@ -242,8 +225,7 @@ def copy_file(
     folder: Path,
     on_progress: Callable[[int], None] = lambda nbytes: None,
 ) -> None:
-    """Copy a file from checkpoints, which are parts of one or a whole, into `folder`; `on_progress` receives the bytes of each
-    piece. Raises as `stream`."""
+    """Copy a file of a checkpoint or its parts into `folder`; `on_progress` receives the bytes of pieces. Raises as `stream`."""
     records = [(each, each.manifest.files[path]) for each in readers if path in each.manifest.files]
     (folder / path).parent.mkdir(exist_ok=True)
     with PositionalFile(folder / path, write=True, size=records[0][1].nbytes) as file:
@@ -278,7 +260,8 @@ def part_error_text(directory: Path, index: int, count: int, of: str = "") -> st
 
 
 class TensorFiles(CheckpointReader):
-    """The tensors of a Hugging Face model directory by name; files are opened on first read."""
+    """The tensors of a Hugging Face model directory by name; files are opened on first read. Ranks of a host read the same files,
+    so bytes go through the page cache, and are prefetched there in the order in which they are announced (`expect`)."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Read and check the headers. Raises `ConfigError` with the damaged file and the reason."""
@@ -288,12 +271,10 @@ class TensorFiles(CheckpointReader):
         self._expected: Iterator[tuple[str, int, int]] = iter(())
         self._ahead = 0
         """Bytes of prefetches in progress."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        """The prefetch thread; its read errors are raised by `fill`, which reads again."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")  # `fill` raises what it meets.
 
     def path_of(self, path: str) -> Path:
-        """Return the path of a file, without the symbolic links that the Hub's cache has, which are not followed otherwise."""
-        return (self.directory / path).resolve()
+        return (self.directory / path).resolve()  # The Hub's cache has links, which are not followed otherwise.
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Prefetch elements [start, end) of tensors in this order, up to `_READ_AHEAD` bytes ahead of `fill`."""
@@ -336,8 +317,7 @@ class TensorFiles(CheckpointReader):
         return self.elements(name).reshape(self.entries[name].shape)
 
     def fill(self, name: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        """Fill the 1-D `out` with the non-empty `interval` of elements of the columns `rows`, converted to its dtype. Raises as
-        `elements` does."""
+        """Fill the 1-D `out` with the non-empty `interval` of the columns `rows`, converted. Raises as `elements` does."""
         entry = self.entries[name]
         if out.device.type == "cpu" and out.dtype == entry.dtype:
             self._read_rows(entry, rows, interval, out.view(torch.uint8))
@@ -362,8 +342,8 @@ class TensorFiles(CheckpointReader):
 
 
 def manifest_of_files(directory: Path) -> Manifest:
-    """Make the manifest of a model directory from the headers of its files, without pieces, as it has no checksums. Raises
-    `ConfigError` for a directory without safetensors files, a part of a checkpoint, or a damaged file, with the reason."""
+    """Make the manifest of a model directory from the headers of its files, without checksums. Raises `ConfigError` for a directory
+    without safetensors files, a part of a checkpoint, or a damaged file."""
     if not directory.is_dir():
         raise ConfigError(
             f"{directory} is not a directory; a model of the Hub is downloaded first: "
@@ -425,8 +405,7 @@ class Damage:
 
 
 def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) -> Iterator[Damage]:
-    """Verify every piece of every file, with a reader made unchecked; `on_progress` receives the bytes of each verified piece.
-    Damage in the files is yielded, never raised."""
+    """Verify every piece with a reader made unchecked, and yield all damage; `on_progress` receives the bytes of each piece."""
     problems = dict(reader.problems())
     for path, record in reader.manifest.files.items():
         bad: list[ChecksumPiece] = []

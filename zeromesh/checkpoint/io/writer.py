@@ -1,28 +1,6 @@
-"""Plans which bytes of files each rank writes, and streams them from live shards to files, with checksums.
-
-A file has whole tensors, in which the bytes of tensor ranks would alternate in runs of a few KB, each with a separate checksum. So
-tensor ranks first exchange their columns of a tensor for rows, which are contiguous runs of the file:
-
-    each row of the tensor    rank 0 | rank 1 | rank 0 | rank 1        as tensor parallelism divides it
-    after the exchange        rows 0 to n: rank 0,  rows n to 2n: rank 1
-
-Each rank gets about as many rows as the others, as a copy in host memory that no update changes and that is freed once written.
-
-A rank's bytes are contiguous runs, which are rounded to whole disk blocks. Each whole block has one writer, the rank of the block's
-first byte, which first receives the other ranks' bytes of the block:
-
-    block           |      0      |      1      |      2      |
-    elements of     | rank 0               | rank 1           |
-    sent to rank 0                |  r1's  |
-    written by      | rank 0      | rank 0      | rank 1      |
-
-Each rank's bytes are cut at multiples of `GRID` bytes of the file into pieces with a checksum each.
-
-The state is not copied as a whole, except these rows, so a save takes a few staging
-buffers of memory. Elements that the next update changes first are written first, and the update waits for elements that are not
-copied yet (`release`). A device's elements are copied into pinned memory beside training, on a stream that is ordered after all
-work launched before the save.
-"""
+"""Plans which bytes of files each rank writes ("Pieces, blocks and writers" in docs/checkpoint-format.md), and streams them from
+live shards, with a checksum for each piece. The state is not copied, but for rows that tensor ranks exchange: elements that the
+next update changes first are written first, and the update waits for those that are not copied yet."""
 
 import threading
 import time
@@ -70,9 +48,9 @@ LONGEST_ROW = 512 << 10
 
 
 def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
-    """Return the shards that this rank writes after the exchange over the tensor axis; all ranks of the axis call it. Rows that
-    are not on all ranks, such as the first and the last one of a shard, stay where they are. Raises `StorageError` after the
-    exchange, where this rank could not read its own values."""
+    """Return the shards that this rank writes after the ranks of the tensor axis, which all call it, have exchanged columns for
+    rows. Rows that are not on all ranks, such as the first and the last one of a shard, stay where they are. Raises
+    `StorageError` after the exchange, where this rank could not read its own values."""
     found, columns, own = list(shards), dict[str, tuple[int, StridedRows]](), dict[str, Any]()
     failures: list[StorageError] = []
     for number, shard in enumerate(found if axis.size > 1 else ()):
@@ -144,7 +122,7 @@ def _exchange(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WritePiece:
-    """The bytes `where` of the file `path`, copied from `sources`. Updates of the buckets `owners` change some of these sources."""
+    """The bytes `where` of the file `path`, copied from `sources`, which updates of the buckets `owners` change."""
 
     path: str
     where: Interval
@@ -177,7 +155,7 @@ def bytes_for_others(runs: Runs) -> list[tuple[str, int, bytes]]:
 def plan_pieces(
     files: Sequence[FileLayout], runs: Runs, received: Iterable[tuple[str, int, bytes]], order: Mapping[int, int]
 ) -> list[WritePiece]:
-    """List the pieces that this rank writes, with the bytes received from other ranks, those that are updated first at the front.
+    """List the pieces that this rank writes, with the bytes `received` from other ranks, those that are updated first at the front:
     `order` has the position of each owner in the next update."""
     content = _by_file(chain(*runs.values(), (PlacedValues.of_bytes(*each) for each in received)))
     sizes, last, found = {file.path: file.nbytes for file in files}, len(order), list[WritePiece]()
@@ -216,16 +194,15 @@ def in_thread(name: str, work: Callable[[], Any], *, daemon: bool = False) -> Fu
 
 
 class ShardWriter:
-    """Writes one rank's pieces of a checkpoint in a thread: `start`, then `release` before each update, and `join` at the end."""
+    """Writes a rank's `pieces` of a checkpoint, in order, in a thread: `start`, then `release` before each update, then `join`."""
 
     def __init__(self, directory: Path, pieces: Sequence[WritePiece], rank: int, device: torch.device = CPU) -> None:
-        """`pieces` are written in this order. `device` is this rank's compute device."""
         self._directory = directory
         self._device = device
         self._pieces = deque(pieces)
         self._rank = rank
         self._left = Counter(owner for piece in pieces for owner in piece.owners)
-        """By owner (bucket), the number of pieces with its elements that are not copied yet, until when it must not be updated."""
+        """The number of pieces that are not copied yet, by owner (bucket), which must not be updated before."""
         self._changed = threading.Condition()
         self._checksums: list[ChecksumPiece] = []
         self._written: Future[Any] = Future()
@@ -239,13 +216,12 @@ class ShardWriter:
         return self._written
 
     def release(self, owner: int, on_progress: Callable[[], None]) -> float:
-        """Wait until the elements of `owner` may change, because they were copied or the save has failed. `on_progress` is called
-        now and then while writing goes on. Returns the seconds waited."""
+        """Wait until the elements of `owner` were copied or the save has failed; returns the seconds waited. `on_progress` is
+        called now and then while writing goes on."""
         return self._wait(lambda: not self._left.get(owner), on_progress) if self._left.get(owner) else 0.0
 
     def join(self, on_progress: Callable[[], None]) -> list[ChecksumPiece]:
-        """Wait until everything is on the disk; returns the pieces that this rank has written. Raises `StorageError` or
-        `CheckpointError` or `OSError` for the failure of the thread."""
+        """Wait until everything is on the disk; returns the pieces that this rank has written. Raises the thread's error."""
         self._wait(self._written.done, on_progress)
         self._written.result()
         return sorted(self._checksums, key=lambda piece: (piece.path, piece.begin))
@@ -266,7 +242,9 @@ class ShardWriter:
         try:
             with ExitStack() as stack, ThreadPoolExecutor(_IO_THREADS) as threads:
                 if launched is not None:
-                    stack.enter_context(accelerator.launching_on_new_stream(launched))
+                    stream = torch.Stream(self._device)
+                    stream.wait_event(launched)
+                    stack.enter_context(accelerator.launching_on(stream))
                 pool = StagingPool(
                     STAGING_BUFFERS, GRID, allocate_pages if launched is None else accelerator.allocate_pinned
                 )
