@@ -1,7 +1,4 @@
-"""Loading of a configuration with overrides into a `TrainerConfig`, or one error with every problem.
-
-A configuration is given as a path, a mapping or a `TrainerConfig`; a path and a mapping may also be a DeepSpeed configuration.
-"""
+"""Loading of a configuration with overrides into a `TrainerConfig`, or one error with every problem."""
 
 import json
 import math
@@ -9,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from glob import glob
 from importlib.util import find_spec
 from os import PathLike
@@ -20,7 +18,6 @@ from pydantic import ValidationError
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.settings.keys import int_if_whole
-from zeromesh.trainer.config.consent import Consent, refused_code
 from zeromesh.trainer.config.deepspeed import Translation, is_deepspeed, nested, read_deepspeed
 from zeromesh.trainer.config.foreign_names import KEY_BY_DEEPSPEED_NAME, KEY_BY_NAME, NO_KEY, foreign_problems
 from zeromesh.trainer.config.messages import (
@@ -49,7 +46,24 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
 OUR_KEY = "zeromesh"
 """The key in a DeepSpeed configuration that holds zeromesh's sections, which DeepSpeed ignores."""
 ARGUMENTS_ADVICE = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
-"""The advice for `TrainingArguments` in place of a configuration."""
+
+
+class Consent(Enum):
+    """The sources that count as a user's consent to run third-party code, of a model's directory (`model.trust_remote_code`) or of
+    any module (a key `python`). A directory's own files, `config.resolved.yaml` too, give none: anybody may have written them."""
+
+    GIVEN = "the file that the person names to train, or what a program of their own hands over, and the command line"
+    COMMAND_LINE = "read that code, and name the key on the command line too if it may run"
+    NEVER = "this command runs none; leave the key out"
+
+
+def foreign_code(data: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted keys in `data` that run third-party code: `trust_remote_code`, and text under a key `python`."""
+    pairs = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list | tuple) else ()
+    for key, value in pairs:
+        if (key == "trust_remote_code" and value) or (key == "python" and isinstance(value, str)):
+            yield f"{path}{key}"
+        yield from foreign_code(value, f"{path}{key}.")
 
 
 _TYPE_KEYS = ("model_type", "python")
@@ -71,11 +85,10 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool = 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """A configuration as the user gave it, merged with its bases."""
+    """A configuration as the user gave it, merged with its bases; `own` has zeromesh's sections."""
 
     where: str
     own: dict[str, Any]
-    """Sections and keys of zeromesh."""
     layers: tuple[tuple[str, Mapping[str, Any]], ...]
     """The files of the configuration, each base after the file that names it: a description (empty for the first) and the keys."""
     deepspeed: dict[str, Any] | None = None
@@ -180,7 +193,6 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
 
 
 def tracker_problems(names: Sequence[str]) -> Iterator[str]:
-    """Yield a problem for each of these trackers that is unknown or not installed."""
     # Trackers of accelerate, and those registered in this process.
     registered = getattr(sys.modules.get("accelerate.tracking"), "LOGGER_TYPE_TO_CLASS", {})
     for name in names:
@@ -199,7 +211,6 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
             )
 
 
-# Reasons why some common choices are unavailable.
 _NEEDS_WHOLE_MATRICES = "it needs whole matrices; zeromesh.shard takes it, in a loop of your own"
 _OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
 _REASONS = {
@@ -256,7 +267,10 @@ def load_config(
     problems += translation.problems
     config, wrong = _validate(data, unused)
     consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | PathLike) else Consent.GIVEN)
-    problems += refused_code(config.model_dump(mode="json"), consent, named=overridden)
+    if consent is not Consent.GIVEN:
+        typed = tuple(f"{key}." for key in overridden) if consent is Consent.COMMAND_LINE else ()
+        keys = [key for key in foreign_code(config.model_dump(mode="json")) if not f"{key}.".startswith(typed)]
+        problems += [f"{key}: would run code that somebody else may have written; {consent.value}" for key in keys]
     only_overrides = not translation.problems
     for problem in wrong:
         only_overrides &= problem.partition(" ")[0].rstrip(":") in overridden
@@ -280,16 +294,12 @@ def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, di
 
 
 def _has_key(data: Any, path: str) -> bool:
-    for key in path.split("."):
-        if not isinstance(data, Mapping) or key not in data:
-            return False
-        data = data[key]
-    return True
+    key, _, rest = path.partition(".")
+    return isinstance(data, Mapping) and key in data and (not rest or _has_key(data[key], rest))
 
 
 def _with_origin(problem: str, overridden: Mapping[str, str], given: _Source, translated: Mapping[str, str]) -> str:
-    """Append the origin of a problem's key, or of the nearest section that has one: an override, a base file, or another trainer's
-    setting."""
+    """Append the origin of a problem's key or of its section: an override, a base file, or another trainer's setting."""
     key = problem.partition(" ")[0].rstrip(":")
     while key:
         layer = next((text for text, values in given.layers if _has_key(values, key)), translated.get(key))
@@ -349,7 +359,6 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
 
 
 def _phrase(near: str | None, value: str = "") -> str:
-    """Return the question `did you mean KEY=VALUE?`, or the explanation for a name without a key; empty for None."""
     return near if near and near.startswith(NO_KEY) else f"did you mean {near}{value}?" if near else ""
 
 

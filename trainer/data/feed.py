@@ -17,10 +17,8 @@ from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
-_COMPARED_ELEMENTS = 65536
-"""The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
-_SEARCHED_BATCHES = 100
-"""The number of global batches that are searched for a target before the run; later ones without targets are skipped."""
+_COMPARED_ELEMENTS = 65536  # of each tensor that ranks compare, which covers text and the beginning of an image
+_SEARCHED_BATCHES = 100  # global batches, for a target before the run; later ones without targets are skipped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,11 +40,9 @@ class RunData:
 
     def evaluation_sets(self) -> dict[str, MapDataset]:
         """Return each evaluation set by its name in error messages."""
-        if self.eval is None:
-            return {}
         if isinstance(self.eval, Mapping):
             return {f"eval_dataset[{name!r}]": each for name, each in self.eval.items()}
-        return {"eval_dataset": self.eval}
+        return {} if self.eval is None else {"eval_dataset": self.eval}
 
     def datasets(self) -> dict[str, MapDataset | StreamedDataset]:
         """Return all datasets by their names in error messages."""
@@ -94,9 +90,8 @@ class Feed:
         return self.rules.make_batch(self.dataset, [self.order.dataset_index(each) for each in microbatch.samples])
 
     def first_batch(self) -> dict[str, Any]:
-        """Return the first batch with a target, all fields kept. Raises `DataError` if the first global batches have none. Every
-        rank reads the same microbatches, up to the first with a target, so all ranks raise or none does. A batch without `labels`
-        passes: the loss may use other fields."""
+        """Return the first batch with a target or without `labels`, all fields kept. Raises `DataError` if the first global batches
+        have none. Every rank reads the same microbatches, so all ranks raise or none does."""
         plan = replace(self.plan, data_ranks=1)
         steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
         if plan.epoch_size is not None:

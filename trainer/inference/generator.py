@@ -34,8 +34,7 @@ from zeromesh.errors import (
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Precision
 from zeromesh.rng import number_of
-from zeromesh.trainer.config.consent import Consent, foreign_code
-from zeromesh.trainer.config.load import ConfigSource, load_config
+from zeromesh.trainer.config.load import ConfigSource, Consent, foreign_code, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer, has_tokenizer, load_tokenizer

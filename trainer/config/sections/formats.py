@@ -9,12 +9,11 @@ Parts = dict[str, str | Messages]
 """The contents of a row by column, text or messages; the last of several is the answer."""
 
 _ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool"}
-_ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")
-"""Roles of messages by ShareGPT's names."""
+_ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")  # by ShareGPT's names
 
 
 class RowFormat(NamedTuple):
-    """A format of rows: its columns, and their conversion."""
+    """A format of rows: its columns, their conversion, and what contents it `holds`."""
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -22,9 +21,7 @@ class RowFormat(NamedTuple):
     """The function that converts columns (None if a row lacks one) to contents; raises `TypeError` or `KeyError` for invalid ones.
     None takes the needed columns as they are."""
     holds: Literal["text", "messages", "either", "pictures"] = "messages"
-    """The type of the contents."""
     identifying_column: str | None = None
-    """A column that identifies rows of this format."""
     label: str | None = None
     """The column of the class, which is then the training target in place of the next token."""
 

@@ -1,9 +1,5 @@
-"""The section `schedule`, and learning-rate schedules as pure functions of the step.
-
-`LRSchedule.factor(step)` is the factor of the base learning rate in step `step` (from 0). The curves are those of
-`transformers.get_scheduler`, so a run moves between the two without a change of its curve; with a warm-up of another shape they are
-those of DeepSpeed's schedulers. As a function of the step, a schedule has no state to save.
-"""
+"""The section `schedule`, and learning-rate schedules as pure functions of the step, which have no state to save. The curves are
+those of `transformers.get_scheduler`; with a warm-up of another shape they are those of DeepSpeed's schedulers."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +34,6 @@ _WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
 
 
 def default_warmup(steps: int) -> int:
-    """Return the default warm-up steps of a run of `steps` steps."""
     return steps // 10
 
 
@@ -137,7 +132,7 @@ class LRSchedule(ScheduleSection):
 @cache
 def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
     """Return the factor after the warm-up as a function of the step, by transformers' schedule at a base learning rate of 1."""
-    # Imported here, so that reading a configuration loads neither torch nor transformers.
+    # Reading a configuration loads neither torch nor transformers.
     import torch
     from torch.optim import SGD
     from transformers import get_scheduler
