@@ -1,5 +1,5 @@
-"""The on-disk cache of tokenised text, whose file of token ids all ranks of a host map into memory. The key is a digest of the files
-(paths, sizes, times of change), the tokenizer and the held-out fraction. Nothing is unpickled.
+"""The on-disk cache of tokenised text, whose file of token ids all ranks of a host map into memory. The key is a digest of the
+files (paths, sizes, times of change), the tokenizer and the held-out fraction. Nothing is unpickled.
 
     <cache>/<key>/tokens.bin    ids back to back: kept documents, then those that are held out
                   entry.json    counts, xxh3 of each block of 64 KiB, and a checksum of the entry itself

@@ -1,7 +1,5 @@
-"""Model FLOPs utilisation: the model FLOPs of a step over the peak FLOPs of its ranks in the same time.
-
-Recomputation (activation checkpointing) does not count, as in "PaLM: Scaling Language Modeling
-with Pathways" (arXiv 2204.02311, appendix B): for a token
+"""Model FLOPs utilisation: the model FLOPs of a step over the peak FLOPs of its ranks in the same time, without recomputation, as
+in "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311, appendix B): for a token
 
     6 for each trained weight of a matrix, 4 for each frozen one      forward 2, gradients of inputs 2, of weights 2
     12 x layers x heads x head size x length                          attention, a causal one not halved
@@ -27,8 +25,7 @@ from zeromesh.trainer.models.user_model import positive, text_part
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _TRIES = 3
-_LEAST_SECONDS = 1e-3
-"""Seconds of a timed matrix product on an accelerator; launch and synchronisation are negligible in it."""
+_LEAST_SECONDS = 1e-3  # of a timed product on an accelerator, in which launch and synchronisation are negligible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,15 +76,8 @@ class ModelFlops:
         return tokens * (self.dense + self.attention * seen)
 
 
-def counted_parameters(model: nn.Module) -> int:
-    """Count the parameters without embeddings, as transformers' FLOPs estimate does; 0 for other models."""
-    count = getattr(model, "num_parameters", None)
-    return int(count(exclude_embeddings=True)) if callable(count) else 0
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the peak FLOP/s of this rank and the source of the number, a table of data sheets or a timed matrix product (once per
-    process)."""
+    """Return the peak FLOP/s of this rank and the source of the number, a data sheet or a timed product (once per process)."""
     known = peak_of(device_name(device), str(dtype).removeprefix("torch.")) if is_accelerator(device) else None
     if known is not None and dtype.itemsize == 2:
         return known[0], f"by the data sheet of {known[1]}"

@@ -20,8 +20,7 @@ from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import MemoryBytes, MemoryModel
 
-_FRACTION_STEP = 0.05
-"""The step between the tried fractions of offloaded states."""
+_FRACTION_STEP = 0.05  # between the tried fractions of offloaded states
 _TIGHT_DIVISOR = 10
 """The divisor of a device's free memory: if states leave less than the quotient for activations, there is a warning."""
 
@@ -38,11 +37,9 @@ class _HostMemory:
         self.directories = options.offload.files.directories
         self.count = sum(parameter.numel() for parameter in model.parameters())
         self.inputs = inputs if options.offload.activations.tier == "file" else 0
-        """The known bytes of a rank's block inputs on files."""
         plan = plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts)
         layouts = plan_layouts(plan, self.parts)
         self.rank = cache(lambda changed: MemoryModel(layouts, changed, self.parts, transport, mesh.device))
-        """The predicted memory of one rank with these options."""
         held = [parameter for parameter in model.parameters() if not parameter.is_meta]
         freed = [sum(each.nbytes for each in held if on_accelerator(each) is there) for there in (False, True)]
         self.free = available_bytes()
@@ -99,14 +96,11 @@ class _HostMemory:
             listed = _format_terms(beside if self.on_device else terms, self.ranks)
             short = f"{human_bytes(needs.host)} on this host ({listed}), and {human_bytes(self.free)}"
         if short:
-            raise StorageError(
-                f"{human_count(self.count)} parameters at stage {self.options.stage} need at least {short} are free; "
-                f"{self.advice()}"
-            )
+            need = f"{human_count(self.count)} parameters at stage {self.options.stage} need at least"
+            raise StorageError(f"{need} {short} are free; {self.advice()}")
 
     def notes(self) -> Iterator[str]:
-        """Yield a note on the gathered parameters that stay between uses, and a warning if states on an accelerator leave little
-        memory."""
+        """Yield a note on the gathered parameters that stay between uses, and a warning if states leave a device little memory."""
         needs, room = self.needs(self.options).device, self.room.device
         if self.options.placements.parameters is Placement.SHARDED and self.parts > 1:
             rank, none = self.rank(self.options), self.rank(replace(self.options, gathered_budget=0))
@@ -161,7 +155,6 @@ class _HostMemory:
 
 
 def _format_terms(terms: Mapping[str, int], ranks: int = 1) -> str:
-    """Format one rank's bytes by purpose, multiplied by `ranks`."""
     return ", ".join(f"{human_bytes(ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
 
 
@@ -184,10 +177,8 @@ def require_memory(
     inputs: int = 0,
     cuts: ModelCuts | None = None,
 ) -> list[str]:
-    """Raise `StorageError` if the states need more than an accelerator's memory, a host's memory and swap, or its disks.
-
-    `inputs` are the bytes of offloaded inputs of recomputed blocks. Returns notes on tight memory, and on files.
-    """
+    """Raise `StorageError` if the states, and the `inputs` bytes of offloaded inputs of recomputed blocks, need more than an
+    accelerator's memory, a host's memory and swap, or its disks. Returns notes on tight memory, and on files."""
     host = _HostMemory(model, options, mesh, transport, inputs, cuts)
     host.require_room()
     return [*host.notes(), *host.require_disk()]

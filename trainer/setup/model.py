@@ -41,7 +41,7 @@ from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.models.flops import ModelFlops, counted_parameters
+from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_attention, use_float8_linear
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
@@ -55,9 +55,7 @@ from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, mate
 from zeromesh.zero.engine import ZeroEngine
 
 _TRANSPORT_TEXTS = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
-"""Names of the gradient transports in the notes at the start of a run."""
-_MESSAGE_BYTES = 64 * 2**20
-"""The most bytes of a weight that one message to the other ranks holds."""
+_MESSAGE_BYTES = 64 * 2**20  # of a weight, in one message to the other ranks
 
 
 def build_trained_model(
@@ -89,8 +87,10 @@ def build_trained_model(
         undone.callback(tiers.close)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
-        whole: dict[str, Any] = {"flops": ModelFlops.of(model), "flop_parameters": counted_parameters(model)}
-        whole |= {"parameters": sum(each.numel() for each in model.parameters()), "hub_form": HubForm(model)}
+        count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
+        whole: dict[str, Any] = {"flop_parameters": count(exclude_embeddings=True) if callable(count) else 0}
+        whole |= {"flops": ModelFlops.of(model), "hub_form": HubForm(model)}
+        whole |= {"parameters": sum(each.numel() for each in model.parameters())}
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
@@ -179,11 +179,9 @@ def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, conso
                 f"{head}_classification",
                 where="data.format",
             )
-        if inside.config.num_labels < len(data.classes):
-            count = inside.config.num_labels
-            raise ConfigError(
-                f"num_labels is {count}, and the data has {len(data.classes)} classes", where="model.config"
-            )
+        if (count := inside.config.num_labels) < len(data.classes):
+            problem = f"num_labels is {count}, and the data has {len(data.classes)} classes"
+            raise ConfigError(problem, where="model.config")
         if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
             inside.config.pad_token_id = data.tokenizer.padding
     if data.tokenizer is not None:
@@ -196,12 +194,8 @@ def _loss_and_feeds(
     """Try the loss on a small copy of the undivided model and check the first batches; returns notes too."""
     console.status("trying the loss on a small copy")
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
-    loss = make_loss(
-        model,
-        mode=config.model.loss_mode,
-        compute_loss=inputs.compute_loss,
-        smoothing=config.run.label_smoothing,
-    )
+    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
+    loss = make_loss(model, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
     of_text = data.tokenizer is not None and inputs.collate is None
     length_multiple = None
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
@@ -252,8 +246,7 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
 
 def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
     """Initialize the buffers of an undivided model, and copy rank 0's in-memory weights and buffers to ranks that differ; all ranks
-    call it. Returns notes. Meta parameters have no values yet, and are skipped. Raises `ConfigError` for buffers whose values are
-    lost, and `LayoutError` if models differ in parameters or buffers."""
+    call it. Returns notes. Raises `ConfigError` for buffers whose values are lost, and `LayoutError` if models differ."""
     model = built.model
     if lost := materialize_buffers(model, mesh.device, seed, source=built.source):
         raise ConfigError(
@@ -262,9 +255,8 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
         )
     tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
-    plan = {
-        name: f"{list(t.shape)} {t.dtype} {'trained' if t.requires_grad else 'frozen'}" for name, t in tensors.items()
-    }
+    kinds = {True: "trained", False: "frozen"}
+    plan = {name: f"{list(t.shape)} {t.dtype} {kinds[t.requires_grad]}" for name, t in tensors.items()}
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
     mesh.wait_for_all_ranks("comparison of models")
     mesh.world.require_same({"model": type(model).__name__, **plan}, LayoutError, advice=advice)
@@ -365,8 +357,7 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
 def _check_first_batches(
     feeds: Feeds, config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs
 ) -> list[str]:
-    """Check settings and each dataset's first batch before anything large is allocated; returns notes. Raises `ConfigError` or
-    `DataError`."""
+    """Check settings and each dataset's first batch before anything large is allocated; returns notes."""
     if inputs.compute_loss is not None:
         late = "needs the number of targets before forward, and compute_loss counts them after it"
         if config.optimizer.in_backward:
@@ -394,13 +385,9 @@ def _check_first_batches(
         if isinstance(feed.dataset, StreamedDataset) and resumes:
             continue  # A resumed stream was checked when the run began, and does not continue at its beginning.
         batch = feed.first_batch()
-        sample = feed.dataset[feed.order.dataset_index(0)]
-        unseen = (
-            [field for field in sample if field not in feed.rules.drop_fields(sample)]
-            if isinstance(sample, Mapping)
-            else ()
-        )
-        if unseen:
+        first = feed.dataset[feed.order.dataset_index(0)]
+        sample = first if isinstance(first, Mapping) else {}
+        if unseen := [field for field in sample if field not in feed.rules.drop_fields(sample)]:
             away = f"which {forward.model}.forward does not take (data.remove_unused: false keeps them)"
             notes.append(f"{name}: left out before the data_collator {', '.join(unseen)}, {away}")
         forward.check(batch)
