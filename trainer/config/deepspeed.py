@@ -114,7 +114,6 @@ class Translation:
         return None
 
     def refuse(self, name: str, why: str) -> None:
-        """Record a problem with a setting, once."""
         problem = f"{name}: {why}"
         if problem not in self.problems:
             self.problems.append(problem)

@@ -103,9 +103,8 @@ def _merge_base(given: _Source, base: Any, chain: tuple[Path, ...]) -> _Source:
         circle = " -> ".join(str(each) for each in [*chain, path.resolve()])
         raise ConfigError(f"base: {base!r} inherits itself: {circle}; leave one of them out", where=given.where)
     if not path.exists():
-        raise ConfigError(
-            f"base: {str(path)!r} does not exist; it is looked for beside the file that names it", where=given.where
-        )
+        problem = f"base: {str(path)!r} does not exist; it is looked for beside the file that names it"
+        raise ConfigError(problem, where=given.where)
     below = _read(path, chain)
     (_, keys), *rest = below.layers
     return replace(
@@ -129,12 +128,13 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
         path = Path(source).expanduser()
         data = read_yaml(path, "no such file; give the path of a YAML or JSON file", where=where)
         if not isinstance(data, dict):
-            sections = ", ".join(TrainerConfig.model_fields)
-            found = f"holds {quote('', data)}; allowed is a mapping of sections ({sections})"
-            empty = (
+            problem = (
                 "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults"
             )
-            raise ConfigError(empty if data is None else found, where=where)
+            if data is not None:
+                sections = ", ".join(TrainerConfig.model_fields)
+                problem = f"holds {quote('', data)}; allowed is a mapping of sections ({sections})"
+            raise ConfigError(problem, where=where)
         folders, chain = (os.path.dirname(os.path.abspath(path)),), (*chain, path.resolve())
         try:
             data = with_variables(data, takes_text)
@@ -142,14 +142,12 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
             raise ConfigError(error.problems, where=where) from None
     elif source is None or isinstance(source, Mapping):
         data = plain_value(source or {}, where=where)
-    elif "transformers.training_args.TrainingArguments" in [
-        f"{b.__module__}.{b.__name__}" for b in type(source).__mro__
-    ]:
-        raise ConfigError(ARGUMENTS_ADVICE)
     else:
-        raise ConfigError(
-            f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig", where="config"
-        )
+        bases = [f"{base.__module__}.{base.__name__}" for base in type(source).__mro__]
+        if "transformers.training_args.TrainingArguments" in bases:
+            raise ConfigError(ARGUMENTS_ADVICE)
+        problem = f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig"
+        raise ConfigError(problem, where="config")
     base = data.pop("base", None)
     if foreign := foreign_problems(data):
         raise ConfigError(foreign, where=where)
@@ -404,32 +402,31 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
             return f"{path}: has no train; give the paths of its data"
         if keys[-1] not in names and (keys[1] == "columns" or len(keys) > 3):
             return f"{path}: unknown; allowed are {', '.join(names)}"
+        what = "is text" if keys[1] == "columns" else f"is a mapping of {', '.join(names)}"
         if len(keys) == 4 and keys[1] == "mixture":
-            return f"{path}: got {quote(path, value)}; allowed is {allowed(MixturePart.model_fields[keys[-1]])}"
-        what = "text" if keys[1] == "columns" else f"a mapping of {', '.join(names)}"
-        return f"{path}: got {quote(path, value)}; allowed is {what}"
-    if kind == "extra_forbidden":
+            what = f"is {allowed(MixturePart.model_fields[keys[-1]])}"
+    elif kind == "extra_forbidden":
         nests = "a file nests keys: write the section, and the key inside it"
         return unknown_key(path, value, known_paths(), nests if "." in keys[-1] else _phrase(suggestion(path)))
-    if keys[-1] == "python":
-        return f"{path}: got {quote(path, value)}; allowed is text such as package.module:function"
-    if path.startswith(f"{EVAL}."):
-        what = "a name of letters, digits, '.', '_' and '-', with text, a list of texts, or a mapping with python"
-        return f"{path}: got {quote(path, value)}; allowed is {what}"
-    field = known_paths().get(path)
-    if field is None:
-        return f"{path}: got {quote(path, value)}; allowed are text, finite numbers, true, false, null and lists"
-    reason = _REASONS.get((path, value.lower())) if isinstance(value, str) else None
-    if reason:
-        return f"{path}: {value} is not available: {reason}; allowed is {allowed(field)}"
-    near = None
-    if isinstance(value, str) and not any(value in choices(other) for other in known_paths().values()):
-        near = nearest(value, choices(field), cutoff=0.6)
-    hint = f"; did you mean {near}?" if near else ""
-    if kind == "string_type" and isinstance(value, bool | int | float):
-        hint = "; write it in quotes"
-    elif isinstance(value, str) and "a list" in allowed(field):
-        hint = f"; write a list: [{quote(path, value).strip(chr(39))}]"
-    elif isinstance(value, str) and not hint and isinstance(plain_scalar(value.strip()), bool | int | float):
-        hint = "; write it without quotes"
-    return f"{path}: got {quote(path, value)}; allowed is {allowed(field)}{hint}"
+    elif keys[-1] == "python":
+        what = "is text such as package.module:function"
+    elif path.startswith(f"{EVAL}."):
+        what = "is a name of letters, digits, '.', '_' and '-', with text, a list of texts, or a mapping with python"
+    elif (field := known_paths().get(path)) is None:
+        what = "are text, finite numbers, true, false, null and lists"
+    else:
+        what = f"is {allowed(field)}"
+        if isinstance(value, str) and (reason := _REASONS.get((path, value.lower()))):
+            return f"{path}: {value} is not available: {reason}; allowed {what}"
+        near = None
+        if isinstance(value, str) and not any(value in choices(other) for other in known_paths().values()):
+            near = nearest(value, choices(field), cutoff=0.6)
+        if kind == "string_type" and isinstance(value, bool | int | float):
+            what += "; write it in quotes"
+        elif isinstance(value, str) and "a list" in what:
+            what += f"; write a list: [{quote(path, value).strip(chr(39))}]"
+        elif near:
+            what += f"; did you mean {near}?"
+        elif isinstance(value, str) and isinstance(plain_scalar(value.strip()), bool | int | float):
+            what += "; write it without quotes"
+    return f"{path}: got {quote(path, value)}; allowed {what}"

@@ -48,7 +48,6 @@ class Redaction:
         self._known = sorted(known, key=len, reverse=True)
 
     def text(self, text: str) -> str:
-        """Return the text with `<redacted>` in place of each secret."""
         for secret in self._known:
             text = text.replace(secret, REDACTED)
         return _ASSIGNED_SECRET.sub(rf"\1{REDACTED}", _URL_CREDENTIALS.sub(REDACTED, _SERVICE_KEY.sub(REDACTED, text)))

@@ -123,7 +123,6 @@ def plain_value(value: Any, *, where: str) -> Any:
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
-    """Parse an unquoted scalar by the core schema."""
     if text in _NULL:
         return None
     if text in _BOOL:

@@ -210,7 +210,6 @@ class BatchRules:
         return dict(batch) if self.length_multiple is None else without_padding(batch, self.length_multiple)
 
     def accepted(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch with the fields that the model accepts."""
         return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
 
     def _collator_fields(self, sample: Any, index: int) -> Any:

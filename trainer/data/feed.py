@@ -45,7 +45,6 @@ class RunData:
         return {} if self.eval is None else {"eval_dataset": self.eval}
 
     def datasets(self) -> dict[str, MapDataset | StreamedDataset]:
-        """Return all datasets by their names in error messages."""
         return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluation_sets()
 
     def row(self) -> str:
@@ -118,7 +117,6 @@ class Feeds:
     rules: BatchRules
 
     def train(self) -> Feed | None:
-        """Return the feed of the training data, or None without any."""
         train, shuffle = self.data.train, self.config.data.shuffle
         return None if train is None else self._feed(train, self.plan, shuffle=shuffle)
 
@@ -130,7 +128,6 @@ class Feeds:
         return self._feed(dataset, plan, shuffle=False)
 
     def by_name(self) -> dict[str, Feed]:
-        """Return the feeds of all datasets by their names in error messages."""
         train = self.train()
         return ({} if train is None else {"train_dataset": train}) | {
             name: self.evaluation(dataset) for name, dataset in self.data.evaluation_sets().items()

@@ -167,7 +167,6 @@ def _maps_last_dim(layer: nn.Module) -> bool:
 
 
 def import_peft() -> Any:
-    """Import and return `peft`. Raises `ConfigError` if it is not installed."""
     try:
         import peft
         import peft.tuners.lora

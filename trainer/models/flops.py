@@ -71,7 +71,6 @@ class ModelFlops:
         return cls(dense=dense, attention=12.0 * heads * size, windows=windows)
 
     def of_step(self, tokens: int, length: float) -> float:
-        """Return the FLOPs of `tokens` tokens in sequences of `length`."""
         seen = sum(min(window, length) for window in self.windows)
         return tokens * (self.dense + self.attention * seen)
 

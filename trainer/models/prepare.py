@@ -32,6 +32,8 @@ from zeromesh.trainer.models.user_model import Compile
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.units.plan import block_modules
 
+Mode = Literal["none", "block", "selective"]
+
 # `selective` keeps the results of matrix products and fused attention, which are expensive. It does not keep batched
 # products, which unfused attention uses for scores of shape [sequence, sequence] per head.
 _KEPT_OPERATORS = (
@@ -54,7 +56,7 @@ _ALIGNMENT = 64  # bytes, of PyTorch's CPU tensors
 
 def enable_activation_checkpointing(
     model: nn.Module,
-    mode: Literal["none", "block", "selective"],
+    mode: Mode,
     *,
     blocks: Sequence[nn.Module] | None = None,
     store: ActivationStore | None = None,
@@ -206,7 +208,6 @@ def keep_attributes(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode inside the block, and restore each module's mode after it."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

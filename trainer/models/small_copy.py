@@ -90,7 +90,6 @@ def whole_passes_in_float64() -> Iterator[None]:
 
 
 def record_outputs(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
-    """Return the result of `run`, and the outputs of all modules that it calls."""
     outputs: Outputs = []
 
     def keep(name: str, found: Any) -> None:
@@ -136,7 +135,6 @@ def first_difference(found: Outputs, wanted: Outputs, differ: Callable[[Tensor, 
 
 
 def shown_module(model: nn.Module, name: str) -> str:
-    """Return the name and the class of a module for a message."""
     return f"{name or 'the model'}, a {type(model.get_submodule(name)).__name__}"
 
 

@@ -240,7 +240,6 @@ def _same_shape_differ(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _module_error(error: Exception, model: nn.Module) -> str:
-    """Describe an error with the innermost module of the model in which it was raised."""
     names = {id(module): name for name, module in model.named_modules()}
     name, frame = "", error.__traceback__
     while frame is not None:

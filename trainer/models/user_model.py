@@ -167,7 +167,6 @@ class ForwardInputs:
             self.check_length(ids.shape[-1], "cut the samples")
 
     def check_length(self, length: int, cure: str) -> None:
-        """Raise `DataError` for sequences that are longer than the model's positions."""
         if self.positions is not None and length > self.positions:
             raise DataError(
                 f"sequences of {length} tokens are longer than the {self.positions} positions of {self.model} "

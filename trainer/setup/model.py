@@ -49,7 +49,7 @@ from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fit
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import with_exempt_names
-from zeromesh.trainer.setup.memory_check import pinned_notes, require_memory
+from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
@@ -306,7 +306,7 @@ def fill_engine(
     """Build the engine of a divided model after checking memory, and read its values; all ranks call it. `inputs` are the bytes of
     offloaded inputs of recomputed blocks. Raises `StorageError` if memory or disk is short."""
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
-    console.note(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=divided.cuts))
+    console.note(*HostMemory(model, options, mesh, transport, inputs, divided.cuts).check())
     mesh.wait_for_all_ranks("start of the run")
     release, done, total = built.source.release, 0, sum(1 for _ in model.parameters())
 

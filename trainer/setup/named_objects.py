@@ -70,7 +70,7 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 def _bind_arguments(named: NamedFunction, where: str, folders: Sequence[str], *, called: bool) -> Any:
     """Return a call without arguments (`called`), or a function or an instance of a class."""
-    found, arguments = find_object(named, where, folders), named.arguments
+    found, arguments = find_object(named, where, folders), dict(named.model_extra or {})
     made = isinstance(found, type)
     if not made and not inspect.isroutine(found) and not isinstance(found, functools.partial):
         if arguments:

@@ -26,10 +26,6 @@ class RowFormat(NamedTuple):
     """The column of the class, which is then the training target in place of the next token."""
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        return (*self.needed, *self.optional, *((self.label,) if self.label else ()))
-
-    @property
     def is_joined(self) -> bool:
         """True if rows are documents that are joined and cut into sequences; else each row is whole in one sequence."""
         return self.holds == "text" and self.label is None
@@ -70,7 +66,8 @@ FORMATS = {
 }
 FOR_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns that any row of messages may have for its chat template."""
-COLUMNS = (*dict.fromkeys(name for row in FORMATS.values() for name in row.columns if name != "text"), *FOR_TEMPLATES)
+_NAMES = dict.fromkeys(name for row in FORMATS.values() for name in (*row.needed, *row.optional, row.label))
+COLUMNS = (*(name for name in _NAMES if name not in ("text", None)), *FOR_TEMPLATES)
 """Columns that may have other names in files (`data.columns`); the text column has its own key."""
 
 

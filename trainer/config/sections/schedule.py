@@ -65,7 +65,6 @@ class ScheduleSection(Section):
     """The initial rate of the warm-up as a fraction of lr; null: 0, and min_ratio for wsd."""
 
     def warmup_of(self, steps: int) -> int:
-        """Return the warm-up steps of a run of `steps` steps."""
         if self.warmup_ratio is not None:
             return math.ceil(self.warmup_ratio * steps)
         if self.warmup_steps is not None:
