@@ -41,8 +41,7 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml, plain_scalar, plain_
 from zeromesh.trainer.trackers.backends import TRACKERS
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
-"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults; a file or mapping may be DeepSpeed's.
-"""
+"""A path of YAML or JSON or a mapping, of ours or DeepSpeed's, a `TrainerConfig`, or None for the defaults."""
 OUR_KEY = "zeromesh"
 """The key in a DeepSpeed configuration that holds zeromesh's sections, which DeepSpeed ignores."""
 ARGUMENTS_ADVICE = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"

@@ -23,8 +23,7 @@ def known_paths(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> dic
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         found[prefix + name] = field
-        section = section_of(field)
-        if section is not None:
+        if (section := section_of(field)) is not None:
             found |= known_paths(section, f"{prefix}{name}.")
     return found
 

@@ -29,7 +29,6 @@ _ASSIGNED_SECRET = re.compile(
     r"|(?:token|secret|password|passwd|pwd|(?:api|access|account)[_-]?key)\s*)=\s*)[^\s&;,'\"]+",
     re.IGNORECASE,
 )
-"""Secrets that are assigned in a URL's query or in a connection string."""
 
 
 def is_secret(key: str, value: object = "") -> bool:

@@ -82,10 +82,9 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _check_conflicts(self, info: ValidationInfo) -> TrainerConfig:
-        if (info.context or {}).get("rules", True):
-            problems = disagreements(self)
-            if problems:
-                raise PydanticCustomError("keys_disagree", "{problems}", {"problems": "\n".join(problems)})
+        problems = disagreements(self) if (info.context or {}).get("rules", True) else []
+        if problems:
+            raise PydanticCustomError("keys_disagree", "{problems}", {"problems": "\n".join(problems)})
         return self
 
     def to_yaml(self, change: Callable[[dict[str, Any]], Any] = lambda values: values) -> str:
@@ -115,8 +114,7 @@ def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
     """List the keys of `config` that contradict each other. Rules about `wrong` keys are skipped."""
     problems = []
     for text, broken in _RULES.items():
-        found = not wrong.intersection(_KEY.findall(text)) and broken(config)
-        if found:
+        if found := not wrong.intersection(_KEY.findall(text)) and broken(config):
             problems.append(text.format(found, c=config))
     if not wrong.intersection(["run.max_steps", *(f"schedule.{key}" for key in ScheduleSection.model_fields)]):
         try:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.errors import DataError, counted, plural
+from zeromesh.errors import DataError, counted, ranks_text
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -26,8 +26,7 @@ class RunData:
     """The datasets of a run, their tokenizer or image processor, and facts about the text that was loaded."""
 
     train: Any
-    eval: Any = None
-    """A map-style dataset, a mapping of names to such datasets, or None."""
+    eval: Any = None  # a map-style dataset, a mapping of names to such datasets, or None
     tokenizer: Tokenizer | None = None
     byte_pair_entropy: float | None = None
     """The conditional entropy of the training text in nats per token, for the byte tokenizer only."""
@@ -174,9 +173,8 @@ def require_same_batches(
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
     own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED_ELEMENTS) for part in parts]])]
     rows = mesh.world.gather_integers(own)
-    others = [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]
-    if others:
+    if others := [rank for rank, row in enumerate(rows) if row[0] == own[0] and row != own]:
         raise DataError(
-            f"{plural(len(others), 'rank')} {', '.join(others)} got other data than rank {mesh.rank}, and they "
-            f"compute one batch together (parallel.tensor, parallel.pipeline); {cure}"
+            f"{ranks_text(others)} got other data than rank {mesh.rank}, and they compute one batch together (parallel.tensor, "
+            f"parallel.pipeline); {cure}"
         )

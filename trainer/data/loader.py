@@ -119,8 +119,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._maker = _BatchMaker(feed, data_rank, state)
         self._results: Iterator[_Result] | None = None
         self._processes: list[BaseProcess] = []
-        self._report = -1
-        """The file descriptor to which a worker writes its stack."""
+        self._report = -1  # the file descriptor to which a worker writes its stack
         self._next_position: tuple[int, int] = (0, 0)
         """The step of the next prefetched microbatch, and its index within the step."""
 

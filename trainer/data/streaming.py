@@ -189,8 +189,7 @@ class StreamedDataset:
             return None
 
 
-_COUNTERS = ("position", "chain", "epoch", "begun")
-"""The counters in a saved state beside the state of the source."""
+_COUNTERS = ("position", "chain", "epoch", "begun")  # in a saved state, beside the state of the source
 
 
 def is_stream(dataset: Any) -> bool:

@@ -29,8 +29,7 @@ _CHECKED_AT_ONCE = 256 << 20
 """Bytes that are verified when an entry is opened; later blocks are verified when they are read."""
 _ENTRY, _TOKENS = "entry.json", "tokens.bin"
 BEGINS, TARGET = 2, 1
-"""Flag bits of a marked token, an int32 whose id is shifted left by `ID_SHIFT`: it begins a document, or is a target of the
-loss."""
+"""Flag bits of a marked token, an int32 whose id is shifted left by `ID_SHIFT`: it begins a document, or is a target."""
 ID_SHIFT = 2
 _ABANDONED_SECONDS = 86400.0  # the age at which temporary folders of killed processes are removed
 

@@ -209,7 +209,6 @@ _BOUNDED_TEMPLATES: set[str] = set()
 _TEMPLATE_SECONDS = 10.0
 _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""The errors that rendering a chat template raises."""
 _TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
 _TOOL_CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
 _QUESTION, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -245,8 +244,7 @@ def require_bounded(
             code = 1
         finally:  # The parent meets other errors itself when it renders, and reports them.
             os._exit(code)
-    status = os.waitpid(child, 0)[1]
-    if status:
+    if status := os.waitpid(child, 0)[1]:
         late = f"comes to no end within {_TEMPLATE_SECONDS:g} seconds"
         what = "makes too much text" if os.WIFEXITED(status) else late
         raise DataError(f"the chat template {what}; give another one (chat_template.jinja beside the tokenizer)")
@@ -293,8 +291,7 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._returned = 0
-        """The number of characters of the text of `_tokens` that `add` has returned already."""
+        self._returned = 0  # characters of the text of `_tokens`
 
     def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """Return the text that these tokens add; `last` also returns an incomplete character."""

@@ -140,21 +140,18 @@ def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     rest, labels = {name: value for name, value in inputs.items() if name != "labels"}, inputs["labels"]
     if any(rest.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")):
         return rest
-    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if method is not None:
+    if (method := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is not None:
         return rest | {"decoder_input_ids": method(labels=labels)}
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         for cls in type(model).__mro__:
-            shift = getattr(sys.modules[cls.__module__], "shift_tokens_right", None)
-            if shift is not None:
+            if (shift := getattr(sys.modules[cls.__module__], "shift_tokens_right", None)) is not None:
                 return rest | {"decoder_input_ids": shift(labels, config.pad_token_id, config.decoder_start_token_id)}
     return rest
 
 
 _TRIED_ROWS = 256
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""The largest relative difference of two correct results, by compute dtype."""
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative, of two correct results
 _KEY = "model.loss"
 
 

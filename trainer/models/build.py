@@ -42,7 +42,6 @@ from zeromesh.zero.hooks import on_registration
 T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 MODEL_FILES = ("*.safetensors", "*.py", *TOKENIZER_FILES)
-"""Patterns of the files that are downloaded from the root of a repository."""
 
 
 def pin_sources(

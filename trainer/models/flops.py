@@ -32,12 +32,9 @@ _LEAST_SECONDS = 1e-3  # of a timed product on an accelerator, in which launch a
 class ModelFlops:
     """Floating-point operations of a whole model's forward and backward passes."""
 
-    dense: float
-    """FLOPs per token, without attention."""
-    attention: float = 0.0
-    """FLOPs per token, attended token and layer."""
-    windows: tuple[float, ...] = ()
-    """The attention window of each attention layer, in tokens."""
+    dense: float  # per token, without attention
+    attention: float = 0.0  # per token, attended token and layer
+    windows: tuple[float, ...] = ()  # in tokens, of each attention layer
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops | None:

@@ -16,8 +16,7 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A function that returns a compiled version of a function, as `torch.compile` does."""
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # as `torch.compile` is
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:

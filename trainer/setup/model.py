@@ -393,8 +393,7 @@ def _check_first_batches(
         forward.check(batch)
         check_sequence_shards(config, batch)
         loss.count(batch)
-        left_out = [name for name in batch if name not in feed.rules.accepted(batch)]
-        if left_out:
+        if left_out := [name for name in batch if name not in feed.rules.accepted(batch)]:
             notes.append(f"{name}: left out {', '.join(left_out)}, which {forward.model}.forward does not take")
     return notes
 
