@@ -1,7 +1,7 @@
 """The model of a run: building, checks, division among ranks and initial values."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -70,9 +70,8 @@ def build_trained_model(
     console: Console,
     start_times: StartTimes,
 ) -> TrainedModel:
-    """Build the model, check it and the data, and leave this rank its part of the model with initial values. Raises, before
-    anything large is allocated, a `ZeromeshError` for a model that cannot be built, divided or trained, unfit data and too little
-    memory."""
+    """Build the model, check it and the data, and leave this rank its part of the model with initial values. Raises a
+    `ZeromeshError` for what cannot be trained before anything large is allocated."""
     console.status("building the model")
     built = build_whole_model(inputs.model, config, data.tokenizer)
     model = built.model
@@ -83,8 +82,7 @@ def build_trained_model(
         changes.callback(keep_attributes(model))
         if config.model.attention is not None:
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
-        tiers = open_tiers(mesh, options)
-        undone.callback(tiers.close)
+        tiers = undone.enter_context(closing(open_tiers(mesh, options)))
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
