@@ -94,7 +94,7 @@ def build_trained_model(
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example)
-        engine = _make_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
+        engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -118,46 +118,6 @@ def build_trained_model(
     console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned))
     start_times.end("engine")
     return trained
-
-
-def _make_engine(
-    built: BuiltModel,
-    config: TrainerConfig,
-    mesh: Mesh,
-    options: ZeroOptions,
-    tiers: Tiers,
-    divided: Divided,
-    console: Console,
-    feeds: Feeds,
-    notes: Sequence[str],
-) -> ZeroEngine:
-    model = built.model
-    if config.precision.linear is not None:
-        console.note(use_float8_linear(model, mesh.device))
-    away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
-    console.note(*divided.notes, *prepared, *built.notes)
-    # The statistics of SyncBatchNorm cover all ranks.
-    local = [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
-    if local:
-        console.note(
-            f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "
-            "every rank keeps running statistics of its own, and rank 0's are saved"
-        )
-    console.note(*notes)
-    # The inputs of recomputed blocks that are offloaded, where their size is known.
-    sizes = getattr(model, "config", None)
-    width = getattr(sizes, "hidden_size", None) or getattr(sizes, "n_embd", None)
-    elements = away * config.batch.micro_size * config.data.sequence_length
-    width = width if isinstance(width, int) and feeds.data.tokenizer is not None else 0
-    inputs = elements * width * options.precision.compute.itemsize
-    engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=inputs)
-    if mesh.device.type == "cpu":
-        trim_heap()
-    return engine
 
 
 def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
@@ -293,17 +253,40 @@ def divide_model(
 
 def fill_engine(
     built: BuiltModel,
+    config: TrainerConfig,
     mesh: Mesh,
     options: ZeroOptions,
     tiers: Tiers,
     divided: Divided,
     console: Console,
-    *,
-    inputs: int = 0,
+    feeds: Feeds | None = None,
+    notes: Sequence[str] = (),
 ) -> ZeroEngine:
-    """Build the engine of a divided model after checking memory, and read its values; all ranks call it. `inputs` are the bytes of
-    offloaded inputs of recomputed blocks. Raises `StorageError` if memory or disk is short."""
+    """Prepare a divided model, build its engine after checking memory, and read its values; all ranks call it. A model that is
+    trained has `feeds`. Raises `StorageError` if memory or disk is short."""
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
+    if config.precision.linear is not None:
+        console.note(use_float8_linear(model, mesh.device))
+    away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
+    console.note(*divided.notes, *prepared, *built.notes)
+    # The statistics of SyncBatchNorm cover all ranks.
+    local = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if local and feeds is not None:
+        console.note(
+            f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "
+            "every rank keeps running statistics of its own, and rank 0's are saved"
+        )
+    console.note(*notes)
+    # The inputs of recomputed blocks that are offloaded, where their size is known.
+    sizes = getattr(model, "config", None)
+    width: Any = getattr(sizes, "hidden_size", None) or getattr(sizes, "n_embd", None)
+    known = feeds is not None and feeds.data.tokenizer is not None and isinstance(width, int)
+    inputs = away * config.batch.micro_size * config.data.sequence_length * (width if known else 0)
+    inputs *= options.precision.compute.itemsize
     console.note(*HostMemory(model, options, mesh, transport, inputs, divided.cuts).check())
     mesh.wait_for_all_ranks("start of the run")
     release, done, total = built.source.release, 0, sum(1 for _ in model.parameters())
@@ -318,6 +301,8 @@ def fill_engine(
     override(built.source, "release", released)
     engine = ZeroEngine.build(model, mesh, options, built.source, tiers, divided.cuts)
     built.source.close()
+    if mesh.device.type == "cpu":
+        trim_heap()
     return engine
 
 
