@@ -115,9 +115,8 @@ def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
 
 
 def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
-    """Count the targets of a batch's loss: integer labels that are not `ignored`, without the first of each sequence (labels
-    `[batch, sequence]`) for a causal model, or every floating-point label. Raises `DataError` for causal labels without
-    sequence."""
+    """Count the targets of a batch's loss: integer labels that are not `ignored`, without the first of each sequence for a causal
+    model (labels `[batch, sequence]`, else `DataError`), or every floating-point label."""
     if labels.is_floating_point():
         return labels.numel()
     if causal:

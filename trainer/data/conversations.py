@@ -1,4 +1,4 @@
-"""Tokenization of rows (`encode_rows`) that are rendered to text with the characters of their answers (`Renderer`), which become
+"""Tokenization of rows (`encode_rows`), rendered to text with the characters of their answers (`Renderer`), which become
 targets.
 
 A template marks answers by `{% generation %}`; in other templates, an answer is the text that a turn of the assistant appends,

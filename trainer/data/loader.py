@@ -203,8 +203,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         Finalize(self, _kill_processes, args=(self._processes,), exitpriority=1)
 
     def _next(self) -> _Result:
-        """Return the next result. Raises `DataError` if a worker died or hangs; each piece of a stream that is re-read has its
-        time."""
+        """Return the next result. Raises `DataError` if a worker died or hangs, in each piece of a stream that is re-read."""
         began, read = time.monotonic(), 0
         while True:
             self._waiting()

@@ -40,8 +40,7 @@ class Microbatch:
 class BatchPlan:
     """The division of a global batch into microbatches of data-parallel ranks. Sizes are in samples; `epoch_size` is None if
     unknown. By `last`, a global batch continues into the next epoch (carry), ends with the epoch (partial), or is dropped if
-    smaller (drop). Raises `ConfigError` for a microbatch that is larger than the global batch, and for epochs without any global
-    batch."""
+    smaller (drop). Raises `ConfigError` for a microbatch larger than the global batch, and for epochs without any global batch."""
 
     global_size: int
     micro_size: int
@@ -171,8 +170,7 @@ class SampleOrder:
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest integers in the same proportions: 0.5 and 0.25 become 2 and 1. Raises `ConfigError` above a sum of
-    2^20."""
+    """Return the smallest integers in the same proportions (0.5, 0.25: 2, 1). Raises `ConfigError` for a sum above 2^20."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(each.denominator for each in exact))
     whole = [int(each * scale) for each in exact]

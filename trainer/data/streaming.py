@@ -1,5 +1,4 @@
-"""`StreamedDataset`, which serves a sequential stream by sample index and resumes it after a stop. Every rank reads the same
-stream.
+"""`StreamedDataset`, which serves a sequential stream, the same on every rank, by sample index and resumes it after a stop.
 
 [Note: the very next sample] A stream's own state (`datasets.IterableDataset.state_dict`) need not lead to the very next sample: the
 samples in a shuffle buffer are not saved. So a checkpoint also has the stream's state some thousand samples earlier, and digests of

@@ -1,6 +1,5 @@
 """Sources of text: Python's standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets. Files may be
-compressed, and are in the encoding that their byte order mark says, or else in `data.encoding`; bytes that are not in it are an
-error."""
+compressed, and are in the encoding of their byte order mark, or else in `data.encoding`; other bytes are an error."""
 
 import bz2
 import codecs
