@@ -131,7 +131,7 @@ class LRSchedule(ScheduleSection):
 @cache
 def _curve_of(schedule: LRSchedule) -> Callable[[int], float]:
     """Return the factor after the warm-up as a function of the step, by transformers' schedule at a base learning rate of 1."""
-    # Reading a configuration loads neither torch nor transformers.
+    # Imported here, so that reading a configuration loads neither torch nor transformers.
     import torch
     from torch.optim import SGD
     from transformers import get_scheduler
