@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.errors import DataError, counted, ranks_text
+from zeromesh.errors import DataError, counted, plural
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -17,8 +17,10 @@ from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
-_COMPARED_ELEMENTS = 65536  # of each tensor that ranks compare, which covers text and the beginning of an image
-_SEARCHED_BATCHES = 100  # global batches, for a target before the run; later ones without targets are skipped
+_COMPARED_ELEMENTS = 65536
+"""The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
+_SEARCHED_BATCHES = 100
+"""The number of global batches that are searched for a target before the run; later ones without targets are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +90,9 @@ class Feed:
         return self.rules.make_batch(self.dataset, [self.order.dataset_index(each) for each in microbatch.samples])
 
     def first_batch(self) -> dict[str, Any]:
-        """Return the first batch with a target or without `labels`, all fields kept. Raises `DataError` if the first global batches
-        have none. Every rank reads the same microbatches, so all ranks raise or none does."""
+        """Return the first batch with a target, all fields kept. Raises `DataError` if the first global batches have none. Every
+        rank reads the same microbatches, up to the first with a target, so all ranks raise or none does. A batch without `labels`
+        passes: the loss may use other fields."""
         plan = replace(self.plan, data_ranks=1)
         steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
         if plan.epoch_size is not None:
@@ -173,8 +176,8 @@ def require_same_batches(
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
     own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED_ELEMENTS) for part in parts]])]
     rows = mesh.world.gather_integers(own)
-    if others := [rank for rank, row in enumerate(rows) if row[0] == own[0] and row != own]:
+    if others := [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]:
         raise DataError(
-            f"{ranks_text(others)} got other data than rank {mesh.rank}, and they compute one batch together (parallel.tensor, "
-            f"parallel.pipeline); {cure}"
+            f"{plural(len(others), 'rank')} {', '.join(others)} got other data than rank {mesh.rank}, and they "
+            f"compute one batch together (parallel.tensor, parallel.pipeline); {cure}"
         )

@@ -86,7 +86,8 @@ def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
             yield f"{name} is {value}"
 
 
-_LABELS = frozenset({"labels", "label", "label_ids"})  # in samples; collators rename them to `labels`
+_LABELS = frozenset({"labels", "label", "label_ids"})
+"""Field names of labels in samples, which collators rename to `labels`."""
 _COLLATOR_FIELDS = frozenset({"special_tokens_mask"})
 """Fields of samples that transformers' collators read, and no model's forward takes."""
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -139,7 +140,8 @@ class ForwardInputs:
 
     def prune(self, sample: Mapping[str, Any], *, unused: bool | None, library: bool) -> dict[str, Any]:
         """Return a sample without the fields that the data collator must not see: with `unused`, all that forward does not take.
-        None drops text beside the model's inputs, and for a `library` collator, which makes a tensor of each, all others too."""
+        None drops text beside the model's inputs, which cannot become a tensor, and for a `library` collator, which makes a tensor
+        of each field, all others that forward does not take."""
         if unused:
             return {name: value for name, value in sample.items() if name in self.named}
         known = self.fields is not None
