@@ -35,8 +35,7 @@ from zeromesh.options import OptimizerSettings, ZeroOptions
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
-from zeromesh.trainer.config.consent import Consent
-from zeromesh.trainer.config.load import ConfigSource, load_config
+from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments

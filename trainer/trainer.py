@@ -26,11 +26,10 @@ from zeromesh.rng import number_of, seed_all
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import FOLDER, load_weights, require_settings
-from zeromesh.trainer.config.consent import Consent
 from zeromesh.trainer.config.foreign_names import KEY_BY_NAME
-from zeromesh.trainer.config.load import ARGUMENTS_ADVICE, ConfigSource, load_config, suggestion
+from zeromesh.trainer.config.load import ARGUMENTS_ADVICE, ConfigSource, Consent, load_config, suggestion
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import Collate, MapDataset, collator_of
+from zeromesh.trainer.data.collate import Collate, MapDataset
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.hub.upload import open_repository, push
@@ -149,10 +148,7 @@ class Trainer(ModelOnMesh):
             lr_scheduler=lr_scheduler,
             processing_class=processing_class,
         )
-        inputs, named_callbacks = named_inputs(self.config, inputs)
-        own_data = inputs.train_dataset is not None or inputs.eval_dataset is not None
-        collate = collator_of(inputs.collate, processing_class, datasets=own_data)
-        self.inputs = replace(inputs, collate=collate)
+        self.inputs, named_callbacks = named_inputs(self.config, inputs)
         self.events = CallbackDispatcher(self, [*(callbacks or ()), *named_callbacks])
         self.hub_model_id: str | None = None
         """The full name of the repository on the Hub, once its existence is known."""

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from zeromesh.trainer.config.deepspeed_table import SECTIONS, Fate, SettingRow
-from zeromesh.trainer.config.foreign_names import NAMES
+from zeromesh.trainer.config.foreign_names import NAMES, SECTIONS, Fate, SettingRow
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from.md"
 

@@ -24,8 +24,7 @@ from tests.support.programs import Programs
 from tests.support.workers import Workers
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.trainer.callbacks.callback import Callback
-from zeromesh.trainer.config.deepspeed_table import TABLE
-from zeromesh.trainer.config.foreign_names import KEY_BY_NAME
+from zeromesh.trainer.config.foreign_names import KEY_BY_NAME, TABLE
 from zeromesh.trainer.data.text_sources import ROW_FILES
 
 LANGUAGES = {"python", "yaml", "json", "sh", "console", "text"}

@@ -15,8 +15,7 @@ from torch.distributed.run import get_args_parser
 from tests.support.doc_blocks import ROOT
 from zeromesh.trainer.cli.main import _parse, make_parser
 from zeromesh.trainer.cli.train import check_mesh
-from zeromesh.trainer.config.consent import Consent
-from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.load import Consent, load_config
 
 PLACEHOLDER = re.compile(r"[A-Z_]+")
 """What a reader puts in: CONFIG, STEP_DIR."""

@@ -34,8 +34,7 @@ from zeromesh.environment import kept_environment
 from zeromesh.launch.ssh import read_hosts
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.cli.train import check_mesh
-from zeromesh.trainer.config.consent import Consent
-from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.load import Consent, load_config
 from zeromesh.trainer.planning.machine import read_machine
 
 TRAINED = {"README.md", "docs/quickstart.md", "docs/howto/finetune.md"}

@@ -13,8 +13,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.cli import train
-from zeromesh.trainer.config.consent import Consent
-from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.load import Consent, load_config
 from zeromesh.trainer.formatting import print_lines
 
 _WAIT_SECONDS = 300.0

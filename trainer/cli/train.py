@@ -31,8 +31,7 @@ from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
-from zeromesh.trainer.config.consent import Consent, foreign_code
-from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.load import Consent, foreign_code, load_config
 from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file

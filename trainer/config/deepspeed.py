@@ -1,8 +1,5 @@
-"""Translation of DeepSpeed configurations: each key is mapped, has no effect here, or is refused.
-
-`auto` leaves zeromesh's default. The learning rate follows DeepSpeed's curve without its first step, which DeepSpeed repeats. Keys
-that interact are read as DeepSpeed 0.19 does.
-"""
+"""Translation of DeepSpeed configurations, of which keys that interact are read as DeepSpeed 0.19 does. `auto` leaves zeromesh's
+default. The learning rate follows DeepSpeed's curve without its first step, which DeepSpeed repeats."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from zeromesh.settings.keys import int_if_whole
-from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
+from zeromesh.trainer.config.foreign_names import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.messages import join_choices, nearest_path, quote, unknown_key
 from zeromesh.trainer.config.sections.schedule import ScheduleSection
 from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection
@@ -31,7 +28,6 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 _TREE = nested({row.name: row for row in TABLE})
 _PATHS = dict.fromkeys(part for row in TABLE for part in accumulate(row.name.split("."), "{}.{}".format))
 _SHARED_SECTIONS = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
-"""Sections that exist in both kinds of configuration."""
 
 # DeepSpeed's defaults.
 _GRADIENT_CLIPPING = 1.0
@@ -45,7 +41,6 @@ _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"name": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "Adagrad": {"name": "adagrad", "lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
 }
-"""DeepSpeed's optimizers, with their names here and their default options."""
 _CURVES = {
     "WarmupLR": "constant_with_warmup",
     "WarmupDecayLR": "linear",
@@ -103,8 +98,7 @@ class Translation:
 
     def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:
         """Return an integer setting, which may be written 1e3; None if it is absent or, after a refusal, invalid."""
-        limit = "" if most == _LARGEST_COUNT else f" and <= {most}"
-        allowed = f"an integer >= {least}{limit}"
+        allowed = f"an integer >= {least}" + ("" if most == _LARGEST_COUNT else f" and <= {most}")
         whole = not isinstance(self(name), str)
         number = self.number(name, allowed, lambda number: whole and number.is_integer() and least <= number <= most)
         return None if number is None else int(number)
@@ -120,7 +114,6 @@ class Translation:
         return None
 
     def refuse(self, name: str, why: str) -> None:
-        """Record a problem with a setting, once."""
         problem = f"{name}: {why}"
         if problem not in self.problems:
             self.problems.append(problem)

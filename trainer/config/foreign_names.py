@@ -1,16 +1,71 @@
-"""Names of zeromesh's keys in transformers, TRL, axolotl, LLaMA-Factory and others, for hints and the migration page.
-
-They are the rows of `foreign_names.yaml`. DeepSpeed's settings are translated, and have a table of their own.
-"""
+"""The settings of other trainers: the translation of every key of a DeepSpeed configuration (`deepspeed.yaml`), and the names that
+transformers, TRL, axolotl, LLaMA-Factory and others give to our keys (`foreign_names.yaml`), for hints and the migration page."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from zeromesh.trainer.config.deepspeed_table import TABLE, read_rows
+import yaml
+
+
+class Fate(StrEnum):
+    """The treatment of a DeepSpeed setting."""
+
+    MAPPED = "mapped"
+    IDLE = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SettingRow:
+    """A row of the table, about DeepSpeed's setting `name`, dotted if nested. `keys` are the keys of zeromesh that it sets: the
+    first one to its value if `is_copied`, else together with other settings. `text` explains the translation, or why the setting
+    has no effect or is refused, and what to do instead. A refused setting may have one of the `neutral` values, without effect."""
+
+    name: str
+    fate: Fate
+    text: str
+    keys: tuple[str, ...] = ()
+    is_copied: bool = False
+    neutral: tuple[Any, ...] = ()
+
+
+def _read_table(name: str) -> dict[str, Any]:
+    # The loader in C takes a tenth of the time, where PyYAML was built with it.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    content: dict[str, Any] = loader(Path(__file__).with_name(name).read_text(encoding="utf-8")).get_single_data()
+    return content
+
+
+def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
+    text, fate, unless = row.get("text"), Fate.MAPPED, row.get("unless", [])
+    if text is None:
+        fate, text = (Fate.IDLE, row["idle"]) if "idle" in row else (Fate.REFUSED, row["refused"])
+    neutral = (None, *([] if any(value is True for value in unless) else [False]), *unless)
+    return [
+        SettingRow(
+            name=".".join([*filter(None, [row.get("in")]), name]),
+            fate=fate,
+            text=text,
+            keys=tuple(row.get("is", row.get("sets", "")).split()),
+            is_copied="is" in row,
+            neutral=neutral if fate is Fate.REFUSED else (),
+        )
+        for name in row["names"].split()
+    ]
+
+
+SECTIONS = {
+    title: tuple(found for row in rows for found in _rows_of(row))
+    for title, rows in _read_table("deepspeed.yaml").items()
+}
+TABLE = tuple(row for rows in SECTIONS.values() for row in rows)
 
 NO_KEY = "no key"
 """The prefix of explanations for settings without a key here."""
-_ROWS = [(key, names.split()) for key, names in read_rows("foreign_names.yaml").items()]
+_ROWS = [(key, names.split()) for key, names in _read_table("foreign_names.yaml").items()]
 NAMES: Mapping[str, tuple[str, ...]] = {
     key: others
     for key, names in _ROWS
@@ -28,8 +83,6 @@ _FILE_KEYS = {
     "transformers or TRL": {"model_name_or_path", "per_device_train_batch_size", "learning_rate", "num_train_epochs"},
 }
 """Typical keys of other trainers' files; two of them, or the only one, identify the trainer."""
-
-
 KEY_BY_DEEPSPEED_NAME = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in TABLE if row.keys}
 KEY_BY_NAME = {name: key for key, names in NAMES.items() for name in names}
 """The zeromesh key of each foreign name in lower case."""

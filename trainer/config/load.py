@@ -1,7 +1,4 @@
-"""Loading of a configuration with overrides into a `TrainerConfig`, or one error with every problem.
-
-A configuration is given as a path, a mapping or a `TrainerConfig`; a path and a mapping may also be a DeepSpeed configuration.
-"""
+"""Loading of a configuration with overrides into a `TrainerConfig`, or one error with every problem."""
 
 import json
 import math
@@ -9,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from glob import glob
 from importlib.util import find_spec
 from os import PathLike
@@ -20,7 +18,6 @@ from pydantic import ValidationError
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.settings.keys import int_if_whole
-from zeromesh.trainer.config.consent import Consent, refused_code
 from zeromesh.trainer.config.deepspeed import Translation, is_deepspeed, nested, read_deepspeed
 from zeromesh.trainer.config.foreign_names import KEY_BY_DEEPSPEED_NAME, KEY_BY_NAME, NO_KEY, foreign_problems
 from zeromesh.trainer.config.messages import (
@@ -44,12 +41,28 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml, plain_scalar, plain_
 from zeromesh.trainer.trackers.backends import TRACKERS
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
-"""A path of YAML or JSON, a mapping of sections, a `TrainerConfig`, or None for the defaults; a file or mapping may be DeepSpeed's.
-"""
+"""A path of YAML or JSON or a mapping, of ours or DeepSpeed's, a `TrainerConfig`, or None for the defaults."""
 OUR_KEY = "zeromesh"
 """The key in a DeepSpeed configuration that holds zeromesh's sections, which DeepSpeed ignores."""
 ARGUMENTS_ADVICE = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
-"""The advice for `TrainingArguments` in place of a configuration."""
+
+
+class Consent(Enum):
+    """The sources that count as a user's consent to run third-party code, of a model's directory (`model.trust_remote_code`) or of
+    any module (a key `python`). A directory's own files, `config.resolved.yaml` too, give none: anybody may have written them."""
+
+    GIVEN = "the file that the person names to train, or what a program of their own hands over, and the command line"
+    COMMAND_LINE = "read that code, and name the key on the command line too if it may run"
+    NEVER = "this command runs none; leave the key out"
+
+
+def foreign_code(data: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted keys in `data` that run third-party code: `trust_remote_code`, and text under a key `python`."""
+    pairs = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list | tuple) else ()
+    for key, value in pairs:
+        if (key == "trust_remote_code" and value) or (key == "python" and isinstance(value, str)):
+            yield f"{path}{key}"
+        yield from foreign_code(value, f"{path}{key}.")
 
 
 _TYPE_KEYS = ("model_type", "python")
@@ -71,11 +84,10 @@ def _merge(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool = 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Source:
-    """A configuration as the user gave it, merged with its bases."""
+    """A configuration as the user gave it, merged with its bases; `own` has zeromesh's sections."""
 
     where: str
     own: dict[str, Any]
-    """Sections and keys of zeromesh."""
     layers: tuple[tuple[str, Mapping[str, Any]], ...]
     """The files of the configuration, each base after the file that names it: a description (empty for the first) and the keys."""
     deepspeed: dict[str, Any] | None = None
@@ -90,9 +102,8 @@ def _merge_base(given: _Source, base: Any, chain: tuple[Path, ...]) -> _Source:
         circle = " -> ".join(str(each) for each in [*chain, path.resolve()])
         raise ConfigError(f"base: {base!r} inherits itself: {circle}; leave one of them out", where=given.where)
     if not path.exists():
-        raise ConfigError(
-            f"base: {str(path)!r} does not exist; it is looked for beside the file that names it", where=given.where
-        )
+        problem = f"base: {str(path)!r} does not exist; it is looked for beside the file that names it"
+        raise ConfigError(problem, where=given.where)
     below = _read(path, chain)
     (_, keys), *rest = below.layers
     return replace(
@@ -116,12 +127,13 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
         path = Path(source).expanduser()
         data = read_yaml(path, "no such file; give the path of a YAML or JSON file", where=where)
         if not isinstance(data, dict):
-            sections = ", ".join(TrainerConfig.model_fields)
-            found = f"holds {quote('', data)}; allowed is a mapping of sections ({sections})"
-            empty = (
+            problem = (
                 "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults"
             )
-            raise ConfigError(empty if data is None else found, where=where)
+            if data is not None:
+                sections = ", ".join(TrainerConfig.model_fields)
+                problem = f"holds {quote('', data)}; allowed is a mapping of sections ({sections})"
+            raise ConfigError(problem, where=where)
         folders, chain = (os.path.dirname(os.path.abspath(path)),), (*chain, path.resolve())
         try:
             data = with_variables(data, takes_text)
@@ -129,14 +141,12 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
             raise ConfigError(error.problems, where=where) from None
     elif source is None or isinstance(source, Mapping):
         data = plain_value(source or {}, where=where)
-    elif "transformers.training_args.TrainingArguments" in [
-        f"{b.__module__}.{b.__name__}" for b in type(source).__mro__
-    ]:
-        raise ConfigError(ARGUMENTS_ADVICE)
     else:
-        raise ConfigError(
-            f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig", where="config"
-        )
+        bases = [f"{base.__module__}.{base.__name__}" for base in type(source).__mro__]
+        if "transformers.training_args.TrainingArguments" in bases:
+            raise ConfigError(ARGUMENTS_ADVICE)
+        problem = f"got {type(source).__name__}; allowed is a path, a mapping or a TrainerConfig"
+        raise ConfigError(problem, where="config")
     base = data.pop("base", None)
     if foreign := foreign_problems(data):
         raise ConfigError(foreign, where=where)
@@ -180,7 +190,6 @@ def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str
 
 
 def tracker_problems(names: Sequence[str]) -> Iterator[str]:
-    """Yield a problem for each of these trackers that is unknown or not installed."""
     # Trackers of accelerate, and those registered in this process.
     registered = getattr(sys.modules.get("accelerate.tracking"), "LOGGER_TYPE_TO_CLASS", {})
     for name in names:
@@ -199,7 +208,6 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
             )
 
 
-# Reasons why some common choices are unavailable.
 _NEEDS_WHOLE_MATRICES = "it needs whole matrices; zeromesh.shard takes it, in a loop of your own"
 _OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
 _REASONS = {
@@ -256,7 +264,10 @@ def load_config(
     problems += translation.problems
     config, wrong = _validate(data, unused)
     consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | PathLike) else Consent.GIVEN)
-    problems += refused_code(config.model_dump(mode="json"), consent, named=overridden)
+    if consent is not Consent.GIVEN:
+        typed = tuple(f"{key}." for key in overridden) if consent is Consent.COMMAND_LINE else ()
+        keys = [key for key in foreign_code(config.model_dump(mode="json")) if not f"{key}.".startswith(typed)]
+        problems += [f"{key}: would run code that somebody else may have written; {consent.value}" for key in keys]
     only_overrides = not translation.problems
     for problem in wrong:
         only_overrides &= problem.partition(" ")[0].rstrip(":") in overridden
@@ -280,16 +291,12 @@ def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, di
 
 
 def _has_key(data: Any, path: str) -> bool:
-    for key in path.split("."):
-        if not isinstance(data, Mapping) or key not in data:
-            return False
-        data = data[key]
-    return True
+    key, _, rest = path.partition(".")
+    return isinstance(data, Mapping) and key in data and (not rest or _has_key(data[key], rest))
 
 
 def _with_origin(problem: str, overridden: Mapping[str, str], given: _Source, translated: Mapping[str, str]) -> str:
-    """Append the origin of a problem's key, or of the nearest section that has one: an override, a base file, or another trainer's
-    setting."""
+    """Append the origin of a problem's key or of its section: an override, a base file, or another trainer's setting."""
     key = problem.partition(" ")[0].rstrip(":")
     while key:
         layer = next((text for text, values in given.layers if _has_key(values, key)), translated.get(key))
@@ -349,7 +356,6 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
 
 
 def _phrase(near: str | None, value: str = "") -> str:
-    """Return the question `did you mean KEY=VALUE?`, or the explanation for a name without a key; empty for None."""
     return near if near and near.startswith(NO_KEY) else f"did you mean {near}{value}?" if near else ""
 
 
@@ -395,32 +401,31 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
             return f"{path}: has no train; give the paths of its data"
         if keys[-1] not in names and (keys[1] == "columns" or len(keys) > 3):
             return f"{path}: unknown; allowed are {', '.join(names)}"
+        what = "is text" if keys[1] == "columns" else f"is a mapping of {', '.join(names)}"
         if len(keys) == 4 and keys[1] == "mixture":
-            return f"{path}: got {quote(path, value)}; allowed is {allowed(MixturePart.model_fields[keys[-1]])}"
-        what = "text" if keys[1] == "columns" else f"a mapping of {', '.join(names)}"
-        return f"{path}: got {quote(path, value)}; allowed is {what}"
-    if kind == "extra_forbidden":
+            what = f"is {allowed(MixturePart.model_fields[keys[-1]])}"
+    elif kind == "extra_forbidden":
         nests = "a file nests keys: write the section, and the key inside it"
         return unknown_key(path, value, known_paths(), nests if "." in keys[-1] else _phrase(suggestion(path)))
-    if keys[-1] == "python":
-        return f"{path}: got {quote(path, value)}; allowed is text such as package.module:function"
-    if path.startswith(f"{EVAL}."):
-        what = "a name of letters, digits, '.', '_' and '-', with text, a list of texts, or a mapping with python"
-        return f"{path}: got {quote(path, value)}; allowed is {what}"
-    field = known_paths().get(path)
-    if field is None:
-        return f"{path}: got {quote(path, value)}; allowed are text, finite numbers, true, false, null and lists"
-    reason = _REASONS.get((path, value.lower())) if isinstance(value, str) else None
-    if reason:
-        return f"{path}: {value} is not available: {reason}; allowed is {allowed(field)}"
-    near = None
-    if isinstance(value, str) and not any(value in choices(other) for other in known_paths().values()):
-        near = nearest(value, choices(field), cutoff=0.6)
-    hint = f"; did you mean {near}?" if near else ""
-    if kind == "string_type" and isinstance(value, bool | int | float):
-        hint = "; write it in quotes"
-    elif isinstance(value, str) and "a list" in allowed(field):
-        hint = f"; write a list: [{quote(path, value).strip(chr(39))}]"
-    elif isinstance(value, str) and not hint and isinstance(plain_scalar(value.strip()), bool | int | float):
-        hint = "; write it without quotes"
-    return f"{path}: got {quote(path, value)}; allowed is {allowed(field)}{hint}"
+    elif keys[-1] == "python":
+        what = "is text such as package.module:function"
+    elif path.startswith(f"{EVAL}."):
+        what = "is a name of letters, digits, '.', '_' and '-', with text, a list of texts, or a mapping with python"
+    elif (field := known_paths().get(path)) is None:
+        what = "are text, finite numbers, true, false, null and lists"
+    else:
+        what = f"is {allowed(field)}"
+        if isinstance(value, str) and (reason := _REASONS.get((path, value.lower()))):
+            return f"{path}: {value} is not available: {reason}; allowed {what}"
+        near = None
+        if isinstance(value, str) and not any(value in choices(other) for other in known_paths().values()):
+            near = nearest(value, choices(field), cutoff=0.6)
+        if kind == "string_type" and isinstance(value, bool | int | float):
+            what += "; write it in quotes"
+        elif isinstance(value, str) and "a list" in what:
+            what += f"; write a list: [{quote(path, value).strip(chr(39))}]"
+        elif near:
+            what += f"; did you mean {near}?"
+        elif isinstance(value, str) and isinstance(plain_scalar(value.strip()), bool | int | float):
+            what += "; write it without quotes"
+    return f"{path}: got {quote(path, value)}; allowed {what}"

@@ -1,7 +1,5 @@
-"""Descriptions of the configuration's models: the values that a key allows, and the nearest key to an unknown one.
-
-Error messages and the generated reference both take their descriptions from here, derived from the models.
-"""
+"""Descriptions of the values that a key allows, and of the nearest key to an unknown one, derived from the configuration's
+models for error messages and the generated reference."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -25,8 +23,7 @@ def known_paths(model: type[BaseModel] = TrainerConfig, prefix: str = "") -> dic
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         found[prefix + name] = field
-        section = section_of(field)
-        if section is not None:
+        if (section := section_of(field)) is not None:
             found |= known_paths(section, f"{prefix}{name}.")
     return found
 

@@ -14,8 +14,7 @@ _SECRET_KEY = re.compile(
 """Names of keys whose values are secrets, numbers included."""
 _SECRET_TEXT_KEY = re.compile(r"(?i:(?:^|[_.\s-])(?:key|token))$|[a-z](?:Key|Token)$")
 """Names of keys whose texts are secrets, and whose numbers are not: `github_token`, but not `pad_token: 0`."""
-_SPECIAL_TOKEN = re.compile(r"<.*>|\[.*\]", re.DOTALL)
-"""Special tokens of tokenizers, such as values of `pad_token`."""
+_SPECIAL_TOKEN = re.compile(r"<.*>|\[.*\]", re.DOTALL)  # of tokenizers, such as values of `pad_token`
 _SERVICE_KEY = re.compile(
     r"hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|[rs]k_(?:live|test)_[A-Za-z0-9]{10,}|gh[oprsu]_[A-Za-z0-9]{20,}|"
     r"github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}|AKIA[A-Z0-9]{16}|AIza[A-Za-z0-9_-]{30,}|xox[abeoprs]-[A-Za-z0-9-]{10,}|"
@@ -23,7 +22,6 @@ _SERVICE_KEY = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)|(?<=Bearer )\S{8,}",
     re.DOTALL,
 )
-"""Keys of well-known services, recognised by their prefix."""
 _URL_CREDENTIALS = re.compile(r"(?<=://)(?:[^/\s]*:[^/\s]*|[^/\s:@]*:(?!\d+/)[^\s@]*|[^/\s:@]{8,})(?=@)")
 """User and password, or a token alone, in a URL. Text after a colon is a password unless it is a port."""
 _ASSIGNED_SECRET = re.compile(
@@ -31,7 +29,6 @@ _ASSIGNED_SECRET = re.compile(
     r"|(?:token|secret|password|passwd|pwd|(?:api|access|account)[_-]?key)\s*)=\s*)[^\s&;,'\"]+",
     re.IGNORECASE,
 )
-"""Secrets assigned in a URL's query or in a connection string."""
 
 
 def is_secret(key: str, value: object = "") -> bool:
@@ -50,7 +47,6 @@ class Redaction:
         self._known = sorted(known, key=len, reverse=True)
 
     def text(self, text: str) -> str:
-        """Return the text with `<redacted>` in place of each secret."""
         for secret in self._known:
             text = text.replace(secret, REDACTED)
         return _ASSIGNED_SECRET.sub(rf"\1{REDACTED}", _URL_CREDENTIALS.sub(REDACTED, _SERVICE_KEY.sub(REDACTED, text)))

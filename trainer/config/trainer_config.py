@@ -1,9 +1,4 @@
-"""The configuration of a run as a whole: its sections, and the rules between keys.
-
-The keys are in `sections/`; `docs/configuration.md` is generated from these models by `scripts/pages/config_reference.py`, and
-`load.py` reads files and reports all problems at once. A rule is skipped if a key in its text is invalid, and
-all others are still reported.
-"""
+"""The configuration of a run as a whole: its sections, which have the keys, and the rules between keys."""
 
 from __future__ import annotations
 
@@ -17,30 +12,10 @@ from pydantic_core import PydanticCustomError
 
 from zeromesh.errors import ConfigError
 from zeromesh.settings.keys import int_if_whole
+from zeromesh.trainer.config.sections import outputs, parallelism, training
 from zeromesh.trainer.config.sections.base import NamedFunction, Section
 from zeromesh.trainer.config.sections.model import ModelSection
-from zeromesh.trainer.config.sections.outputs import (
-    CheckpointSection,
-    HubSection,
-    ProfileSection,
-    RunSection,
-    TrackingSection,
-)
-from zeromesh.trainer.config.sections.parallelism import (
-    AUTOMATIC,
-    OffloadSection,
-    ParallelSection,
-    PrecisionSection,
-    ZeroSection,
-)
 from zeromesh.trainer.config.sections.schedule import LRSchedule, ScheduleSection
-from zeromesh.trainer.config.sections.training import (
-    BatchSection,
-    DataSection,
-    EmaSection,
-    OptimizerSection,
-    TrainSection,
-)
 from zeromesh.trainer.config.yaml_reader import plain_scalar
 
 
@@ -48,21 +23,21 @@ class TrainerConfig(Section):
     """The whole configuration. Every key has a default, so `TrainerConfig()` is the quick-start run."""
 
     model: ModelSection = Field(default_factory=ModelSection)
-    data: DataSection = Field(default_factory=DataSection)
-    parallel: ParallelSection = Field(default_factory=ParallelSection)
-    zero: ZeroSection = Field(default_factory=ZeroSection)
-    precision: PrecisionSection = Field(default_factory=PrecisionSection)
-    offload: OffloadSection = Field(default_factory=OffloadSection)
-    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
-    ema: EmaSection = Field(default_factory=EmaSection)
+    data: training.DataSection = Field(default_factory=training.DataSection)
+    parallel: parallelism.ParallelSection = Field(default_factory=parallelism.ParallelSection)
+    zero: parallelism.ZeroSection = Field(default_factory=parallelism.ZeroSection)
+    precision: parallelism.PrecisionSection = Field(default_factory=parallelism.PrecisionSection)
+    offload: parallelism.OffloadSection = Field(default_factory=parallelism.OffloadSection)
+    optimizer: training.OptimizerSection = Field(default_factory=training.OptimizerSection)
+    ema: training.EmaSection = Field(default_factory=training.EmaSection)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
-    batch: BatchSection = Field(default_factory=BatchSection)
-    train: TrainSection = Field(default_factory=TrainSection)
-    run: RunSection = Field(default_factory=RunSection)
-    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
-    hub: HubSection = Field(default_factory=HubSection)
-    tracking: TrackingSection = Field(default_factory=TrackingSection)
-    profile: ProfileSection = Field(default_factory=ProfileSection)
+    batch: training.BatchSection = Field(default_factory=training.BatchSection)
+    train: training.TrainSection = Field(default_factory=training.TrainSection)
+    run: outputs.RunSection = Field(default_factory=outputs.RunSection)
+    checkpoint: outputs.CheckpointSection = Field(default_factory=outputs.CheckpointSection)
+    hub: outputs.HubSection = Field(default_factory=outputs.HubSection)
+    tracking: outputs.TrackingSection = Field(default_factory=outputs.TrackingSection)
+    profile: outputs.ProfileSection = Field(default_factory=outputs.ProfileSection)
     _notes: tuple[str, ...] = PrivateAttr(default=())
     _folders: tuple[str, ...] = PrivateAttr(default=())
 
@@ -97,7 +72,7 @@ class TrainerConfig(Section):
         if not isinstance(listed, list | tuple):
             return data
         found, changed = list(listed), dict(data)
-        for path in AUTOMATIC[1:]:
+        for path in parallelism.AUTOMATIC[1:]:
             section, _, key = path.partition(".")
             values = data.get(section)
             if isinstance(values, dict) and values.get(key) == "auto":
@@ -107,10 +82,9 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _check_conflicts(self, info: ValidationInfo) -> TrainerConfig:
-        if (info.context or {}).get("rules", True):
-            problems = disagreements(self)
-            if problems:
-                raise PydanticCustomError("keys_disagree", "{problems}", {"problems": "\n".join(problems)})
+        problems = disagreements(self) if (info.context or {}).get("rules", True) else []
+        if problems:
+            raise PydanticCustomError("keys_disagree", "{problems}", {"problems": "\n".join(problems)})
         return self
 
     def to_yaml(self, change: Callable[[dict[str, Any]], Any] = lambda values: values) -> str:
@@ -131,8 +105,8 @@ class CoreDumper(yaml.SafeDumper):
 CoreDumper.add_representer(str, CoreDumper.represent_text)
 
 
-_UNKNOWN_LENGTH = 1 << 50
-"""Steps of a run of unknown length, more than any warm-up or decay."""
+_UNKNOWN_LENGTH = 1 << 50  # steps, more than any warm-up or decay
+_POLYNOMIAL_END = 1e-7  # the final learning rate of transformers' polynomial schedule
 _KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")
 
 
@@ -140,8 +114,7 @@ def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset())
     """List the keys of `config` that contradict each other. Rules about `wrong` keys are skipped."""
     problems = []
     for text, broken in _RULES.items():
-        found = not wrong.intersection(_KEY.findall(text)) and broken(config)
-        if found:
+        if found := not wrong.intersection(_KEY.findall(text)) and broken(config):
             problems.append(text.format(found, c=config))
     if not wrong.intersection(["run.max_steps", *(f"schedule.{key}" for key in ScheduleSection.model_fields)]):
         try:
@@ -290,10 +263,6 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
 }
 """Conditions of conflicts between the valid keys of a configuration `c`, by message. A rule is skipped if a key in its text is
 invalid, so the text names all keys whose defaults would break it."""
-
-
-_POLYNOMIAL_END = 1e-7
-"""The final learning rate of transformers' polynomial schedule."""
 
 
 def schedule_of(config: TrainerConfig) -> LRSchedule:

@@ -1,8 +1,5 @@
-"""Parsing of YAML and JSON to plain values within limits: nothing is executed, expanded without bound, or guessed.
-
-Plain scalars follow the core schema of YAML 1.2, of which JSON is a part, and not that of 1.1: `1e-3` is a number, `no`, `on` and
-`2024-01-01` are text. Tags, duplicate keys and keys that are not text are errors with their line.
-"""
+"""Parsing of YAML and JSON to plain values within limits: nothing is executed, expanded without bound, or guessed. Plain scalars
+follow the core schema of YAML 1.2, of which JSON is a part: `1e-3` is a number, `no`, `on` and `2024-01-01` are text."""
 
 import os
 import re
@@ -19,13 +16,10 @@ from zeromesh.trainer.config.redact import is_secret
 MAX_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
-_MOST_BITS = 1000
-"""The most bits of an integer, which can then still become a float."""
-
+_MOST_BITS = 1000  # of an integer, which can then still become a float
 _NULL = frozenset({"", "~", "null", "Null", "NULL"})
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,301}")
-"""The pattern of an integer; more digits make a float, most often an infinite one."""
+_INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,301}")  # more digits make a float, most often an infinite one
 _PREFIXED_INTEGER = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITY_OR_NAN = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -72,8 +66,8 @@ def read_yaml(path: Path, missing: str, *, where: str) -> Any:
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """Return the value of the single document in `text`, which may be JSON: dict, list, str, int, float, bool or None. Raises
-    `ConfigError`, with `where` and mostly the line, for text that is not YAML, exceeds the limits or has refused parts."""
+    """Return the value of the single document in `text`. Raises `ConfigError`, with `where` and mostly the line, for text that is
+    not YAML, exceeds the limits or has refused parts."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
     try:
@@ -129,7 +123,6 @@ def plain_value(value: Any, *, where: str) -> Any:
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
-    """Parse an unquoted scalar by the core schema."""
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -189,7 +182,6 @@ class _Loader(yaml.SafeLoader):
     """A YAML loader that parses plain scalars by the core schema, and refuses tags, duplicate keys and keys that are not text."""
 
     def resolve(self, kind: type[yaml.Node], value: Any, implicit: Any) -> str:
-        """Return the tag of an untagged node: `plain` for an unquoted scalar."""
         return "plain" if kind is yaml.ScalarNode and implicit[0] else kind.__name__
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = True) -> dict[Any, Any]:

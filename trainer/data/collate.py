@@ -1,8 +1,5 @@
-"""Collation of samples into batches, and the checks of a batch before training.
-
-A batch is a mapping from the model's argument names to tensors whose dim 0 is the sample. Everything here is on CPU, before a batch
-goes to its device, so that no check waits for one.
-"""
+"""Collation of samples into batches, mappings of the model's argument names to tensors whose dim 0 is the sample, and the checks
+of a batch before training. Batches are on the CPU, so that no check waits for a device."""
 
 import os
 import sys
@@ -10,12 +7,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from zeromesh.errors import DataError, ZeromeshError, some
 
@@ -51,14 +47,6 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
         raise DataError(f"{name} is empty; give at least one sample")
 
 
-def collator_of(collate: Collate | None, processing_class: Any, *, datasets: bool) -> Collate | None:
-    """Return the user's collator or, as transformers does, a padding one for `datasets` if the tokenizer can pad."""
-    pads = isinstance(processing_class, PreTrainedTokenizerBase) and "pad_token" in processing_class.special_tokens_map
-    if collate is None and datasets and pads:
-        return cast("Collate", DataCollatorWithPadding(processing_class))
-    return collate
-
-
 def is_library(collate: Collate | None) -> bool:
     """Return True for transformers' collators and None (the default one), which make tensors of all fields."""
     return collate is None or str(getattr(collate, "__module__", "")).startswith("transformers.")
@@ -66,8 +54,7 @@ def is_library(collate: Collate | None) -> bool:
 
 def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str, Tensor]:
     """Stack samples, mappings of field to tensor, array, list or number, into tensors `[batch, ...]`, as transformers'
-    `default_data_collator` does: a `label` or `label_ids` becomes `labels`, and fields of text or None are left out. Python
-    integers become int64, floats float32. Raises `DataError`, with dataset `indices`, for samples that cannot be stacked."""
+    `default_data_collator` does. Raises `DataError`, with dataset `indices`, for samples that cannot be stacked."""
     for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, Mapping):
             raise DataError(
@@ -110,9 +97,8 @@ def _field_list(sample: Mapping[str, Any]) -> str:
 
 
 def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
-    """Cut the trailing columns that are padding in all rows of a text batch with fields `[batch, sequence]`, to a `multiple` of
-    columns: a model that balances experts counts padding too. Padding is where `attention_mask` is 0, or the last document of a row
-    by its `position_ids` if that has no target. An `attention_mask` of ones is dropped."""
+    """Cut the trailing columns that are padding in all rows of a text batch, fields `[batch, sequence]`, to a `multiple` of
+    columns: a model that balances experts counts padding too. An `attention_mask` of ones is dropped."""
     length = batch["input_ids"].shape[1]
     places = torch.arange(length)
     if "attention_mask" in batch:
@@ -129,9 +115,8 @@ def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
 
 
 def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL) -> int:
-    """Count the targets that the loss of a batch is averaged over: integer labels that are not `ignored`, without the first
-    position of each sequence (labels `[batch, sequence]`) for a causal model, and every element of floating-point labels
-    (regression). Raises `DataError` for causal labels without a sequence dim."""
+    """Count the targets of a batch's loss: integer labels that are not `ignored`, without the first of each sequence for a causal
+    model (labels `[batch, sequence]`, else `DataError`), or every floating-point label."""
     if labels.is_floating_point():
         return labels.numel()
     if causal:
@@ -149,8 +134,8 @@ def check_batch(
     indices: Sequence[int],
     classes: int | None = None,
 ) -> None:
-    """Raise `DataError` for `input_ids`, or labels of a causal model other than -100, outside of [0, vocab_size), and for labels of
-    a classifier outside of [0, classes); None has no limit. `indices` are the dataset indices of the batch's samples."""
+    """Raise `DataError` for `input_ids`, or labels of a causal model, outside of [0, vocab_size), and for labels of a classifier
+    outside of [0, classes); None has no limit. `indices` are the dataset indices of the batch's samples."""
     inputs, labels = batch.get("input_ids"), batch.get("labels")
     if causal and isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.shape != labels.shape:
         raise DataError(
@@ -201,8 +186,8 @@ class BatchRules:
     """Padding at the end of text batches is cut off to a multiple of this many tokens; None keeps all padding."""
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
-        """Read, collate and check the samples of these dataset indices; the batch has all fields. Raises `DataError` for a batch
-        that cannot be trained on; errors of the user's code get a note with the indices."""
+        """Return the checked batch of these dataset indices, with all fields. Raises `DataError` for one that cannot be trained on;
+        errors of the user's code get a note with the indices."""
         samples: list[Any] = []
         with ending_children():
             try:
@@ -220,12 +205,10 @@ class BatchRules:
                 f"data_collator gave a {type(batch).__name__} for samples {some(indices, 8)}; it should give a "
                 "mapping of the model's argument names to tensors"
             )
-        limits = {"vocab_size": self.vocab_size, "classes": self.classes}
-        check_batch(batch, **limits, causal=self.causal, indices=indices)
+        check_batch(batch, vocab_size=self.vocab_size, causal=self.causal, indices=indices, classes=self.classes)
         return dict(batch) if self.length_multiple is None else without_padding(batch, self.length_multiple)
 
     def accepted(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a batch with the fields that the model accepts."""
         return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}
 
     def _collator_fields(self, sample: Any, index: int) -> Any:

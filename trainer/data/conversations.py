@@ -1,11 +1,8 @@
-"""Tokenization of text, conversation and prompt-completion rows, and the targets of the loss.
+"""Tokenization of rows (`encode_rows`), rendered to text with the characters of their answers (`Renderer`), which become
+targets.
 
-    row -> text and the characters of its answers (`Renderer`) -> tokens and targets (`encode_rows`)
-
-The chat template renders a conversation to text. A template marks the spans of the answers by `{% generation %}`; in other
-templates, an answer is the text that a turn of the assistant appends, provided that the text before it, and the text with the turn,
-are prefixes of the whole. A template that breaks this is refused.
-"""
+A template marks answers by `{% generation %}`; in other templates, an answer is the text that a turn of the assistant appends,
+provided that the text before it, and the text with the turn, are prefixes of the whole. A template that breaks this is refused."""
 
 import json
 import re
@@ -32,8 +29,7 @@ from zeromesh.trainer.data.tokenizer import TEMPLATE_ERRORS, TokenArray, Tokeniz
 
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 4 << 20
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_ENDING_SHARE = 0.9
-"""The least share of answers that have to end with the token that `Renderer.answer_end_token` returns."""
+_ENDING_SHARE = 0.9  # of answers, which have to end with the token that `Renderer.answer_end_token` returns
 
 
 class RenderedRow(NamedTuple):
@@ -61,8 +57,7 @@ class EncodedRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
-    """Renderer of the rows of one format, which `section` describes, to text. `template` is Jinja text, a name that the tokenizer
-    knows, or None."""
+    """Renderer of the rows of a format to text. `template` is Jinja text, a name that the tokenizer knows, or None."""
 
     tokenizer: Tokenizer
     section: DataSection
@@ -154,8 +149,7 @@ class Renderer:
                 content = str(turn.get("content") or "").strip()
                 if not content:
                     continue
-                # A template closes a turn with one token (white space aside), or the content itself ends with a special
-                # token.
+                # A template closes a turn with one token (white space aside), or the content ends with a special one.
                 behind = rendered.text[begin:end].rpartition(content)[2].strip()
                 ends = not behind and content.endswith(tuple(map(str, self.tokenizer.special_tokens.values())))
                 closing, inner = self.tokenizer.encode([behind, content])
@@ -225,8 +219,8 @@ class Renderer:
 
 
 def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> Iterator[EncodedRow]:
-    """Yield the tokens of each row, in order, made by `processes` worker processes, or by this one for 0. Raises `DataError` for a
-    row or template that cannot be used, and if a worker process dies."""
+    """Yield the tokens of each row, in order, made by `processes` processes, or this one for 0. Raises `DataError` for a row or
+    template that cannot be used, and if a process dies."""
     loader: DataLoader[Any] = DataLoader(
         renderer,  # type: ignore[arg-type]
         batch_sampler=_batches(rows),
@@ -284,8 +278,8 @@ def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[Encode
 def _targets(
     row: RenderedRow, ids: TokenArray, offsets: TokenArray | None, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.bool_], bool]:
-    """Return the target mask, and True if an answer begins or ends within a token. The offsets of the tokens decide. Failing that,
-    the text is cut at the answers' ends, if its pieces encoded one by one give the tokens of the whole text."""
+    """Return the target mask, and True if an answer begins or ends within a token, by the tokens' offsets. Failing that, the text
+    is cut at the answers' ends, if its pieces encoded one by one give the tokens of the whole text."""
     if row.answers in ((), ((0, len(row.text)),)):
         return np.full(len(ids), bool(row.answers)), False
     targets, inside = np.zeros(len(ids), np.bool_), offsets is None

@@ -1,13 +1,8 @@
-"""Datasets for training and evaluation, built from the `data` section of a configuration.
+"""Datasets for training and evaluation, the same on every rank, built from the `data` section of a configuration: text is found,
+rendered and tokenized, held out or not, and packed into sequences. Token ids are kept in a cache on disk (`token_cache.py`).
 
-    find_text -> rows -> text and token ids (conversations.py) -> held out or not -> packed sequences
-
-Token ids are kept in a cache on disk, and mapped into memory (`token_cache.py`). Every rank gets the same datasets:
-this module does not depend on the rank. The order of the sequences is set by `sampler.SampleOrder`.
-
-Folders of pictures whose sub-folders are labels (`data.format: pictures`) are those of datasets' `imagefolder`. The library decides
-which files are pictures and decodes them; files are listed here, so that nothing is copied into a cache.
-"""
+Folders of pictures are those of datasets' `imagefolder`, which decides which files are pictures and decodes them; files are
+listed here, so that nothing is copied into a cache."""
 
 import hashlib
 import json
@@ -34,24 +29,13 @@ from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset, byte_pair_entropy
 from zeromesh.trainer.data.text_sources import TextSource, files_below, find_text, picture_suffixes, read_text
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenCache, TokenWriter
-from zeromesh.trainer.data.tokenizer import (
-    BYTES,
-    ByteTokenizer,
-    PretrainedTokenizer,
-    TokenArray,
-    Tokenizer,
-    load_tokenizer,
-)
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, TokenArray, Tokenizer, load_tokenizer
 from zeromesh.trainer.formatting import Detail, human_bytes
 
-_VERSION = 5
-"""Version of the tokenization code; cached tokens of other versions are ignored."""
-
-_LARGE = 16 << 20
-"""The bytes of input files above which several processes tokenize conversations."""
+_VERSION = 5  # of the tokenization code: cached tokens of other versions are ignored
+_LARGE = 16 << 20  # bytes of input files, above which several processes tokenize conversations
 _MOST_PROCESSES = 32
-_SEARCHED_ROWS = 64
-"""The number of rows that are searched for the token that ends an answer."""
+_SEARCHED_ROWS = 64  # for the token that ends an answer
 
 
 def load_datasets(
@@ -61,15 +45,14 @@ def load_datasets(
     cache: TokenCache | None = None,
     tell: Callable[[str], None] = lambda text: None,
 ) -> RunData:
-    """Read, tokenise and pack the text that `section` names; a `tokenizer` replaces the section's. Text in `cache` is not read
-    again. `tell` gets a progress line every few documents.
+    """Read, tokenise and pack the text that `section` names; a `tokenizer` replaces the section's. `tell` gets progress lines.
 
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names: the same ones for
     every seed and machine. Where that leaves less than a sequence (few documents), the last sequences are held out instead. Raises
     `DataError` for a path, file, row, template or tokenizer that cannot be used, and for text of less than one sequence.
     """
     if tokenizer is None:
-        tokenizer = load_tokenizer(section.tokenizer or BYTES)
+        tokenizer = load_tokenizer(section.tokenizer)
     template = section.chat_template
     if template is not None and "{" not in template and "\n" not in template:
         path = Path(template).expanduser()
@@ -102,7 +85,6 @@ class _DatasetLoader:
     digest: str | None
     """Digest of the tokenizer; None if it has none, and then nothing is cached."""
     template: str | None
-    """The chat template, given for a tokenizer without one."""
     cache: TokenCache
     tell: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
@@ -140,8 +122,8 @@ class _DatasetLoader:
                 found[name] = self._pack(own, text, 0, text.kept, f"{where} {source.name!r}")
             evaluation = found.get("", found)
         if entropy is not None:
-            what = f"{entropy:.4f} nats per byte, the loss to beat"
-            self.notes.append(Detail(f"byte-pair entropy of the training text: {what}"))
+            line = f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat"
+            self.notes.append(Detail(line))
         return RunData(
             train=train,
             eval=evaluation,
@@ -278,9 +260,9 @@ class _DatasetLoader:
             raise DataError(f"{where} has no rows")
         if not amount.documents:
             raise DataError(
-                f"{where} holds {counted(counts['rows'], 'row')}, and none has a target of the loss in its "
-                f"first {counted(length, 'token')}; raise "
-                "data.sequence_length, look whether the messages have an answer of role assistant, or set data.loss_on: all"
+                f"{where} holds {counted(counts['rows'], 'row')}, and none has a target of the loss in its first "
+                f"{counted(length, 'token')}; raise data.sequence_length, look whether the messages have an answer of role "
+                "assistant, or set data.loss_on: all"
             )
         labelled = section.rows.label is not None
         if labelled:
@@ -295,8 +277,7 @@ class _DatasetLoader:
         filled = amount.tokens / (len(found) * length)
         note = (
             f"{where}: {counted(amount.documents, 'row', ',')}, {counted(amount.tokens, 'token', ',')}, in "
-            f"{counted(len(found), 'sequence', ',')} of {length}, which they "
-            f"fill to {filled:.0%}"
+            f"{counted(len(found), 'sequence', ',')} of {length}, which they fill to {filled:.0%}"
         )
         if labelled:
             note += f"; {len(self.classes)} classes: {some(self.classes, 8)}"
@@ -322,14 +303,13 @@ class PictureDataset:
 
     files: Sequence[tuple[Path, int]]
     processor: Any
-    mode: str
-    """Pillow's mode of the model's input, such as RGB."""
+    mode: str  # Pillow's, such as RGB
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return `pixel_values`, float `[channels, height, width]`, and `labels`. Raises `DataError` for a file that is broken."""
+        """Return `pixel_values`, float `[channels, height, width]`, and `labels`. Raises `DataError` for a broken file."""
         from datasets import Image
 
         path, label = self.files[index]
@@ -341,8 +321,7 @@ class PictureDataset:
 
 def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     """List the pictures that `section` names; without `data.eval`, `data.eval_fraction` of them are held out by name. Raises
-    `DataError` for folders without pictures in sub-folders, labels that the training pictures lack, files that are no pictures, and
-    without Pillow."""
+    `DataError` for folders without pictures in sub-folders, unknown labels, files that are no pictures, and without Pillow."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:

@@ -28,8 +28,7 @@ class RunData:
     """The datasets of a run, their tokenizer or image processor, and facts about the text that was loaded."""
 
     train: Any
-    eval: Any = None
-    """A map-style dataset, a mapping of names to such datasets, or None."""
+    eval: Any = None  # a map-style dataset, a mapping of names to such datasets, or None
     tokenizer: Tokenizer | None = None
     byte_pair_entropy: float | None = None
     """The conditional entropy of the training text in nats per token, for the byte tokenizer only."""
@@ -42,14 +41,11 @@ class RunData:
 
     def evaluation_sets(self) -> dict[str, MapDataset]:
         """Return each evaluation set by its name in error messages."""
-        if self.eval is None:
-            return {}
         if isinstance(self.eval, Mapping):
             return {f"eval_dataset[{name!r}]": each for name, each in self.eval.items()}
-        return {"eval_dataset": self.eval}
+        return {} if self.eval is None else {"eval_dataset": self.eval}
 
     def datasets(self) -> dict[str, MapDataset | StreamedDataset]:
-        """Return all datasets by their names in error messages."""
         return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluation_sets()
 
     def row(self) -> str:
@@ -123,7 +119,6 @@ class Feeds:
     rules: BatchRules
 
     def train(self) -> Feed | None:
-        """Return the feed of the training data, or None without any."""
         train, shuffle = self.data.train, self.config.data.shuffle
         return None if train is None else self._feed(train, self.plan, shuffle=shuffle)
 
@@ -135,7 +130,6 @@ class Feeds:
         return self._feed(dataset, plan, shuffle=False)
 
     def by_name(self) -> dict[str, Feed]:
-        """Return the feeds of all datasets by their names in error messages."""
         train = self.train()
         return ({} if train is None else {"train_dataset": train}) | {
             name: self.evaluation(dataset) for name, dataset in self.data.evaluation_sets().items()
@@ -182,8 +176,7 @@ def require_same_batches(
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
     own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED_ELEMENTS) for part in parts]])]
     rows = mesh.world.gather_integers(own)
-    others = [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]
-    if others:
+    if others := [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]:
         raise DataError(
             f"{plural(len(others), 'rank')} {', '.join(others)} got other data than rank {mesh.rank}, and they "
             f"compute one batch together (parallel.tensor, parallel.pipeline); {cure}"

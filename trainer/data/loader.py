@@ -43,14 +43,11 @@ from zeromesh.trainer.data.feed import Feed
 from zeromesh.trainer.data.sampler import Microbatch
 from zeromesh.trainer.data.streaming import StreamedDataset
 
-_MOST_WORKERS = 4
-"""The most workers of a rank that `auto` starts, enough for most tokenizers and images."""
-_MOST_PREFETCHED = 128
-"""The most microbatches that are prefetched; each tensor of them holds a file descriptor until it is used."""
+_MOST_WORKERS = 4  # of a rank that `auto` starts, enough for most tokenizers and images
+_MOST_PREFETCHED = 128  # microbatches; each tensor of them holds a file descriptor until it is used
 _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 2.0
-_STACK_SIGNAL = signal.SIGRTMAX
-"""The signal that asks a worker for its stack; schedulers do not send it."""
+_STACK_SIGNAL = signal.SIGRTMAX  # Schedulers do not send it.
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}
 
@@ -99,8 +96,7 @@ class _Result(NamedTuple):
 
 class BatchLoader(AbstractContextManager["BatchLoader"]):
     """Loader of the batches of one data rank, a context manager that ends its workers. Nothing is prefetched beyond the exclusive
-    `last` step of the data. A stream resumes from the saved `state`, and `waiting` is called a few times a second while the loader
-    waits."""
+    step `last`. A stream resumes from the saved `state`. `waiting` is called a few times a second while the loader waits."""
 
     def __init__(
         self,
@@ -124,11 +120,9 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         most = 1 if self._stream is not None else last * feed.plan.accumulation
         self._workers = replace(workers, count=min(workers.count, most))
         self._maker = _BatchMaker(feed, data_rank, state)
-        self._iterator: Iterator[_Result] | None = None
-        """The results of running workers."""
+        self._results: Iterator[_Result] | None = None
         self._processes: list[BaseProcess] = []
-        self._report = -1
-        """The file descriptor to which a worker writes its stack."""
+        self._report = -1  # the file descriptor to which a worker writes its stack
         self._next_position: tuple[int, int] = (0, 0)
         """The step of the next prefetched microbatch, and its index within the step."""
 
@@ -141,7 +135,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             return
         if at_once:
             _kill_processes(self._processes)
-        self._iterator = None  # torch ends the workers.
+        self._results = None  # torch ends the workers.
         until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
         for each in self._processes:
             each.join(max(0.0, until - time.monotonic()))
@@ -159,7 +153,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         if not self._workers.count:
             made = self._maker.make((step, index))
         else:
-            if self._iterator is None or self._next_position != (step, index):
+            if self._results is None or self._next_position != (step, index):
                 self.close()
                 self._start(step, index)
             made = self._next()
@@ -203,7 +197,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
                 multiprocessing_context="fork",
                 generator=torch.Generator(),  # without it, torch draws from the user's generator
             )
-            self._iterator = iter(loader)
+            self._results = iter(loader)
         if threading.current_thread() is threading.main_thread() and on_child is not None:
             # torch's handler would raise wherever this process is when a worker ends, such as in a collective.
             signal.signal(signal.SIGCHLD, on_child)
@@ -212,13 +206,12 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         Finalize(self, _kill_processes, args=(self._processes,), exitpriority=1)
 
     def _next(self) -> _Result:
-        """Return the next result. Raises `DataError` if a worker died or hangs; one that re-reads a stream gets the timeout anew
-        for each piece."""
+        """Return the next result. Raises `DataError` if a worker died or hangs, in each piece of a stream that is re-read."""
         began, read = time.monotonic(), 0
         while True:
             self._waiting()
             try:
-                return next(cast("Iterator[_Result]", self._iterator))
+                return next(cast("Iterator[_Result]", self._results))
             except (RuntimeError, ConnectionError) as error:  # A worker may end while it sends a tensor.
                 if self._stream is not None and self._stream.reading[1] != read:
                     began, read = time.monotonic(), self._stream.reading[1]
@@ -265,8 +258,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
 
 class _BatchMaker(Dataset[_Result]):
-    """Dataset of torch's `DataLoader` whose items are microbatches, by step and index in it. A worker returns errors as text, since
-    not every error can be pickled."""
+    """Dataset of microbatches, by step and index in it. A worker returns errors as text, since not every error can be pickled."""
 
     def __init__(self, feed: Feed, data_rank: int, state: Mapping[str, Any] | None) -> None:
         self.feed = feed

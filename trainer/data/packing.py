@@ -24,8 +24,8 @@ _TOKENS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TokenDataset:
-    """A map-style dataset of sequences of `sequence_length` tokens. Documents are either joined and cut to that length, or, with
-    marked tokens, stay whole within a sequence, whose end is filled with padding that is no target."""
+    """A map-style dataset of sequences of `sequence_length` tokens. Documents are either joined and cut to that length, or,
+    `marked` by `TokenWriter`, stay whole within a sequence, whose end is filled with padding that is no target."""
 
     text: StoredText
     sequence_length: int
@@ -35,7 +35,6 @@ class TokenDataset:
     cuts: Sequence[int] | NDArray[np.int64]
     """Cumulative counts of pieces: sequence i holds the pieces from cuts[i] to cuts[i + 1] - 1."""
     marked: bool
-    """True if tokens are marked by `TokenWriter`."""
     separate: bool
     """True if position ids restart with each document, from which transformers derives document boundaries."""
     masked: bool
@@ -128,8 +127,7 @@ class TokenDataset:
 
 
 class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
-    """The concatenation of several datasets, which `SampleOrder` mixes. Raises `ConfigError` for weights that are too
-    fine."""
+    """The concatenation of several datasets, which `SampleOrder` mixes. Raises `ConfigError` for weights that are too fine."""
 
     def __init__(self, parts: Sequence[TokenDataset], weights: Sequence[float]) -> None:
         super().__init__(parts)  # type: ignore[arg-type]
@@ -168,8 +166,8 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 def byte_pair_entropy(tokens: TokenArray) -> float:
-    """Return the conditional entropy H(next token | token) of a text of two tokens or more, in nats per token: the loss of the best
-    bigram model. A table of all pairs is kept in memory, so use it for small vocabularies such as bytes."""
+    """Return the conditional entropy H(next token | token) of two tokens or more, in nats per token: the loss of the best bigram
+    model. A table of all pairs is kept in memory."""
     size = int(tokens.max()) + 1
     counts = np.zeros(size * size, dtype=np.int64)
     for start in range(0, tokens.size - 1, _PAIRS_AT_ONCE):

@@ -1,15 +1,11 @@
-"""The samples of each step and their order, as plain arithmetic without processes or tensors.
-
-A global sample index counts samples from the start of training. A step takes `global_size` of them, cut into
-blocks of `micro_size`; blocks are assigned to data ranks round-robin. The blocks of a step, and so what is computed,
-do not depend on the number of ranks:
+"""The samples of each step and their order. A global sample index counts samples from the start of training. A step takes
+`global_size` of them, cut into blocks of `micro_size`, which are assigned to data ranks round-robin. So the blocks of a step do not
+depend on the number of ranks:
 
     global 10, micro 2, data-parallel 3     block      0    1    2    3    4    -
                                             samples    01   23   45   67   89   (01, weight 0)
                                             rank       0    1    2    0    1    2
                                             microbatch 0    0    0    1    1    1
-
-A plan that knows the length of an epoch ends a step there: the last global batch of an epoch is smaller, or left out.
 """
 
 import functools
@@ -32,9 +28,8 @@ _ROUNDS = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """The samples of one forward and backward pass of one rank. `samples` are global sample indices: `micro_size` of them, or fewer
-    in the last block of a global batch that `micro_size` does not divide. `weight` is 1, or 0 for a microbatch past the end of the
-    global batch: it repeats the step's first block, so that it can be run, and its loss is multiplied by 0."""
+    """The global sample indices of one forward and backward pass of one rank. `weight` is 1, or 0 for a microbatch past the end of
+    the global batch, which repeats the step's first block, so that it can be run, and whose loss is multiplied by 0."""
 
     first_sample: int
     samples: tuple[int, ...]
@@ -43,10 +38,9 @@ class Microbatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchPlan:
-    """The division of a global batch into microbatches of data-parallel ranks. Sizes are in samples; `epoch_size` is an epoch's,
-    or None if unknown. By `last`, a global batch continues into the next epoch (carry), ends with the epoch (partial), or is
-    dropped if smaller (drop). Raises `ConfigError` for a microbatch that is larger than the global batch, and for epochs without
-    any global batch."""
+    """The division of a global batch into microbatches of data-parallel ranks. Sizes are in samples; `epoch_size` is None if
+    unknown. By `last`, a global batch continues into the next epoch (carry), ends with the epoch (partial), or is dropped if
+    smaller (drop). Raises `ConfigError` for a microbatch larger than the global batch, and for epochs without any global batch."""
 
     global_size: int
     micro_size: int
@@ -54,8 +48,7 @@ class BatchPlan:
     epoch_size: int | None = None
     last: Literal["carry", "partial", "drop"] = "carry"
     average: Literal["tokens", "samples"] = "tokens"
-    """The unit that the loss is averaged over: targets of a global batch, or samples, where microbatches are weighted by their
-    samples."""
+    """The unit that the loss is averaged over: targets, or samples, where a microbatch is weighted by its number of samples."""
 
     def __post_init__(self) -> None:
         if self.micro_size > self.global_size:
@@ -127,20 +120,16 @@ class BatchPlan:
 
     def equation(self) -> str:
         """Return the batch sizes as one line, such as `global 16 = micro 2 x accumulation 4 x data-parallel 2`."""
-        line = (
-            f"global {self.global_size} = micro {self.micro_size} x accumulation {self.accumulation} "
-            f"x data-parallel {self.data_ranks}"
-        )
+        factors = f"micro {self.micro_size} x accumulation {self.accumulation} x data-parallel {self.data_ranks}"
         idle = self.micro_size * self.accumulation * self.data_ranks - self.global_size
-        return line + (f" - {counted(idle, 'zero-weight sample')}" if idle else "")
+        return f"global {self.global_size} = {factors}" + (f" - {counted(idle, 'zero-weight sample')}" if idle else "")
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
         """Return the `accumulation` microbatches of one rank in step `step` (from 0)."""
         return tuple(self.microbatch(step, data_rank, index) for index in range(self.accumulation))
 
     def microbatch(self, step: int, data_rank: int, index: int) -> Microbatch:
-        """Return microbatch `index` (from 0) of a rank in a step, in constant time. One past the end of the global batch repeats
-        its first block with weight 0."""
+        """Return microbatch `index` (from 0) of a rank in a step, in constant time."""
         samples = self.samples_of(step)
         start = (index * self.data_ranks + data_rank) * self.micro_size
         weight = 1 if start < len(samples) else 0
@@ -150,20 +139,18 @@ class BatchPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """The order of global samples in the dataset: each sample once per epoch, each epoch in its own order. The order is a function
-    of (`length`, `seed`, epoch) alone, computed index by index by a Feistel network over [0, length) (Black and Rogaway, "Ciphers
-    with Arbitrary Finite Domains", 2002). So it takes no memory, starts anywhere at once, and stays the same across versions of
-    NumPy and PyTorch. With `endless`, the dataset is a stream indexed by the number of a sample since the start of training, and
-    each block of `length` samples has its own order."""
+    """The order of global samples in the dataset: each sample once per epoch, each epoch in its own order, a function of (`length`,
+    `seed`, epoch) alone, computed index by index by a Feistel network over [0, length) (Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002). So it takes no memory, starts anywhere at once, and stays the same across versions of NumPy and PyTorch.
+    With `endless`, the dataset is a stream, of which each block of `length` samples has its own order."""
 
     length: int
     seed: int
     shuffle: bool = True
     endless: bool = False
     parts: tuple[tuple[int, int], ...] = ()
-    """The lengths and integer weights of the datasets of a mixture, which are concatenated. Of W = sum(weights) samples from a
-    multiple of W on, each part has as many as its weight, spread evenly among the others; each of its samples comes once before any
-    comes again, however long the other parts are."""
+    """The lengths and integer weights of the concatenated datasets of a mixture. Of each sum(weights) samples, a part has as many
+    as its weight, spread evenly among the others; each of its samples comes once before any comes again."""
 
     def dataset_index(self, sample: int) -> int:
         """Return the dataset index of global sample `sample`, in [0, length) unless endless."""
@@ -183,8 +170,7 @@ class SampleOrder:
 
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the smallest integers in the same proportions: 0.5 and 0.25 become 2 and 1. Raises `ConfigError` where they add up to
-    more than 2^20."""
+    """Return the smallest integers in the same proportions (0.5, 0.25: 2, 1). Raises `ConfigError` for a sum above 2^20."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(each.denominator for each in exact))
     whole = [int(each * scale) for each in exact]
@@ -199,8 +185,7 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def _mixture_table(weights: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return, for each of sum(weights) consecutive samples, its part (the index of its weight) and its number within the part.
-    Samples are sorted by (k + 1/2) / weight, for sample k of a part; of equal ones, the earlier part comes first."""
+    """Return, for each of sum(weights) consecutive samples, its part and its number k in it, sorted by (k + 1/2) / weight."""
     parts = np.repeat(np.arange(len(weights)), weights)
     numbers = np.concatenate([np.arange(weight) for weight in weights])
     order = np.argsort((numbers + 0.5) / np.asarray(weights)[parts], kind="stable")
@@ -215,9 +200,8 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 
 def _permute(index: int, length: int, keys: tuple[int, ...]) -> int:
-    """Return the image of `index` under a permutation of [0, length) chosen by `keys`. An index is a pair of digits in [0, rows) x
-    [0, columns). Each round adds a hash of one digit to the other, modulo its base, which can be undone, so rounds are a
-    permutation of all pairs. The rounds are repeated while the resulting index is `length` or more (cycle walking)."""
+    """Return the image of `index` under a permutation of [0, length). An index is a pair of digits, and each round adds a hash of
+    one to the other, which can be undone. The rounds are repeated while the index is `length` or more (cycle walking)."""
     rows = math.isqrt(length - 1) + 1
     columns = -(-length // rows)
     while True:

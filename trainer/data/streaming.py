@@ -1,13 +1,9 @@
-"""`StreamedDataset`, which serves a sequential stream by sample index and resumes it after a stop.
+"""`StreamedDataset`, which serves a sequential stream, the same on every rank, by sample index and resumes it after a stop.
 
-Every rank reads the same stream and takes its own samples from it, so the number of ranks changes nothing. Samples are read in
-blocks, each with its own order, if shuffled, and its own random seed.
-
-[Note: the very next sample] A stream's own state (`datasets.IterableDataset.state_dict`) need not lead to the very next sample:
-the samples in a shuffle buffer are not saved. So a checkpoint also has the stream's state some thousand samples
-earlier, and digests of all samples up to both positions. A resumed run starts from the earlier state and reads on to the later
-position; if the digests agree, the buffer was refilled correctly. Else the stream is read again from its beginning.
-"""
+[Note: the very next sample] A stream's own state (`datasets.IterableDataset.state_dict`) need not lead to the very next sample: the
+samples in a shuffle buffer are not saved. So a checkpoint also has the stream's state some thousand samples earlier, and digests of
+all samples up to both positions. A resumed run starts from the earlier state and reads on to the later position; if the digests
+agree, the buffer was refilled correctly. Else the stream is read again from its beginning."""
 
 import json
 import logging
@@ -37,13 +33,11 @@ _REREAD, _STATE_TRIED, _STATE_INEXACT, _STATE_TRUSTED = range(1, len(_REASONS))
 
 
 class StreamedDataset:
-    """A stream whose samples are indexed from the start of training, across epochs.
-
-    `source` is iterated once per epoch; its `set_epoch(n)` is called before each epoch if it has one. Its state is saved every
-    `block` samples, and the latest `block` samples stay indexable. `seed` seeds random numbers while samples are read. `restore`
-    goes on with exactly the next sample (`resume` "exact"; the source's state is used if it reproduces `proof` earlier samples,
-    else the stream is re-read), or trusts the source's state ("state").
-    """
+    """A stream whose samples are indexed from the start of training, across epochs. `source` is iterated once per epoch; its
+    `set_epoch(n)` is called before each if it has one. Samples are read in blocks of `block`, each with its own random seed; before
+    each, the source's state is saved, and the latest `block` samples stay indexable. `restore` goes on with exactly the next sample
+    (`resume` "exact"; the source's state is used if it reproduces `proof` earlier samples, else the stream is re-read), or trusts
+    the source's state ("state")."""
 
     def __init__(
         self, source: Any, *, block: int, seed: int = 0, resume: Literal["exact", "state"] = "exact", proof: int = 4096
@@ -57,12 +51,8 @@ class StreamedDataset:
         self._shown = 0
         self._seed, self._resume, self._proof = seed, resume, proof
         self._iterator: Iterator[Any] | None = None
-        self._epoch = 0
-        self._next = 0
-        self._epoch_start = 0
-        """The index of the first sample of the current epoch."""
-        self._crc = 0
-        """The CRC-32 digest of all samples before the next one."""
+        self._next = self._crc = self._epoch = self._epoch_start = 0
+        """The index of the next sample, the CRC-32 of all samples before it, the epoch, and the index of its first sample."""
         self._digested = True
         """False once a sample had a value without a digest, such as an object whose repr is an address."""
         self._recent: dict[int, Any] = {}
@@ -198,8 +188,7 @@ class StreamedDataset:
             return None
 
 
-_COUNTERS = ("position", "chain", "epoch", "begun")
-"""The counters in a saved state beside the state of the source."""
+_COUNTERS = ("position", "chain", "epoch", "begun")  # in a saved state, beside the state of the source
 
 
 def is_stream(dataset: Any) -> bool:
@@ -208,8 +197,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def digest(sample: Any, limit: int | None = None) -> int:
-    """Return the CRC-32 of a sample or a batch, using at most the first `limit` elements of a tensor, without objects whose repr
-    has a memory address."""
+    """Return the CRC-32 of a sample or a batch without objects whose repr is an address, up to `limit` elements of a tensor."""
     found = 0
     for name, content in _contents(sample, limit):
         found = found if content is None else crc32(content, crc32(name, found))

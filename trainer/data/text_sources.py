@@ -1,9 +1,5 @@
-"""Sources of text: Python's standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets.
-
-A source is found first (`find_text`), in an order that depends on names alone, and then read one row or text file at a time
-(`TextSource.rows`). Files may be compressed, and are in the encoding that their byte order mark says, or else in `data.encoding`;
-bytes that are not in it are an error.
-"""
+"""Sources of text: Python's standard library, text files, directories, JSON lines, Parquet, CSV and saved datasets. Files may be
+compressed, and are in the encoding of their byte order mark, or else in `data.encoding`; other bytes are an error."""
 
 import bz2
 import codecs
@@ -32,16 +28,12 @@ STDLIB = "stdlib"
 HUB = "hub:"
 HUB_FORM = "hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or either with :SPLIT (train), as the Hub has them"
 _PROBE_BYTES = 8192
-
-_STDLIB_SKIPPED = frozenset(
-    {
-        *("site-packages", "dist-packages", "__pycache__"),  # not the standard library
-        *("test", "tests", "idle_test"),  # twice the rest, often repeated
-        *("encodings", "pydoc_data"),  # generated tables, alike enough to tell held-out ones from the others
-    }
+_STDLIB_SKIPPED = (
+    *("site-packages", "dist-packages", "__pycache__"),  # not the standard library
+    *("test", "tests", "idle_test"),  # twice the rest, often repeated
+    *("encodings", "pydoc_data"),  # generated tables, alike enough to tell held-out ones from the others
 )
 _MACHINE_FILES = re.compile(r"(^|/)(config-[^/]*/|(_sysconfigdata|sitecustomize|usercustomize)[^/]*$)")
-"""Paths of files of the standard library that differ between installations of one Python version."""
 _BOMS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is a prefix of it
@@ -49,8 +41,6 @@ _BOMS = {
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
-
-
 _DECOMPRESSORS: dict[str, Callable[[Path, Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
@@ -61,14 +51,12 @@ _DECOMPRESSORS: dict[str, Callable[[Path, Any], Any]] = {
 _ENCODING_ADVICE = "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8"
 _SURROGATE_ESCAPE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)
 _ROWS_AT_ONCE = 1000
-_LONGEST_FIELD = (1 << 31) - 1
-"""The most characters of a CSV field; the default of 131,072 is too small for some documents."""
+_LONGEST_FIELD = (1 << 31) - 1  # characters of CSV; the default of 131,072 is too small for some documents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """The columns of a row, or the text of a text file. `key`, such as a relative path, is the same on every machine, and `where`
-    names the row in error messages."""
+    """The columns of a row, or a text file. `key`, such as a relative path, is the same on every machine; messages say `where`."""
 
     key: str
     where: str
@@ -77,13 +65,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceFile:
-    """A text file, or a file of rows that the function of `form` in `_READERS` reads."""
+    """A text file, or a file of rows that the function of `form` in `_READERS` reads, which was `named` or found in a directory."""
 
     path: Path
     key: str
     encoding: str = "utf-8"
     named: bool = False
-    """True if the user named this file or a pattern, False if it was found in a directory."""
 
     @property
     def form(self) -> str:
@@ -99,14 +86,13 @@ class TextSource:
     name: str
     files: tuple[SourceFile, ...]
     notes: tuple[str, ...] = ()
-    """Lines about the number of files that patterns matched."""
 
     def rows(
         self, required: Sequence[str], optional: Sequence[str], skipped: list[str], *, whole: bool = False
     ) -> Iterator[Row]:
-        """Yield every row, file by file, with the `required` columns and available `optional` ones; names of files without rows are
-        added to `skipped`. With `whole`, a text file is one row with the first required column. Raises `DataError` for a file
-        that cannot be read by its suffix or lacks a required column, and if no file has rows."""
+        """Yield every row with the `required` columns and available `optional` ones; files without rows are added to `skipped`.
+        With `whole`, a text file is one row with the first required column. Raises `DataError` for a file that cannot be read by
+        its suffix or lacks a required column, and if no file has rows."""
         read = found = False
         for file in self.files:
             is_text = whole
@@ -213,8 +199,8 @@ def picture_suffixes() -> tuple[str, ...]:
 
 
 def stdlib_source(root: Path | None = None) -> TextSource:
-    """Find the Python source of the standard library, without tests, generated tables and files that differ between machines of one
-    Python version. Raises `DataError` where Python was installed without its source."""
+    """Find the Python source of the standard library, without tests, tables and files that differ between machines of one version
+    of Python. Raises `DataError` where Python was installed without its source."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _MACHINE_FILES.search(key))
     files = tuple(SourceFile(path=root / key, key=key) for key in keys)
@@ -268,7 +254,7 @@ def _encoding_of(head: bytes, encoding: str) -> str:
     return next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
 
 
-def files_below(root: Path, skipped: frozenset[str] = frozenset()) -> list[str]:
+def files_below(root: Path, skipped: Sequence[str] = ()) -> list[str]:
     """Return the sorted relative POSIX paths of all files below `root`, except hidden and `skipped` folders."""
     found: list[Path] = []
     for folder, subfolders, names in os.walk(root):
@@ -359,7 +345,6 @@ _READERS: dict[str, Callable[[SourceFile], Iterator[dict[str, Any]]]] = {
     **dict.fromkeys(("csv", "tsv"), _csv_rows),
     **dict.fromkeys(("parquet", "arrow"), _arrow_rows),
 }
-"""Functions that yield the rows of a file, by file suffix; a new row format is one more entry."""
 ROW_FILES = ", ".join(f".{form}" for form in _READERS)
 _NO_TEXT = "is not text (its start holds NUL bytes); UTF-16 without a byte order mark needs data.encoding: utf-16-le"
 _NO_ROWS = f"has no rows; give {ROW_FILES}, or set data.format: text"

@@ -1,14 +1,8 @@
-"""The on-disk cache of tokenised text, whose file of token ids all ranks of a host map into memory.
+"""The on-disk cache of tokenised text, whose file of token ids all ranks of a host map into memory. The key is a digest of the
+files (paths, sizes, times of change), the tokenizer and the held-out fraction. Nothing is unpickled.
 
     <cache>/<key>/tokens.bin    ids back to back: kept documents, then those that are held out
                   entry.json    counts, xxh3 of each block of 64 KiB, and a checksum of the entry itself
-
-The key is a digest of the files (paths, sizes, times of change), the tokenizer and the held-out fraction; a change of any of
-these gives a new entry. Nothing in an entry is unpickled. Blocks are verified when they are first read, and those of the
-first 256 MiB when the entry is opened.
-
-Tokens of conversations are marked: an int32 is the id, shifted left by two bits, with a bit for the first token of a document and
-one for a target of the loss.
 """
 
 import json
@@ -35,10 +29,9 @@ _CHECKED_AT_ONCE = 256 << 20
 """Bytes that are verified when an entry is opened; later blocks are verified when they are read."""
 _ENTRY, _TOKENS = "entry.json", "tokens.bin"
 BEGINS, TARGET = 2, 1
-"""Flag bits of a marked token, whose id is shifted left by `ID_SHIFT`: it begins a document, or is a target of the loss."""
+"""Flag bits of a marked token, an int32 whose id is shifted left by `ID_SHIFT`: it begins a document, or is a target."""
 ID_SHIFT = 2
-_ABANDONED_SECONDS = 86400.0
-"""Age in seconds at which temporary folders of killed processes are removed."""
+_ABANDONED_SECONDS = 86400.0  # the age at which temporary folders of killed processes are removed
 
 
 class TextAmount(NamedTuple):
@@ -61,8 +54,8 @@ class TokenWriter:
         self._vocab_size, self._marked = vocab_size, marked
 
     def append(self, ids: TokenArray, *, text_bytes: int, targets: TokenArray | None = None) -> None:
-        """Append the tokens of one document, one or more; `targets`, bool of the same length, is the target mask if tokens are
-        marked. Raises `DataError` for an id that the vocabulary does not have."""
+        """Append the tokens of one document, and their target mask, bool, if tokens are marked. Raises `DataError` for an id that
+        the vocabulary does not have."""
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise DataError(
                 f"the tokenizer gave ids from {ids.min()} to {ids.max()}, and says that its vocabulary has {self._vocab_size}"

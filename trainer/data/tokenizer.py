@@ -24,7 +24,6 @@ from zeromesh.errors import DataError, library_errors, summary
 
 BYTES = "bytes"
 _FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-"""File names; a directory that holds any of these files is taken for a tokenizer's directory."""
 _NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
 
 TokenArray = NDArray[Any]
@@ -108,15 +107,15 @@ class PretrainedTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         """Return the ids of each text without special tokens, int64."""
-        return [ids for ids, _ in self._encode(texts, offsets=False)]
+        return [ids for ids, _ in self.encode_with_offsets(texts, offsets=False)]
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
+    def encode_with_offsets(
+        self, texts: Sequence[str], *, offsets: bool = True
+    ) -> list[tuple[TokenArray, TokenArray | None]]:
         """Return the ids of each text and the character offsets `[begin, end)` of its tokens, int64 `[tokens, 2]`, or None."""
-        return self._encode(texts, offsets=getattr(self.tokenizer, "is_fast", False))
-
-    def _encode(self, texts: Sequence[str], *, offsets: bool) -> list[tuple[TokenArray, TokenArray | None]]:
         if not texts:
             return []
+        offsets = offsets and getattr(self.tokenizer, "is_fast", False)
         settings = {"add_special_tokens": False, "return_attention_mask": False, "return_offsets_mapping": offsets}
         found = self.tokenizer(list(texts), verbose=False, **settings)
         ids = [np.asarray(each, np.int64) for each in found["input_ids"]]
@@ -142,7 +141,7 @@ class PretrainedTokenizer:
             raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
 
     def require_bounded_template(self) -> None:
-        """Render sample conversations in a child process; raises `DataError` if that takes too long or gives too much text."""
+        """Call `require_bounded` for the tokenizer's chat template, if it has one."""
         if getattr(self.tokenizer, "chat_template", None):
             apply = partial(self.tokenizer.apply_chat_template, tokenize=False)
             require_bounded(str(self.tokenizer.chat_template), lambda messages, tools: apply(messages, tools=tools))
@@ -209,10 +208,7 @@ _BOUNDED_TEMPLATES: set[str] = set()
 """Chat templates that this process has rendered within the limits of time and memory, and does not try again."""
 _TEMPLATE_SECONDS = 10.0
 _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
-
-
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""The errors that rendering a chat template raises."""
 _TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
 _TOOL_CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
 _QUESTION, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -227,8 +223,8 @@ _SAMPLE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
 def require_bounded(
     template: str, render: Callable[[list[dict[str, Any]], Any], object], *conversations: list[dict[str, Any]]
 ) -> None:
-    """Call `render`, with and without tools, for `conversations` and samples in a child process with limited time and memory.
-    Raises `DataError` if that takes too long or gives too much text; a `template` that has passed once is not rendered again."""
+    """Call `render`, with and without tools, for `conversations` and samples in a child process. Raises `DataError` if that takes
+    too much time, memory or text; a `template` that has passed once is not rendered again."""
     if template in _BOUNDED_TEMPLATES:
         return
     with warnings.catch_warnings():
@@ -242,16 +238,13 @@ def require_bounded(
             most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _TEMPLATE_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
             for messages, tools in product((*conversations, *_SAMPLE_CONVERSATIONS), (None, [_TOOL])):
-                with suppress(
-                    *TEMPLATE_ERRORS
-                ):  # The parent meets these errors itself when it renders, and reports them.
+                with suppress(*TEMPLATE_ERRORS):
                     code |= not code and len(str(render(messages, tools))) > _TEMPLATE_CHARACTERS
         except MemoryError:
             code = 1
-        finally:  # The parent reports other errors when it renders.
+        finally:  # The parent meets other errors itself when it renders, and reports them.
             os._exit(code)
-    status = os.waitpid(child, 0)[1]
-    if status:
+    if status := os.waitpid(child, 0)[1]:
         late = f"comes to no end within {_TEMPLATE_SECONDS:g} seconds"
         what = "makes too much text" if os.WIFEXITED(status) else late
         raise DataError(f"the chat template {what}; give another one (chat_template.jinja beside the tokenizer)")
@@ -262,10 +255,10 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _FILE_NAMES)
 
 
-def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Load the tokenizer of `data.tokenizer`: `bytes`, or a directory that `save_pretrained` wrote, without downloads or code of
-    the directory. Raises `DataError`."""
-    if spec == BYTES:
+def load_tokenizer(spec: str | Path | None) -> Tokenizer:
+    """Load the tokenizer of `data.tokenizer`: `bytes`, as is None, or a directory that `save_pretrained` wrote, without downloads
+    or code of the directory. Raises `DataError`."""
+    if spec is None or spec == BYTES:
         return ByteTokenizer()
     path = Path(spec).expanduser()
     if not path.is_dir():
@@ -287,8 +280,7 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
         return found
 
 
-_UNFINISHED = "�"
-"""The replacement character, which decoders give for an incomplete character."""
+_UNFINISHED = "�"  # Decoders give the replacement character for an incomplete one.
 _CONTEXT_TOKENS = 12
 """The number of last tokens that are decoded again before new ones, divisible by 1 to 4, the bytes of a UTF-8 character."""
 
@@ -299,8 +291,7 @@ class TextStream:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._tokens: list[int] = []
-        self._returned = 0
-        """The number of characters of the text of `_tokens` that `add` has returned already."""
+        self._returned = 0  # characters of the text of `_tokens`
 
     def add(self, tokens: Sequence[int], *, last: bool = False) -> str:
         """Return the text that these tokens add; `last` also returns an incomplete character."""

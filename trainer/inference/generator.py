@@ -34,8 +34,7 @@ from zeromesh.errors import (
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Precision
 from zeromesh.rng import number_of
-from zeromesh.trainer.config.consent import Consent, foreign_code
-from zeromesh.trainer.config.load import ConfigSource, load_config
+from zeromesh.trainer.config.load import ConfigSource, Consent, foreign_code, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer, has_tokenizer, load_tokenizer
@@ -48,7 +47,7 @@ from zeromesh.trainer.loop.trained_model import is_out_of_memory
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
 from zeromesh.trainer.models.build import build_model, directory_of, pin_sources, read_configuration
 from zeromesh.trainer.models.hub_form import HubForm
-from zeromesh.trainer.models.prepare import prepare_model, use_attention
+from zeromesh.trainer.models.prepare import use_attention
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console
@@ -486,14 +485,12 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
     if config.model.attention is not None:
         use_attention(model, config.model.attention, options.precision.compute, mesh.device)
     require_layout_fits(model, mesh.shape, trains=False)
-    notes = synchronize_initial_values(built, mesh, config.run.seed)
+    console.note(*synchronize_initial_values(built, mesh, config.run.seed))
     tiers = open_tiers(mesh, options)
     try:
         settings, hub_form = ModelSettings(model, mesh), HubForm(model)
         divided = divide_model(model, mesh, config)
-        _, prepared = prepare_model(model, config.model, options, tiers)
-        console.note(*notes, *divided.notes, *prepared, *built.notes)
-        engine = fill_engine(built, mesh, options, tiers, divided, console)
+        engine = fill_engine(built, config, mesh, options, tiers, divided, console)
     except BaseException:
         tiers.close()
         raise

@@ -28,8 +28,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
-from zeromesh.trainer.config.consent import Consent
-from zeromesh.trainer.config.load import ConfigSource, load_config
+from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.save_pretrained import peft_reading
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard

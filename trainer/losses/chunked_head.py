@@ -1,10 +1,6 @@
-"""A language model's head that computes the loss chunk by chunk instead of returning logits.
-
-The model's own code stays as it is. During a microbatch, the head module's `forward` computes the loss and
-returns the loss and a few known probe values in place of logits. What the rest of the model makes of the probes shows how
-it transforms its logits. Because the loss is computed inside the head module's own call, hooks on it (which may
-gather its weight) work as usual. Otherwise, as in `generate`, the head is unchanged.
-"""
+"""A language model's head that computes the loss chunk by chunk instead of returning logits. During a microbatch, the head
+module's `forward` computes the loss, so that hooks on it (which may gather its weight) work as usual, and returns the loss and a
+few known probe values in place of logits. What the rest of the model makes of the probes shows how it transforms its logits."""
 
 import math
 import sys
@@ -18,12 +14,7 @@ import torch
 from torch import nn
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.kernels.chunked_cross_entropy import (
-    UNCHANGED,
-    LogitChange,
-    chunk_for,
-    chunked_cross_entropy,
-)
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
 from zeromesh.offload.accelerator import current_accelerator
 from zeromesh.overrides import override
 from zeromesh.tensor.layers import ColumnParallelLinear
@@ -39,8 +30,7 @@ _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
 
 @dataclass(kw_only=True, slots=True)
 class _HeadCall:
-    targets: torch.Tensor
-    """Target ids, `[tokens]`."""
+    targets: torch.Tensor  # [tokens]
     seed: float
     count: int
     result: torch.Tensor | None = None
@@ -114,8 +104,7 @@ class ChunkedHead:
         if self._probes is None or (self._probes.dtype, self._probes.device) != (total.dtype, total.device):
             self._probes = total.new_tensor(_PROBES)  # The tensor is kept, as a copy to a device blocks the host.
         returned = torch.cat((total.reshape(1), self._probes)).reshape(1, 1, -1)
-        # The result depends on the returned tensor, so that gradient hooks of the head run; it is a copy, as the model
-        # may write in place.
+        # The result depends on the returned tensor, so that gradient hooks of the head run; the model may write in place.
         current.result = returned[0, 0, 0].clone()
         return returned
 
@@ -147,36 +136,31 @@ class ChunkedHead:
 
 
 def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the inputs without labels. An encoder-decoder model gets its decoder inputs from the labels, by a method of the model
-    or a function of its module."""
+    """Return the inputs without labels, from which an encoder-decoder model gets its decoder inputs."""
     rest, labels = {name: value for name, value in inputs.items() if name != "labels"}, inputs["labels"]
     if any(rest.get(name) is not None for name in ("decoder_input_ids", "decoder_inputs_embeds")):
         return rest
-    method = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if method is not None:
+    if (method := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is not None:
         return rest | {"decoder_input_ids": method(labels=labels)}
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         for cls in type(model).__mro__:
-            shift = getattr(sys.modules[cls.__module__], "shift_tokens_right", None)
-            if shift is not None:
+            if (shift := getattr(sys.modules[cls.__module__], "shift_tokens_right", None)) is not None:
                 return rest | {"decoder_input_ids": shift(labels, config.pad_token_id, config.decoder_start_token_id)}
     return rest
 
 
 _TRIED_ROWS = 256
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-"""The largest relative difference of two correct results, by compute dtype."""
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative, of two correct results
 _KEY = "model.loss"
 
 
 class LigerLoss:
     """Replacement of `chunked_cross_entropy` by liger-kernel's fused kernels (Hsu et al. 2024, arXiv:2410.10989) for an undivided
-    head on one accelerator; the first microbatch checks it. The host waits for the device twice a microbatch, because liger-kernel
-    reads the targets' count and the seed."""
+    head on one accelerator; the first microbatch checks it. The host waits for the device twice a microbatch. Raises `ConfigError`
+    if the package is not installed, or without an accelerator."""
 
     def __init__(self) -> None:
-        """Load liger's kernel. Raises `ConfigError` if the package is not installed, or without an accelerator."""
         if current_accelerator() is None:
             raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_KEY)
         try:
@@ -196,8 +180,8 @@ class LigerLoss:
         change: LogitChange,
         **settings: Any,
     ) -> torch.Tensor:
-        """Return the sum of the losses; shapes, dtypes and `settings` are those of `chunked_cross_entropy`. Raises `ConfigError`
-        for a head that liger's kernels do not support, and if the trial finds another result."""
+        """Return the sum of the losses; arguments are those of `chunked_cross_entropy`. Raises `ConfigError` for a head that
+        liger's kernels do not support, and if the trial finds another result."""
         if "exchange" in settings or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
             raise ConfigError(
                 f"liger has no kernel for this head (tensor parallel, computed in {hidden.dtype}, or logits that are scaled "

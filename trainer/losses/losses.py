@@ -33,11 +33,8 @@ _LABELLED = (
     *("ForTokenClassification", "ForSequenceClassification"),
     *("ForImageClassification", "ForVideoClassification", "ForAudioClassification"),
 )
-_LABELLED_CLASSES = ("ForMultipleChoice", "ForNextSentencePrediction")
-"""Suffixes of names of classes with labels that have no `loss_type` in the library."""
+_LABELLED_CLASSES = ("ForMultipleChoice", "ForNextSentencePrediction")  # without `loss_type` in the library
 _POSITIONS = ("start_positions", "end_positions")
-
-
 _Computed = tuple[Tensor, Any, int | Tensor, Mapping[str, Any]]
 """The sum of a batch's losses, the model's outputs (None if unknown), the number of targets, and scalars to log."""
 
@@ -63,9 +60,8 @@ class Loss:
     def __call__(
         self, model: nn.Module, batch: Mapping[str, Any], *, seed: float, targets: int | None = None
     ) -> Tensor:
-        """Return the sum of the losses, a scalar, whose backward will start with `seed` (0 for evaluation without gradients). A
-        batch without targets gives 0, with gradients of 0. `targets` is the batch's `count` before it went to a device; None counts
-        here."""
+        """Return the sum of the losses, a scalar, whose backward will start with `seed` (0 for evaluation without gradients); 0,
+        with gradients of 0, without targets. `targets` is the batch's `count` before it went to a device; None counts here."""
         counted = self.count(batch) if targets is None else targets
         total, _, self.last_count, self.last_scalars = self.compute(model, batch, counted or 0, seed)
         return total
@@ -89,13 +85,10 @@ def make_loss(
     compute_loss: ComputeLoss | None = None,
     smoothing: float = 0.0,
 ) -> Loss:
-    """Return the loss of `model`, which is undivided, may be on the meta device, and is not run.
-
-    `auto` computes a language model's loss in chunks of tokens, or over a divided vocabulary, where a trial on a small copy gives
-    the model's own loss and gradients; `native` always takes the model's own. A user's `compute_loss` is taken as is. With
-    `smoothing`, the share of each target that is spread over all classes, the loss is computed from the model's logits. Raises
-    `ConfigError` for smoothing of a loss with unknown targets, and for models without a loss.
-    """
+    """Return the loss of `model`, which is undivided, may be on the meta device, and is not run. `auto` computes a language model's
+    loss in chunks of tokens, or over a divided vocabulary, where a trial on a small copy gives the model's own loss and gradients.
+    With `smoothing`, the share of each target that is spread over all classes, it is computed from the model's logits. Raises
+    `ConfigError` for smoothing of a loss with unknown targets, and for models without a loss."""
     kind: Any = getattr(model, "loss_type", None)
     if smoothing:
         causal = False if kind in _LABELLED else _shifts_labels(model)
@@ -163,10 +156,9 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
     if mode != "native" and verdict.route is not None:
         kernel = LigerLoss() if mode == "liger" else chunked_cross_entropy
         head = ChunkedHead(model, route=verdict.route, change=verdict.change, kernel=kernel)
-        changed = "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
-        by = " by liger-kernel" if mode == "liger" else ""
-        chunked = f"loss: cross entropy in chunks of tokens{by}{changed}, equal to the model's own in a trial"
-        notes.append(Detail(chunked))
+        how = " by liger-kernel" if mode == "liger" else ""
+        how += "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
+        notes.append(Detail(f"loss: cross entropy in chunks of tokens{how}, equal to the model's own in a trial"))
     elif mode == "auto":
         notes.append(f"loss: the model's own, with all logits in memory, because {verdict.reason}")
     if verdict.auxiliary:
@@ -193,18 +185,14 @@ def _label_loss(
     ignored: int = IGNORED_LABEL,
     smoothing: float = 0.0,
 ) -> Loss:
-    """Return a Hugging Face loss that is a mean over labels, as `mean x count`, or as the sum that `head` computes. `ignored` is
-    the label of no target. With `smoothing`, the loss is the cross entropy of logits with smoothed targets (Szegedy et al. 2016),
-    as in transformers' `LabelSmoother`."""
+    """Return a Hugging Face loss that is a mean over labels, as `mean x count`, or as the sum that `head` computes, or with
+    `smoothing` the cross entropy with smoothed targets (Szegedy et al. 2016), as in transformers' `LabelSmoother`."""
     # Each position is read once: a key-value cache would only take memory.
     fixed = {"use_cache": False} if "use_cache" in signature(type(model).forward).parameters else {}
 
     def count(batch: Mapping[str, Any]) -> int:
-        cure = (
-            "Give each sample labels (for a causal model a copy of input_ids, -100 where nothing is to be learnt), or a "
-            "data_collator that does"
-        )
-        labels = _tensor_of(batch, "labels", cure)
+        copied = "for a causal model a copy of input_ids, -100 where nothing is to be learnt"
+        labels = _tensor_of(batch, "labels", f"Give each sample labels ({copied}), or a data_collator that does")
         found = count_targets(labels, causal=causal, ignored=ignored)
         if head is not None:  # Kernels of devices do not check the range of labels.
             require_targets_in(labels[..., 1:] if causal else labels, head.vocabulary)
@@ -235,8 +223,7 @@ def _label_loss(
 
 def _answer_loss() -> Loss:
     """Return the loss of extractive question answering: cross entropy of the start and of the end of an answer; both count, unless
-    they lie beyond the sequence. If each example has both positions or none, as in transformers' preprocessing, its mean equals the
-    model's own loss, the mean of two means."""
+    they lie beyond the sequence. Its mean equals the model's own loss if each example has both positions or none."""
 
     def answers(batch: Mapping[str, Any]) -> list[Tensor]:
         fields = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
@@ -262,8 +249,7 @@ def _answer_loss() -> Loss:
 
 
 def _transcript_loss(reduction: str) -> Loss:
-    """Return the CTC loss as a mean over examples, each aligned with its transcript as a whole. `reduction` (transformers'
-    `ctc_loss_reduction`) is the sum over an example's frames, or that sum divided by the transcript's length."""
+    """Return the CTC loss as a mean over examples; `reduction` is transformers' `ctc_loss_reduction`."""
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"ctc_loss_reduction is {reduction!r}; give sum or mean", where="model.config")
 
@@ -280,8 +266,7 @@ def _transcript_loss(reduction: str) -> Loss:
 
 
 def _example_loss(what: str) -> Loss:
-    """Return a module's own scalar loss (a tensor, `loss` of an object or mapping, or the first of a tuple) as a mean over the
-    batch's examples (dim 0 of its first tensor)."""
+    """Return a module's own scalar loss as a mean over the batch's examples (dim 0 of its first tensor)."""
 
     def count(batch: Mapping[str, Any]) -> int:
         for value in batch.values():
@@ -291,10 +276,10 @@ def _example_loss(what: str) -> Loss:
 
     def compute(model: nn.Module, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
         output = model(**batch)
-        first = output[:1] if isinstance(output, tuple | list) else ()
-        found = (
-            output.get("loss") if isinstance(output, Mapping) else next(iter(first), getattr(output, "loss", output))
-        )
+        if isinstance(output, Mapping):
+            found = output.get("loss")
+        else:
+            found = output[0] if isinstance(output, tuple | list) and output else getattr(output, "loss", output)
         if not isinstance(found, Tensor) or found.numel() != 1:
             shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
             raise ConfigError(

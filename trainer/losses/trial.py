@@ -1,9 +1,6 @@
 """Trials on a small copy in float64: of the targets that a model's loss averages over, of the chunked head in its place, and of
-packed documents, which must not affect each other.
-
-Restarting position ids separate documents only in models that derive masks from them. Other models mix the tokens: their masks
-ignore positions, or recurrence or convolution mixes tokens.
-"""
+packed documents. Restarting position ids separate documents only in models that derive masks from them; others mix tokens, as do
+recurrence and convolution."""
 
 import inspect
 from collections.abc import Callable
@@ -25,7 +22,6 @@ from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
-_TRIAL = "trial"
 _TOKENS = 24
 _DOCUMENTS = ((0, 0, 11), (0, 11, 13), (1, 0, 9), (1, 9, 5), (1, 14, 10))
 """Row, start and length in tokens of each document in a batch of two rows of `_TOKENS`."""
@@ -42,7 +38,6 @@ class Verdict:
     """The route by which the chunked head replaces the loss; None with the `reason` why it cannot."""
     reason: str = ""
     change: LogitChange = UNCHANGED
-    """The transformation of the logits before the model's loss."""
     auxiliary: bool = False
     """True if the loss has terms that are no mean over targets, such as auxiliary losses of experts."""
     sees_later: bool = False
@@ -50,8 +45,7 @@ class Verdict:
 
 
 def examine(model: Any, known: bool | None = None) -> Verdict:
-    """Try a small copy of a Hugging Face language model on a batch with `input_ids` and `labels` of one shape. `known` tells if its
-    class is known to shift labels, which is the fallback without a small copy."""
+    """Try a small copy of a Hugging Face language model. `known` tells if its class shifts labels, for want of a small copy."""
     small = small_copy.small_copy(model, lambda each: each(**_inputs(each)).loss)
     if isinstance(small, str):
         return Verdict(causal=known, reason="no small copy of it could be tried")
@@ -72,10 +66,8 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
             return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
     if auxiliary:
         auxiliary = not _is_mean_over(small, causal)
-    unlike = _unlike_its_class(model)
-    if unlike:
-        return Verdict(causal=causal, reason=unlike, auxiliary=auxiliary)
-    reason = ""
+    if reason := _unlike_its_class(model):
+        return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
     for route in get_args(Route):
         found = _try_chunked_head(small, route, causal=causal)
         if isinstance(found, LogitChange):
@@ -95,8 +87,8 @@ def _unlike_its_class(model: Any) -> str:
 
 
 def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange | str:
-    """Return the transformation of `small`'s logits if the chunked head gives the same loss and gradients, else the reason. Both
-    run in training mode with the same random numbers, so dropout makes no difference."""
+    """Return the transformation of `small`'s logits if the chunked head gives the same loss and gradients, dropout included, else
+    the reason."""
     head = small.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a Linear"
@@ -136,14 +128,14 @@ def shifted(labels: torch.Tensor) -> torch.Tensor:
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the loss under the empty name, and the gradients of all trained parameters."""
-    with seeded_cpu(0, _TRIAL), torch.enable_grad():
+    with seeded_cpu(0, "trial"), torch.enable_grad():
         loss = evaluate()
         return {"": loss.detach(), **small_copy.gradients_of(small, [loss])}
 
 
 def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:
     """Return two sequences with 4 and 6 labels, of which 4 and 5 are targets when shifted, or one of them. The decoder of a model
-    of pictures or sound gets random encoder outputs, as its loss depends on labels alone."""
+    of pictures or sound gets random encoder outputs."""
     vocab = small.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocab, (2, 8), generator=generator)
@@ -169,8 +161,8 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
 
 
 def require_separate_documents(model: nn.Module) -> None:
-    """Run documents packed and alone through a small copy of a model; outputs must agree. Raises `ConfigError` with the module that
-    mixes tokens, or if the trial is impossible."""
+    """Run documents packed and alone through a small copy of a model. Raises `ConfigError` with the module that mixes their tokens,
+    or if the trial is impossible."""
     inside = pretrained_of(model)
     reads = "position_ids" in ForwardInputs.of(model, users_loss=False).named
     found = _difference(inside) if reads else "takes no position_ids, which separate documents"
@@ -223,8 +215,7 @@ def _outputs(small: Any, document: int | None = None) -> small_copy.Outputs:
 
 
 def _document_differs(row: int, begin: int, length: int, together: torch.Tensor, alone: torch.Tensor) -> bool:
-    """Return True if a tensor of all documents differs at one document from that document's tensor alone; False for unexpected
-    shapes, such as the tokens of one expert."""
+    """Return True if a tensor of all documents differs at one document from its tensor alone; False for unexpected shapes."""
     changed = [dim for dim, sizes in enumerate(zip(together.shape, alone.shape, strict=False)) if sizes[0] != sizes[1]]
     if [(together.shape[dim], alone.shape[dim]) for dim in changed] != [(2, 1), (_TOKENS, length)]:
         return False

@@ -1,9 +1,5 @@
-"""Low-rank adapters of PEFT (Hu et al., "LoRA", 2021): their detection, and their addition to a model whose weights may still be in
-files.
-
-The wrapper is trained and run; questions about the task (arguments of forward, loss, vocabulary) go to the Hugging Face model
-inside. Models are recognised by their attributes, so that PEFT is imported only to make adapters.
-"""
+"""Low-rank adapters of PEFT (Hu et al., "LoRA", 2021): their detection by attributes, so that PEFT is imported only to make
+adapters, and their addition to a model whose weights may still be in files."""
 
 import re
 import warnings
@@ -31,7 +27,6 @@ from zeromesh.weight_init.weight_sources import (
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return True if `model` is a `PeftModel`."""
     return callable(getattr(type(model), "get_base_model", None)) and bool(getattr(model, "peft_config", None))
 
 
@@ -42,9 +37,8 @@ def is_adapted(model: nn.Module) -> bool:
 
 def pretrained_of(model: nn.Module) -> Any | None:
     """Return the Hugging Face model that `model` is or wraps with adapters; None for any other module."""
-    inside: Any = model
-    if is_peft_model(model):
-        inside = inside.get_base_model()
+    wrapper: Any = model
+    inside = wrapper.get_base_model() if is_peft_model(model) else model
     return inside if is_pretrained_model(inside) else None
 
 
@@ -98,13 +92,11 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
     peft = import_peft()
     base: Any = built.model
     if is_adapted(base):
-        raise ConfigError(
-            "the model has adapters already; leave this out, or give the model without them", where="model.lora"
-        )
+        problem = "the model has adapters already; leave this out, or give the model without them"
+        raise ConfigError(problem, where="model.lora")
     if not is_pretrained_model(base):
-        raise ConfigError(
-            f"adapters are for models of transformers, and this is a {type(base).__name__}", where="model.lora"
-        )
+        problem = f"adapters are for models of transformers, and this is a {type(base).__name__}"
+        raise ConfigError(problem, where="model.lora")
     names = {id(tensor): name for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
     left_out = _excluded_modules(base) if section.targets == "all-linear" else []
     heads = [
@@ -151,8 +143,8 @@ def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> 
 
 
 def _excluded_modules(base: nn.Module) -> list[str]:
-    """Return the names of modules that PEFT would match by name or class for "all-linear" and that cannot have adapters: linear
-    layers with another computation, and modules with children that share the last part of a linear layer's name."""
+    """Return the modules that PEFT would match for "all-linear" and that cannot have adapters: linear layers with another
+    computation, and modules with children that share the last part of a linear layer's name."""
     linear = {name for name, each in base.named_modules() if isinstance(each, nn.Linear)}
     leaves = {name.rpartition(".")[2] for name in linear}
     return [
@@ -175,7 +167,6 @@ def _maps_last_dim(layer: nn.Module) -> bool:
 
 
 def import_peft() -> Any:
-    """Import and return `peft`. Raises `ConfigError` if it is not installed."""
     try:
         import peft
         import peft.tuners.lora

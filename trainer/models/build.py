@@ -1,8 +1,5 @@
-"""Building of Hugging Face models from a configuration, a directory or the Hub's cache, on meta where that is exact.
-
-Hub models are fetched once per host before a run begins, at one commit on all ranks. A name that is a directory on this machine is
-that directory. Any other is a repository, found by `huggingface_hub` in its cache or, unless `HF_HUB_OFFLINE` is set, on the Hub.
-"""
+"""Building of Hugging Face models from a configuration, a directory or the Hub's cache, on meta where that is exact. Hub models
+are fetched once per host before a run begins, at one commit on all ranks."""
 
 import dataclasses
 import difflib
@@ -45,19 +42,15 @@ from zeromesh.zero.hooks import on_registration
 T = TypeVar("T")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 MODEL_FILES = ("*.safetensors", "*.py", *TOKENIZER_FILES)
-"""Patterns of the files that are downloaded from the root of a repository."""
 
 
 def pin_sources(
     config: TrainerConfig, mesh: Mesh, *, model_given: bool, came_from: str | None = None, reads_text: bool = False
 ) -> TrainerConfig:
-    """Fetch the model and tokenizer that the configuration names on the Hub; all ranks call it and get the same result.
-
-    A model that is given to the trainer (`model_given`) needs no source, and `came_from` is where it was loaded from. In the
-    returned configuration, `model.revision` is the fetched commit and `data.tokenizer` is bytes or a directory, by default the
-    model's tokenizer if the run `reads_text`. Raises `ConfigError` for a name that is neither a directory nor a reachable
-    repository, with what was tried.
-    """
+    """Fetch the model and tokenizer that the configuration names on the Hub; all ranks call it and get the same result, in which
+    `model.revision` is the fetched commit and `data.tokenizer` is bytes or a directory, by default the model's tokenizer if the run
+    `reads_text`. A model that is given to the trainer (`model_given`) was loaded from `came_from`. Raises `ConfigError` for a name
+    that is neither a directory nor a reachable repository, with what was tried."""
     model, data = config.model, config.data
     if model.source is not None and not model_given:
         commit = _fetch(model.source, model.revision, MODEL_FILES, mesh, where="model.source")
@@ -159,26 +152,20 @@ _EXTRA_KEYS = {
 }  # fmt: skip
 """Keys that every configuration accepts though its class has no such field, and older names of fields."""
 _MODULE_COUNTS = re.compile(r"^n(um)?_\w*(layer|block|expert|stage)s?|_(layers|blocks|experts|stages)$|^depth$")
-_MOST_MODULES = 10_000
-"""The most layers, experts or stages of a model; more take minutes to build, and no model has them."""
+_MOST_MODULES = 10_000  # layers, experts or stages; more take minutes to build, and no model has them
 _MOST_ELEMENTS = 2**62
 _MOST_MEMORY_RATIO = 1000
 """The largest model in 16 bits, as a multiple of this machine's memory; many ranks and disks may share a model."""
-_MOST_SECONDS = 30
-"""Seconds of CPU time after which building a model's modules on meta is given up."""
+_MOST_SECONDS = 30  # of CPU time for building a model's modules on meta
 _SHOWN_NUMBERS = 3
-_MOST_LABELS = 1_000_000
-"""The most labels of a model, as its configuration holds a name for each."""
+_MOST_LABELS = 1_000_000  # as a configuration holds a name for each
 
 
 def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:
     """Build the model of a `model` section; weights that are in no file are drawn from `seed`, and the sizes of `tokenizer` apply
-    where section and source give none. Code of the source runs with `trust_remote_code` alone.
-
-    The model's parameters are fp32 and on the meta device; `BuiltModel.source` gives their values. Where building on meta would
-    lose values it is built whole on CPU, and a note says so. Raises `ConfigError` for a model type, a field or a value that is
-    unknown, with the nearest names, and for a missing source, with what was tried.
-    """
+    where section and source give none. The model's parameters are fp32 and on the meta device; where that would lose values it is
+    built whole on CPU, and a note says so. Raises `ConfigError` for a model type, a field or a value that is unknown, with the
+    nearest names, and for a missing source, with what was tried."""
     made, automatic, directory = read_configuration(section, tokenizer)
     files = None if directory is None else TensorFiles(directory)
 
@@ -206,8 +193,8 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
 
 @contextmanager
 def _limited_size(made: Any) -> Iterator[None]:
-    """Count the parameters of modules that are built inside the block. Raises `ConfigError`, with the configuration's largest
-    numbers, once they exceed any memory or take too long."""
+    """Raise `ConfigError`, with the configuration's largest numbers, once modules that are built inside the block exceed any memory
+    or take too long."""
     began, memory, total = time.process_time(), machine_bytes(), 0
 
     def refused(size: str) -> ConfigError:
@@ -239,8 +226,8 @@ def check_model(section: ModelSection) -> None:
 
 
 def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
-    """Return the model's image processor, or ViT's for its size, and its picture mode (L or RGB). Raises `ConfigError` for an image
-    processor of the model's directory that cannot be loaded."""
+    """Return the model's image processor, or ViT's for its size, and its picture mode (L or RGB). Raises `ConfigError` for a
+    processor that cannot be loaded."""
     if model is not None:
         made, directory = getattr(model, "config", None), None
     else:
@@ -265,11 +252,9 @@ def _library_errors(where: str, before: str = "") -> Iterator[None]:
         try:
             yield
         except StrictDataclassError as error:
-            if error.__cause__ is None:
+            if error.__cause__ is None:  # The field's check raised the cause.
                 raise
-            raise ConfigError(
-                before + str(error.__cause__), where=where
-            ) from error  # The field's check raised the cause.
+            raise ConfigError(before + str(error.__cause__), where=where) from error
 
 
 def read_configuration(section: ModelSection, tokenizer: Tokenizer | None = None) -> tuple[Any, Any, Path | None]:
@@ -366,7 +351,7 @@ _CONFIG_READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\
 
 def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = ()) -> None:
     """Raise `ConfigError` for settings that neither the configuration class, the modeling code nor the `stored` values know. A
-    whole number that is written as a float becomes an integer where the class declares one."""
+    whole float becomes an integer where the class declares one."""
     declared, problems = _fields(cls), []
     # The modeling code may read attributes that the class does not declare.
     code = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(cls)).parent.glob("*.py")]
@@ -375,9 +360,8 @@ def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = 
     for name, value in settings.items():
         if name not in known and name not in stored:
             near = _nearest(name, sorted(known), 0.6)
-            problems.append(
-                f"{name} is not a field of {cls.__name__}" + (f"; nearest: {', '.join(near)}" if near else "")
-            )
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            problems.append(f"{name} is not a field of {cls.__name__}{hint}")
         elif declared.get(name) in (int, int | None):
             settings[name] = int_if_whole(value)
     if (labels := settings.get("num_labels")) is not None:
@@ -393,13 +377,11 @@ def _check_values(made: Any) -> None:
     text = text_part(made)
     for each in (made, text):
         if not isinstance(dtype := getattr(each, "dtype", None), str | dict | torch.dtype | None):
-            raise ConfigError(
-                f"dtype: got {dtype!r:.40}; give a dtype of torch, such as bfloat16", where="model.config"
-            )
+            problem = f"dtype: got {dtype!r:.40}; give a dtype of torch, such as bfloat16"
+            raise ConfigError(problem, where="model.config")
     values = {name: integer(text, name) for name in _COUNTS}
-    problems = [
-        f"{name} is {value}; give 1 or more" for name, value in values.items() if value is not None and value < 1
-    ]
+    small = {name: value for name, value in values.items() if value is not None and value < 1}
+    problems = [f"{name} is {value}; give 1 or more" for name, value in small.items()]
     problems += [
         f"{name} is {value}; at most {most} are built"
         for name, value in _numbers(made.to_dict())

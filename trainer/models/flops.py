@@ -1,7 +1,5 @@
-"""Model FLOPs utilisation: the model FLOPs of a step over the peak FLOPs of its ranks in the same time.
-
-Recomputation (activation checkpointing) does not count, as in "PaLM: Scaling Language Modeling
-with Pathways" (arXiv 2204.02311, appendix B): for a token
+"""Model FLOPs utilisation: the model FLOPs of a step over the peak FLOPs of its ranks in the same time, without recomputation, as
+in "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311, appendix B): for a token
 
     6 for each trained weight of a matrix, 4 for each frozen one      forward 2, gradients of inputs 2, of weights 2
     12 x layers x heads x head size x length                          attention, a causal one not halved
@@ -27,20 +25,16 @@ from zeromesh.trainer.models.user_model import positive, text_part
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _TRIES = 3
-_LEAST_SECONDS = 1e-3
-"""Seconds of a timed matrix product on an accelerator; launch and synchronisation are negligible in it."""
+_LEAST_SECONDS = 1e-3  # of a timed product on an accelerator, in which launch and synchronisation are negligible
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFlops:
     """Floating-point operations of a whole model's forward and backward passes."""
 
-    dense: float
-    """FLOPs per token, without attention."""
-    attention: float = 0.0
-    """FLOPs per token, attended token and layer."""
-    windows: tuple[float, ...] = ()
-    """The attention window of each attention layer, in tokens."""
+    dense: float  # per token, without attention
+    attention: float = 0.0  # per token, attended token and layer
+    windows: tuple[float, ...] = ()  # in tokens, of each attention layer
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelFlops | None:
@@ -74,20 +68,12 @@ class ModelFlops:
         return cls(dense=dense, attention=12.0 * heads * size, windows=windows)
 
     def of_step(self, tokens: int, length: float) -> float:
-        """Return the FLOPs of `tokens` tokens in sequences of `length`."""
         seen = sum(min(window, length) for window in self.windows)
         return tokens * (self.dense + self.attention * seen)
 
 
-def counted_parameters(model: nn.Module) -> int:
-    """Count the parameters without embeddings, as transformers' FLOPs estimate does; 0 for other models."""
-    count = getattr(model, "num_parameters", None)
-    return int(count(exclude_embeddings=True)) if callable(count) else 0
-
-
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the peak FLOP/s of this rank and the source of the number, a table of data sheets or a timed matrix product (once per
-    process)."""
+    """Return the peak FLOP/s of this rank and the source of the number, a data sheet or a timed product (once per process)."""
     known = peak_of(device_name(device), str(dtype).removeprefix("torch.")) if is_accelerator(device) else None
     if known is not None and dtype.itemsize == 2:
         return known[0], f"by the data sheet of {known[1]}"

@@ -1,11 +1,8 @@
-"""The changes that a run makes to a model's modules before training, and their reversal.
+"""The changes that a run makes to a model's modules before training, and their reversal: the training mode, the attention
+implementation, the dtype of linear layers' products, recomputed and compiled blocks.
 
-These are the training mode, the attention implementation, the dtype of linear layers' products, recomputed and compiled blocks.
-
-Activation checkpointing keeps the inputs of blocks only, and runs blocks again in backward. It is always the non-reentrant form of
-torch, around `forward` and not around the call of the module: hooks on a block then run once, outside of the recomputation, which
-is what an engine that gathers a block's parameters needs.
-"""
+Activation checkpointing is always the non-reentrant form of torch, around `forward` and not around the call of the module: hooks
+on a block then run once, outside of the recomputation, which is what an engine that gathers a block's parameters needs."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,8 +51,7 @@ _KEPT_OPERATORS = (
     "flash_attn_3::_flash_attn_forward",
 )
 
-_ALIGNMENT = 64
-"""Byte alignment of PyTorch's CPU tensors."""
+_ALIGNMENT = 64  # bytes, of PyTorch's CPU tensors
 
 
 def enable_activation_checkpointing(
@@ -65,14 +61,11 @@ def enable_activation_checkpointing(
     blocks: Sequence[nn.Module] | None = None,
     store: ActivationStore | None = None,
 ) -> int:
-    """Checkpoint the activations of `model`'s blocks; returns the number of checkpointed blocks.
-
-    A Hugging Face model's layers know how to checkpoint themselves; in other models it is done to `blocks`. By `mode`, nothing
-    changes, and layers may recompute as the model was given (none), a block keeps its inputs and is recomputed whole (block), or it
-    also keeps the results of matrix products and of fused attention (selective). A `store` offloads the inputs of blocks until
-    backward, and then `torch.compile` compiles nothing of a block. Gradients are those without checkpointing, dropout included.
-    Raises `ConfigError` if the model has no blocks that can be checkpointed, and for a store without checkpointing.
-    """
+    """Checkpoint the activations of `model`'s blocks, by a Hugging Face model's layers themselves, else of `blocks`; returns their
+    number. By `mode`, layers may recompute as the model was given (none), a block keeps its inputs and is recomputed whole (block),
+    or it also keeps the results of matrix products and of fused attention (selective). A `store` offloads the inputs of blocks
+    until backward, and then `torch.compile` compiles nothing of a block. Gradients are those without checkpointing, dropout
+    included. Raises `ConfigError` if the model has no blocks that can be checkpointed, and for a store without checkpointing."""
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if mode == "none":
         if store is not None:
@@ -99,9 +92,8 @@ def enable_activation_checkpointing(
     run = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
         run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _selective_policy))
-    offloads = (
-        {id(block) for block in recomputed[: store.offloaded_count(len(recomputed))]} if store is not None else set()
-    )
+    away = 0 if store is None else store.offloaded_count(len(recomputed))
+    offloads = set(map(id, recomputed[:away]))
     for block in layers if by_itself else recomputed:
         recompute = partial(_run_recomputed, run, store, id(block) in offloads)
         if by_itself:
@@ -181,9 +173,8 @@ def _aligned(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _selective_policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    if operation.name().rpartition(".")[0] in _KEPT_OPERATORS or operation.name() in _KEPT_OPERATORS:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    kept = operation.name().rpartition(".")[0] in _KEPT_OPERATORS or operation.name() in _KEPT_OPERATORS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
@@ -199,7 +190,6 @@ def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
 
 
 _ATTRIBUTES = ("forward", "training", "gradient_checkpointing", "_gradient_checkpointing_func", "save_pretrained")
-"""Module attributes that compilation, checkpointing, training mode and saving change."""
 
 
 def keep_attributes(model: nn.Module) -> Callable[[], None]:
@@ -218,7 +208,6 @@ def keep_attributes(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode inside the block, and restore each module's mode after it."""
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -244,9 +233,8 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
     `ConfigError` if the model, the device, the dtype `compute` or a missing package does not allow it."""
     inside = pretrained_of(model)
     if inside is None:
-        raise ConfigError(
-            f"{type(model).__name__} is no model of transformers, and computes as it does", where=_ATTENTION
-        )
+        problem = f"{type(model).__name__} is no model of transformers, and computes as it does"
+        raise ConfigError(problem, where=_ATTENTION)
     if name in _FLASH:
         package, available = _FLASH[name]
         computes = str(compute).removeprefix("torch.")
@@ -275,12 +263,10 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
             inside.set_attn_implementation(name)
     except Exception as error:
         undo()
-        raise ConfigError(
-            f"{type(inside).__name__} cannot compute by {name}: {summary(error)}", where=_ATTENTION
-        ) from error
+        problem = f"{type(inside).__name__} cannot compute by {name}: {summary(error)}"
+        raise ConfigError(problem, where=_ATTENTION) from error
     taken = inside.config._attn_implementation
-    # If the package is missing but `kernels` is installed, transformers loads the same kernel from the Hub under
-    # another name.
+    # Without the package, but with `kernels`, transformers loads the same kernel from the Hub under another name.
     if taken != name and not (name in _FLASH and "flash" in str(taken)):
         undo()
         raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_ATTENTION)
@@ -288,9 +274,8 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
 
 
 def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str) -> int:
-    """Set the linear layers of `model` to multiply in the fastest dtype for `compute`; returns the number of changed layers. Layers
-    other than `torch.nn.Linear` and GPT-2's `Conv1D` (subclasses, say) are unchanged. A frozen head multiplies slices of the hidden
-    states without copies of its weight."""
+    """Set `torch.nn.Linear` and GPT-2's `Conv1D` in `model`, no subclasses, to multiply in the fastest dtype for `compute`; returns
+    the number of changed layers. A frozen head multiplies slices of the hidden states without copies of its weight."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     found = [module for module in model.modules() if type(module) in _FORWARDS and "forward" not in vars(module)]
     layers = [] if product_dtype(compute, device_type) == compute else found
@@ -307,12 +292,9 @@ _FORWARDS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
 
 
 def use_float8_linear(model: nn.Module, device: torch.device) -> str:
-    """Set the linear layers of `model` to multiply in float8 by torchao's training layers; returns a line about it.
-
-    Layers with a size that is no multiple of 16, a language model's head and subclasses of `torch.nn.Linear` are unchanged. Each
-    layer runs the `forward` of torchao's layer with the same parameters, so modules and names stay. Raises `ConfigError` without
-    torchao, on a device without float8 products, and for a model without such a layer.
-    """
+    """Set the linear layers of `model` to multiply in float8 by the `forward` of torchao's training layers; returns a line about
+    it. Layers with a size that is no multiple of 16, a language model's head and subclasses of `torch.nn.Linear` are unchanged.
+    Raises `ConfigError` without torchao, on a device without float8 products, and for a model without such a layer."""
     where = "precision.linear"
     if not multiplies_float8(device):
         name = f"a {device_name(device)}" if is_accelerator(device) else "the CPU"
@@ -327,9 +309,8 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
         raise ConfigError("float8 needs the package torchao: pip install torchao", where=where) from error
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear_layers = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
-    layers = [
-        each for each in linear_layers if each is not head and not (each.in_features % 16 or each.out_features % 16)
-    ]
+    sized = [each for each in linear_layers if not (each.in_features % 16 or each.out_features % 16)]
+    layers = [each for each in sized if each is not head]
     if not layers:
         raise ConfigError(
             f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16; leave it out",
@@ -346,10 +327,9 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
 def prepare_model(
     model: nn.Module, section: ModelSection, options: ZeroOptions, tiers: Tiers, compile_: Compile | None = None
 ) -> tuple[int, tuple[str, ...]]:
-    """Change `model` in place as the configuration says; returns the number of recomputed blocks with offloaded inputs, and lines
-    about the changes. `compile_` is the compiler of a model that was given compiled; its blocks are compiled instead, since
-    parameters are gathered between them. Raises `ConfigError` if no blocks are known to compile, and `StorageError` without a
-    directory for inputs on files."""
+    """Change `model` in place as the configuration says; returns the number of recomputed blocks with offloaded inputs, and notes.
+    The blocks of a model that was given compiled are compiled by its compiler `compile_`, since parameters are gathered between
+    them. Raises `ConfigError` if no blocks are known to compile, and `StorageError` without a directory for inputs on files."""
     # Modules in evaluation mode inside a model that trains (frozen statistics) stay so; `from_pretrained` leaves all in that mode.
     evaluating = [module for module in model.modules() if model.training and not module.training]
     model.train()
@@ -358,18 +338,15 @@ def prepare_model(
     compute = options.precision.compute
     notes = []
     if widened := use_fastest_linear(model, compute, tiers.device.type):
-        name = str(compute).removeprefix("torch.")
-        notes.append(
-            f"products: {widened} linear layers multiply in float32, which a trial found faster here than {name}"
-        )
+        faster = f"which a trial found faster here than {str(compute).removeprefix('torch.')}"
+        notes.append(f"products: {widened} linear layers multiply in float32, {faster}")
     blocks = block_modules(model)
     choice = options.offload.activations
     store = ActivationStore(tiers, choice) if choice.uses_tier else None
     count = enable_activation_checkpointing(model, section.activation_checkpointing, blocks=blocks or None, store=store)
     if compile_ is not None:
-        done = (
-            f"its {len(blocks)} blocks are compiled" if blocks else "no blocks are known in it, and nothing is compiled"
-        )
+        none = "no blocks are known in it, and nothing is compiled"
+        done = f"its {len(blocks)} blocks are compiled" if blocks else none
         notes.append(f"the model was given compiled by torch.compile: {done}, with the same backend")
     elif section.compile:
         compile_ = torch.compile
@@ -389,21 +366,16 @@ def prepare_model(
 
 
 def add_document_boundaries(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the document boundaries of packed sequences to a batch, if `model` uses flash attention, which takes them at no cost.
-    transformers derives them for a batch of one sequence only, and synchronises the device in every layer; here they come from
-    position ids on the CPU.
-
-    For `position_ids` `[batch, sequence]` that restart inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts
-    of documents in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the
-    longest. Other batches are unchanged. Raises `ConfigError` for a model whose forward takes no further keywords.
-    """
+    """Add the document boundaries of packed sequences to a batch on the CPU, if `model` uses flash attention: transformers derives
+    them for a batch of one sequence only, and synchronises the device in every layer. For `position_ids` `[batch, sequence]` that
+    restart inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts of documents in the flat batch and its end,
+    int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the longest. Other batches are unchanged. Raises
+    `ConfigError` for a model whose forward takes no further keywords."""
     positions = batch.get("position_ids")
     if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or "cu_seq_lens_q" in batch:
         return batch
-    inside = pretrained_of(model)
+    inside = None if batch.get("attention_mask") is not None else pretrained_of(model)
     if inside is None or "flash" not in str(getattr(inside.config, "_attn_implementation", None)):
-        return batch
-    if batch.get("attention_mask") is not None:
         return batch
     begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
     starts = begins.flatten().nonzero().flatten()

@@ -1,8 +1,5 @@
-"""Small CPU copies of transformers models, of the same class with fewer and smaller layers, and records of what they compute.
-
-Trials of the loss, of packed documents and of tensor plans compare two runs of such a copy in float64, verification trains them.
-The model itself is not run, and may be on meta.
-"""
+"""Small CPU copies of transformers models, of the same class with fewer and smaller layers, on which trials compare two runs in
+float64. The model itself is not run, and may be on meta."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -71,7 +68,7 @@ class InFloat64(TorchFunctionMode):
 
 
 def perturb(model: nn.Module) -> None:
-    """Perturb each parameter of a model slightly, so that zeros (a gate, say) hide nothing, and equal biases and scales differ."""
+    """Perturb each parameter slightly, so that zeros (a gate, say) hide nothing, and equal biases and scales differ."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,7 +90,6 @@ def whole_passes_in_float64() -> Iterator[None]:
 
 
 def record_outputs(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
-    """Return the result of `run`, and the outputs of all modules that it calls."""
     outputs: Outputs = []
 
     def keep(name: str, found: Any) -> None:
@@ -115,12 +111,10 @@ def gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor
 
 
 def deviation(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
-    """Return the norm of the difference of two tensors over the norm of `wanted` and `scale`; infinite for another shape and for
-    values that are not finite. `scale` is added to the denominator, since some gradients are zero up to rounding (those of an
-    attention's key biases)."""
-    if found.shape != wanted.shape:
-        return float("inf")
-    distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm())
+    """Return the norm of the difference of two tensors over the norm of `wanted` plus `scale`, since some gradients are zero up to
+    rounding (those of an attention's key biases); infinite for another shape and for values that are not finite."""
+    same = found.shape == wanted.shape
+    distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm()) if same else float("nan")
     if distance != distance:
         return float("inf")
     size = float(wanted.norm())
@@ -141,7 +135,6 @@ def first_difference(found: Outputs, wanted: Outputs, differ: Callable[[Tensor, 
 
 
 def shown_module(model: nn.Module, name: str) -> str:
-    """Return the name and the class of a module for a message."""
     return f"{name or 'the model'}, a {type(model.get_submodule(name)).__name__}"
 
 
@@ -173,7 +166,7 @@ def first_copy(
     seed: int = 0,
 ) -> Any | list[str]:
     """Return the first copy of at most `most` parameters that builds and passes `check`, else the list of reasons. `reductions` are
-    sizes and numbers of layers, as `shrink_config` takes them, tried in turn."""
+    arguments of `shrink_config`."""
     reasons = []
     for sizes, layers in reductions:
         try:
@@ -186,16 +179,14 @@ def first_copy(
             with seeded_cpu(seed, "small copy"):
                 model = build(small)
                 check(model)
+                return model
         except ERRORS as error:
             reasons.append(summary(error))
-            continue
-        return model
     return reasons
 
 
 def shrink_config(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
-    """Return a copy of a configuration with sizes reduced to `sizes`, nested ones too, and at most `layers` layers (up to 8 to keep
-    each layer type)."""
+    """Return a copy of a configuration with at most these `sizes`, nested ones too, and `layers` (up to 8 to keep each type)."""
     small = copy.deepcopy(config)
     for name, inside in list(vars(small).items()):
         if isinstance(inside, PreTrainedConfig):

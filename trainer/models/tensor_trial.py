@@ -1,8 +1,5 @@
-"""The trial, on a small copy, whether a model that is divided over tensor ranks computes the same results.
-
-The ranks of the divided copy are threads of this process. The outputs of modules with whole features and all gradients must be
-equal up to rounding; the copy is in float64.
-"""
+"""The trial, on a small copy in float64, whether a model that is divided over tensor ranks, threads of this process, computes
+the same outputs of modules with whole features and the same gradients."""
 
 import copy
 import inspect
@@ -27,17 +24,14 @@ from zeromesh.trainer.models.user_model import integer, positive, text_part
 from zeromesh.zero.hooks import tensors_in
 
 _RANKS, _TOKENS, _FIRST_ID = 2, 8, 3
-_TOLERANCE = 1e-9
-"""The relative tolerance: sums of float64 numbers in different orders differ by less than 1e-13."""
+_TOLERANCE = 1e-9  # relative; sums of float64 numbers in different orders differ by less than 1e-13
 _Value = TypeVar("_Value")
 
 
 def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, sequence: bool) -> None:
-    """Run a small copy of a model whole and divided over two ranks; outputs and gradients must agree.
-
-    `rules` are the user's styles by name pattern. With them or a `tp_plan`, a model without a small copy passes. With `sequence`,
-    blocks exchange shards of the sequence. Raises `ConfigError` with the module that differs, or if no division could be tried.
-    """
+    """Run a small copy of a model whole and divided over two ranks; raises `ConfigError` with the module that differs, or if no
+    division could be tried. `rules` are the user's styles by name pattern. With them or a `tp_plan`, a model without a small copy
+    passes. With `sequence`, blocks exchange shards of the sequence."""
 
     def refused(reason: str, where: str = "parallel.tensor") -> ConfigError:
         return ConfigError(
@@ -114,10 +108,8 @@ def _inputs(small: Any) -> Iterator[tuple[str, Any]]:
     config, names = small.config, inspect.signature(type(small).forward).parameters
     generator = torch.Generator().manual_seed(0)
     main = getattr(small, "main_input_name", "input_ids")
-    text, vision = (
-        text_part(config),
-        getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config,
-    )
+    text = text_part(config)
+    vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
     most = positive(text, "vocab_size") or 2 * _FIRST_ID
     ids = torch.randint(_FIRST_ID, most, (2, _TOKENS), generator=generator)
     ids[:, -1] = integer(text, "eos_token_id") or ids[0, -1]
@@ -167,8 +159,8 @@ class _PassResult:
 
 
 def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, Tensor]) -> None:
-    """Load every parameter on the meta device on CPU from `whole`, the whole tensors by FQN; divided ones get this rank's part.
-    Dtype and `requires_grad` do not change. Raises `LayoutError` for a tensor that is missing or has another shape."""
+    """Load every meta parameter on CPU from `whole`, the whole tensors by FQN; divided ones get this rank's part. Raises
+    `LayoutError` for a tensor that is missing or has another shape."""
     for name, parameter in list(model.named_parameters()):
         value, part = whole.get(name), parts.get(name)
         shape = tuple(parameter.shape) if part is None else part.region.shape
@@ -189,8 +181,8 @@ def part_of(whole: Tensor, region: Region) -> Tensor:
 def _difference_when_divided(
     whole: nn.Module, plan: TensorPlan, run: Callable[[Any], list[Tensor]], *, sequence: bool, inside: bool
 ) -> str:
-    """Return name and class of the first module whose outputs or gradients differ in copies of `whole` divided by `plan`, or an
-    empty text. Without `inside`, outputs of inner modules are not compared."""
+    """Describe the first module whose outputs or gradients differ in copies of `whole` divided by `plan`; empty if there is none.
+    Without `inside`, outputs of inner modules are not compared."""
     barrier, left = threading.Barrier(plan.size), [torch.empty(0)] * plan.size
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.
@@ -199,11 +191,8 @@ def _difference_when_divided(
     def passed(model: nn.Module, parts: Mapping[str, ParameterPart]) -> _PassResult:
         results, outputs = small_copy.record_outputs(model, lambda: run(model))
         # Each output element gets its own weight, so that errors cannot cancel.
-        losses = [
-            (each * torch.linspace(0.5, 1.5, each.numel()).view(each.shape)).sum()
-            for each in results
-            if each.requires_grad
-        ]
+        weighted = [each * torch.linspace(0.5, 1.5, each.numel()).view(each.shape) for each in results]
+        losses = [each.sum() for each in weighted if each.requires_grad]
         outputs = [(name, each) for name, each in outputs if inside or not name]
         return _PassResult(outputs=outputs, gradients=small_copy.gradients_of(model, losses), parts=parts)
 
@@ -251,7 +240,6 @@ def _same_shape_differ(found: Tensor, wanted: Tensor) -> bool:
 
 
 def _module_error(error: Exception, model: nn.Module) -> str:
-    """Describe an error with the innermost module of the model in which it was raised."""
     names = {id(module): name for name, module in model.named_modules()}
     name, frame = "", error.__traceback__
     while frame is not None:

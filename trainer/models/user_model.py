@@ -16,13 +16,12 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
-Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""A function that returns a compiled version of a function, as `torch.compile` does."""
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # as `torch.compile` is
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
     """Return the model inside `torch.compile` and `DataParallel`, and the wrapper's compile function with its options, or None.
-    Raises `ConfigError` for `DistributedDataParallel`, which would reduce gradients a second time, and for compiled submodules."""
+    Raises `ConfigError` for `DistributedDataParallel` and for compiled submodules."""
     compile_: Compile | None = None
     inside: Any = model
     while True:
@@ -36,8 +35,7 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
             inside = inside.module
         else:
             break
-    parts = [name for name, module in inside.named_modules() if _is_compiled(module)]
-    if parts:
+    if parts := [name for name, module in inside.named_modules() if _is_compiled(module)]:
         raise ConfigError(
             f"{', '.join(parts[:3])}: torch.compile was applied to a part of the model, whose parameters are gathered around its "
             "blocks; give the model as it is and set model.compile: true, which compiles each block"
@@ -58,9 +56,8 @@ def _is_compiled(model: Any) -> bool:
 
 
 def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> None:
-    """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train; planning calls it too. Data ranks
-    gather layers and sum gradients together. A rank that drops a layer at random (LayerDrop, Fan et al., 2020) would block the
-    others."""
+    """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train. Data ranks gather layers together:
+    one that drops a layer at random (LayerDrop, Fan et al., 2020) would block the others."""
     divides, data = mesh.model_size > 1, mesh.world_size // mesh.model_size
     if divides and is_adapted(model):
         raise ConfigError(
@@ -73,8 +70,7 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
             "parameters and gradients; set both to 1, or take the hook off"
         )
     inside = pretrained_of(model) if trains and data > 1 else None
-    dropped = list(_layer_drops(inside.config.to_dict())) if inside is not None else []
-    if dropped:
+    if inside is not None and (dropped := list(_layer_drops(inside.config.to_dict()))):
         raise ConfigError(
             f"{', '.join(dropped)}: each of {data} data ranks would leave out other layers, and they gather layers "
             "together; set it to 0 in the model's configuration, or train on one rank",
@@ -99,10 +95,9 @@ _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEY
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardInputs:
-    """The fields that a model's forward takes from a batch."""
+    """The fields that the forward of `model`, a class' name, takes from a batch."""
 
     model: str
-    """The name of the model's class."""
     fields: frozenset[str] | None
     """Fields that forward accepts; None accepts any."""
     named: frozenset[str]
@@ -173,7 +168,6 @@ class ForwardInputs:
             self.check_length(ids.shape[-1], "cut the samples")
 
     def check_length(self, length: int, cure: str) -> None:
-        """Raise `DataError` for sequences that are longer than the model's positions."""
         if self.positions is not None and length > self.positions:
             raise DataError(
                 f"sequences of {length} tokens are longer than the {self.positions} positions of {self.model} "

@@ -16,14 +16,6 @@ from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator, reuse_freed_memory
-from zeromesh.offload.accelerator import (
-    allow_tf32,
-    bind_to_near_cpus,
-    has_cublas,
-    is_accelerator,
-    is_initialized,
-    pick_device,
-)
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.event_ring import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
@@ -58,17 +50,16 @@ _RANK_SPECIFIC_KEYS = (
 
 
 def connect(config: TrainerConfig) -> Mesh:
-    """Join the other ranks of the launch in the configuration's mesh. Raises `ConfigError` or `LayoutError` if the launch or the
-    mesh does not fit."""
+    """Join the other ranks of the launch in the configuration's mesh. Raises `ConfigError` or `LayoutError` if they do not fit."""
     environment = read_environment()
     parallel = config.parallel
     shape = MeshShape.resolve(environment.world_size, **{axis: getattr(parallel, axis) for axis in AXES})
     set_default("PYTORCH_ALLOC_CONF", accelerator.allocator_settings(), "PYTORCH_CUDA_ALLOC_CONF")
     if config.run.deterministic:
         use_deterministic_kernels()
-    device = pick_device(environment.local_rank)
+    device = accelerator.pick_device(environment.local_rank)
     if parallel.numa_binding is not None:
-        bind_to_near_cpus(device, environment.local_world_size, parallel.numa_binding)
+        accelerator.bind_to_near_cpus(device, environment.local_world_size, parallel.numa_binding)
     if device.type == "cpu":
         reuse_freed_memory()
         allocate_buffers()
@@ -89,28 +80,26 @@ def connect(config: TrainerConfig) -> Mesh:
 
 def set_tf32(config: TrainerConfig, device: torch.device) -> None:
     """Allow or forbid TF32 in this process's float32 products, by `precision.tf32`. Raises `ConfigError` for TF32 on a CPU."""
-    if is_accelerator(device):
-        allow_tf32(config.precision.tf32)
+    if accelerator.is_accelerator(device):
+        accelerator.allow_tf32(config.precision.tf32)
     elif config.precision.tf32:
-        raise ConfigError(
-            "TF32 is a format of GPUs, and this run computes on the CPU; leave it out", where="precision.tf32"
-        )
+        problem = "TF32 is a format of GPUs, and this run computes on the CPU; leave it out"
+        raise ConfigError(problem, where="precision.tf32")
 
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
-"""Deterministic cuBLAS workspaces by NVIDIA's manual: 8 of 4 MiB, which is fast, or of 16 KiB."""
+_DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # by NVIDIA's manual: 8 of 4 MiB, which is fast, or of 16 KiB
 
 
 def use_deterministic_kernels() -> None:
     """Restrict this process to deterministic kernels; torch raises an error for an operation without one. Raises `ConfigError` if
     cuBLAS has other workspaces, or was initialised without a setting."""
     given = setting(_WORKSPACE)
-    if has_cublas() and given not in _DETERMINISTIC_WORKSPACES:
+    if accelerator.has_cublas() and given not in _DETERMINISTIC_WORKSPACES:
         cure = f"set {_WORKSPACE}={_DETERMINISTIC_WORKSPACES[0]} before Python starts"
         if given is not None:
             raise ConfigError(f"{_WORKSPACE} is {given!r}; {cure}, or leave it out", where="run.deterministic")
-        if is_initialized():
+        if accelerator.is_initialized():
             raise ConfigError(
                 f"this process has used its GPU before the run began, and without {_WORKSPACE} products may differ from run to "
                 f"run; {cure}",
@@ -240,10 +229,9 @@ def _with_data_size(
     run = config.run
     steps = run.max_steps if run.epochs is None else plan.steps_of(run.epochs)
     if run.epochs is not None and run.most_steps is not None:
-        shorter = "run.max_steps ends the run" if run.most_steps < steps else "run.epochs end the run"
-        console.note(
-            f"run.epochs {run.epochs:g} are {counted(steps, 'step')}, and run.max_steps is {run.most_steps}: {shorter}"
-        )
+        first = "run.max_steps ends" if run.most_steps < steps else "run.epochs end"
+        given_steps = f"run.epochs {run.epochs:g} are {counted(steps, 'step')}, and run.max_steps is {run.most_steps}"
+        console.note(f"{given_steps}: {first} the run")
         steps = min(steps, run.most_steps)
     warmup = config.schedule.warmup_of(steps)
     if warmup > steps:
@@ -255,8 +243,7 @@ def _with_data_size(
 
 
 def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console: Console) -> RunData:
-    """Return the user's datasets, or those of the configuration; all ranks call it. One rank of each host tokenizes uncached text
-    while the others wait."""
+    """Return the user's datasets, or those of the configuration. One rank of each host tokenizes uncached text, and others wait."""
     train, evaluation, tokenizer = inputs.train_dataset, inputs.eval_dataset, inputs.processing_class
     if train is not None or evaluation is not None:
         streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
@@ -269,9 +256,8 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     if config.data.rows.holds == "pictures":
         made, mode = image_processor(config.model, inputs.model)
         console.status("looking at the pictures")
-        return _limit_eval_sets(
-            while_posting(mesh, lambda: load_pictures(config.data, inputs.processing_class or made, mode)), count
-        )
+        pictures = while_posting(mesh, lambda: load_pictures(config.data, inputs.processing_class or made, mode))
+        return _limit_eval_sets(pictures, count)
     if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
         raise ConfigError(
             f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none; give the "

@@ -20,8 +20,7 @@ _NO_DECAY_PATTERNS = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)"
 
 
 def biases_and_norms(model: nn.Module) -> list[str]:
-    """Return the names of parameters without weight decay: biases, normalisations by name or as `nn.LayerNorm`, and those with the
-    mark `_no_weight_decay`, as in state space models."""
+    """Return the names of parameters without weight decay: biases, normalisations, and those with the mark `_no_weight_decay`."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NO_DECAY_PATTERNS)))
     named = model.named_parameters()
     return [name for name, each in named if name not in decayed or getattr(each, "_no_weight_decay", False)]

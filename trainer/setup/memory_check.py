@@ -20,14 +20,14 @@ from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import MemoryBytes, MemoryModel
 
-_FRACTION_STEP = 0.05
-"""The step between the tried fractions of offloaded states."""
+_FRACTION_STEP = 0.05  # between the tried fractions of offloaded states
 _TIGHT_DIVISOR = 10
 """The divisor of a device's free memory: if states leave less than the quotient for activations, there is a warning."""
 
 
-class _HostMemory:
-    """The bytes that the ranks of one host need for a planned model, and those that are available."""
+class HostMemory:
+    """The bytes that the ranks of one host need for the states of a planned model, and for `inputs`, each rank's offloaded inputs
+    of recomputed blocks, and those that are available."""
 
     def __init__(
         self, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int, cuts: ModelCuts | None
@@ -38,11 +38,9 @@ class _HostMemory:
         self.directories = options.offload.files.directories
         self.count = sum(parameter.numel() for parameter in model.parameters())
         self.inputs = inputs if options.offload.activations.tier == "file" else 0
-        """The known bytes of a rank's block inputs on files."""
         plan = plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts)
         layouts = plan_layouts(plan, self.parts)
         self.rank = cache(lambda changed: MemoryModel(layouts, changed, self.parts, transport, mesh.device))
-        """The predicted memory of one rank with these options."""
         held = [parameter for parameter in model.parameters() if not parameter.is_meta]
         freed = [sum(each.nbytes for each in held if on_accelerator(each) is there) for there in (False, True)]
         self.free = available_bytes()
@@ -54,6 +52,12 @@ class _HostMemory:
             host=self.free + swap_bytes() + self.ranks * freed[False],
             disk=sum(map(free_bytes, disks.values())),
         )
+
+    def check(self) -> list[str]:
+        """Raise `StorageError` if more is needed than an accelerator's memory, the host's memory and swap, or its disks. Returns
+        notes on tight memory, and on files."""
+        self._require_room()
+        return [*self._notes(), *self._require_disk()]
 
     def needs(self, options: ZeroOptions) -> MemoryBytes:
         """Return the bytes that the host's ranks need in total, and each of its accelerators."""
@@ -84,8 +88,7 @@ class _HostMemory:
         more = "use more ranks" if self.on_device else "use more hosts"
         return f"{', '.join(found)}, or {more}{'' if options.stage else ' with a zero.stage above 0'}"
 
-    def require_room(self) -> None:
-        """Raise `StorageError` if the states do not fit into memory."""
+    def _require_room(self) -> None:
         rank, needs, room = self.rank(self.options), self.needs(self.options), self.room
         terms: dict[str, int] = {purpose.value: nbytes for purpose, nbytes in rank.terms.items()}
         terms |= {"parameters gathered around their use": rank.gathered}
@@ -99,14 +102,11 @@ class _HostMemory:
             listed = _format_terms(beside if self.on_device else terms, self.ranks)
             short = f"{human_bytes(needs.host)} on this host ({listed}), and {human_bytes(self.free)}"
         if short:
-            raise StorageError(
-                f"{human_count(self.count)} parameters at stage {self.options.stage} need at least {short} are free; "
-                f"{self.advice()}"
-            )
+            need = f"{human_count(self.count)} parameters at stage {self.options.stage} need at least"
+            raise StorageError(f"{need} {short} are free; {self.advice()}")
 
-    def notes(self) -> Iterator[str]:
-        """Yield a note on the gathered parameters that stay between uses, and a warning if states on an accelerator leave little
-        memory."""
+    def _notes(self) -> Iterator[str]:
+        """Yield a note on the gathered parameters that stay between uses, and a warning if states leave a device little memory."""
         needs, room = self.needs(self.options).device, self.room.device
         if self.options.placements.parameters is Placement.SHARDED and self.parts > 1:
             rank, none = self.rank(self.options), self.rank(replace(self.options, gathered_budget=0))
@@ -118,8 +118,7 @@ class _HostMemory:
                 f"leaves {human_bytes(left)} for activations; if that is too little, {self.advice()}"
             )
 
-    def require_disk(self) -> Iterator[str]:
-        """Raise `StorageError` if files do not fit on the disks; yields notes on files."""
+    def _require_disk(self) -> Iterator[str]:
         needs, files = self.needs(self.options), self.rank(self.options).files
         if not (disk := needs.disk):
             return
@@ -161,7 +160,6 @@ class _HostMemory:
 
 
 def _format_terms(terms: Mapping[str, int], ranks: int = 1) -> str:
-    """Format one rank's bytes by purpose, multiplied by `ranks`."""
     return ", ".join(f"{human_bytes(ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
 
 
@@ -173,24 +171,6 @@ def _offload_changes(offload: OffloadOptions, stage: int, *, host: bool) -> Iter
         yield "offload.optimizer", away.tier, optimizer
         if STAGES[stage].parameters is Placement.SHARDED:
             yield "offload.optimizer and offload.parameters", away.tier, replace(optimizer, parameters=away)
-
-
-def require_memory(
-    model: nn.Module,
-    options: ZeroOptions,
-    mesh: Mesh,
-    *,
-    transport: str,
-    inputs: int = 0,
-    cuts: ModelCuts | None = None,
-) -> list[str]:
-    """Raise `StorageError` if the states need more than an accelerator's memory, a host's memory and swap, or its disks.
-
-    `inputs` are the bytes of offloaded inputs of recomputed blocks. Returns notes on tight memory, and on files.
-    """
-    host = _HostMemory(model, options, mesh, transport, inputs, cuts)
-    host.require_room()
-    return [*host.notes(), *host.require_disk()]
 
 
 def pinned_notes(budget: PinnedBudget) -> list[str]:

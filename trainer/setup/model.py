@@ -1,7 +1,7 @@
 """The model of a run: building, checks, division among ranks and initial values."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -41,7 +41,7 @@ from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.build import build_model
-from zeromesh.trainer.models.flops import ModelFlops, counted_parameters
+from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_attention, use_float8_linear
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
@@ -49,15 +49,13 @@ from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fit
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import with_exempt_names
-from zeromesh.trainer.setup.memory_check import pinned_notes, require_memory
+from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
 
 _TRANSPORT_TEXTS = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
-"""Names of the gradient transports in the notes at the start of a run."""
-_MESSAGE_BYTES = 64 * 2**20
-"""The most bytes of a weight that one message to the other ranks holds."""
+_MESSAGE_BYTES = 64 * 2**20  # of a weight, in one message to the other ranks
 
 
 def build_trained_model(
@@ -72,9 +70,8 @@ def build_trained_model(
     console: Console,
     start_times: StartTimes,
 ) -> TrainedModel:
-    """Build the model, check it and the data, and leave this rank its part of the model with initial values. Raises, before
-    anything large is allocated, a `ZeromeshError` for a model that cannot be built, divided or trained, unfit data and too little
-    memory."""
+    """Build the model, check it and the data, and leave this rank its part of the model with initial values. Raises a
+    `ZeromeshError` for what cannot be trained before anything large is allocated."""
     console.status("building the model")
     built = build_whole_model(inputs.model, config, data.tokenizer)
     model = built.model
@@ -85,18 +82,19 @@ def build_trained_model(
         changes.callback(keep_attributes(model))
         if config.model.attention is not None:
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
-        tiers = open_tiers(mesh, options)
-        undone.callback(tiers.close)
+        tiers = undone.enter_context(closing(open_tiers(mesh, options)))
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
-        whole: dict[str, Any] = {"flops": ModelFlops.of(model), "flop_parameters": counted_parameters(model)}
-        whole |= {"parameters": sum(each.numel() for each in model.parameters()), "hub_form": HubForm(model)}
+        count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
+        whole: dict[str, Any] = {"flop_parameters": count(exclude_embeddings=True) if callable(count) else 0}
+        whole |= {"flops": ModelFlops.of(model), "hub_form": HubForm(model)}
+        whole |= {"parameters": sum(each.numel() for each in model.parameters())}
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example)
-        engine = _make_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
+        engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -122,46 +120,6 @@ def build_trained_model(
     return trained
 
 
-def _make_engine(
-    built: BuiltModel,
-    config: TrainerConfig,
-    mesh: Mesh,
-    options: ZeroOptions,
-    tiers: Tiers,
-    divided: Divided,
-    console: Console,
-    feeds: Feeds,
-    notes: Sequence[str],
-) -> ZeroEngine:
-    model = built.model
-    if config.precision.linear is not None:
-        console.note(use_float8_linear(model, mesh.device))
-    away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
-    console.note(*divided.notes, *prepared, *built.notes)
-    # The statistics of SyncBatchNorm cover all ranks.
-    local = [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
-    if local:
-        console.note(
-            f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "
-            "every rank keeps running statistics of its own, and rank 0's are saved"
-        )
-    console.note(*notes)
-    # The inputs of recomputed blocks that are offloaded, where their size is known.
-    sizes = getattr(model, "config", None)
-    width = getattr(sizes, "hidden_size", None) or getattr(sizes, "n_embd", None)
-    elements = away * config.batch.micro_size * config.data.sequence_length
-    width = width if isinstance(width, int) and feeds.data.tokenizer is not None else 0
-    inputs = elements * width * options.precision.compute.itemsize
-    engine = fill_engine(built, mesh, options, tiers, divided, console, inputs=inputs)
-    if mesh.device.type == "cpu":
-        trim_heap()
-    return engine
-
-
 def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
     """Add the data's end tokens to the generation settings. Raises `ConfigError` if it lacks the data's tokens or classes."""
     name = source_of(model)
@@ -179,11 +137,9 @@ def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, conso
                 f"{head}_classification",
                 where="data.format",
             )
-        if inside.config.num_labels < len(data.classes):
-            count = inside.config.num_labels
-            raise ConfigError(
-                f"num_labels is {count}, and the data has {len(data.classes)} classes", where="model.config"
-            )
+        if (count := inside.config.num_labels) < len(data.classes):
+            problem = f"num_labels is {count}, and the data has {len(data.classes)} classes"
+            raise ConfigError(problem, where="model.config")
         if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
             inside.config.pad_token_id = data.tokenizer.padding
     if data.tokenizer is not None:
@@ -196,12 +152,8 @@ def _loss_and_feeds(
     """Try the loss on a small copy of the undivided model and check the first batches; returns notes too."""
     console.status("trying the loss on a small copy")
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
-    loss = make_loss(
-        model,
-        mode=config.model.loss_mode,
-        compute_loss=inputs.compute_loss,
-        smoothing=config.run.label_smoothing,
-    )
+    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
+    loss = make_loss(model, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
     of_text = data.tokenizer is not None and inputs.collate is None
     length_multiple = None
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
@@ -252,8 +204,7 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
 
 def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list[str]:
     """Initialize the buffers of an undivided model, and copy rank 0's in-memory weights and buffers to ranks that differ; all ranks
-    call it. Returns notes. Meta parameters have no values yet, and are skipped. Raises `ConfigError` for buffers whose values are
-    lost, and `LayoutError` if models differ in parameters or buffers."""
+    call it. Returns notes. Raises `ConfigError` for buffers whose values are lost, and `LayoutError` if models differ."""
     model = built.model
     if lost := materialize_buffers(model, mesh.device, seed, source=built.source):
         raise ConfigError(
@@ -262,9 +213,8 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
         )
     tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
-    plan = {
-        name: f"{list(t.shape)} {t.dtype} {'trained' if t.requires_grad else 'frozen'}" for name, t in tensors.items()
-    }
+    kinds = {True: "trained", False: "frozen"}
+    plan = {name: f"{list(t.shape)} {t.dtype} {kinds[t.requires_grad]}" for name, t in tensors.items()}
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
     mesh.wait_for_all_ranks("comparison of models")
     mesh.world.require_same({"model": type(model).__name__, **plan}, LayoutError, advice=advice)
@@ -301,18 +251,41 @@ def divide_model(
 
 def fill_engine(
     built: BuiltModel,
+    config: TrainerConfig,
     mesh: Mesh,
     options: ZeroOptions,
     tiers: Tiers,
     divided: Divided,
     console: Console,
-    *,
-    inputs: int = 0,
+    feeds: Feeds | None = None,
+    notes: Sequence[str] = (),
 ) -> ZeroEngine:
-    """Build the engine of a divided model after checking memory, and read its values; all ranks call it. `inputs` are the bytes of
-    offloaded inputs of recomputed blocks. Raises `StorageError` if memory or disk is short."""
+    """Prepare a divided model, build its engine after checking memory, and read its values; all ranks call it. A model that is
+    trained has `feeds`. Raises `StorageError` if memory or disk is short."""
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
-    console.note(*require_memory(model, options, mesh, transport=transport, inputs=inputs, cuts=divided.cuts))
+    if config.precision.linear is not None:
+        console.note(use_float8_linear(model, mesh.device))
+    away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
+    console.note(*divided.notes, *prepared, *built.notes)
+    # The statistics of SyncBatchNorm cover all ranks.
+    local = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
+    if local and feeds is not None:
+        console.note(
+            f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "
+            "every rank keeps running statistics of its own, and rank 0's are saved"
+        )
+    console.note(*notes)
+    # The inputs of recomputed blocks that are offloaded, where their size is known.
+    sizes = getattr(model, "config", None)
+    width: Any = getattr(sizes, "hidden_size", None) or getattr(sizes, "n_embd", None)
+    known = feeds is not None and feeds.data.tokenizer is not None and isinstance(width, int)
+    inputs = away * config.batch.micro_size * config.data.sequence_length * (width if known else 0)
+    inputs *= options.precision.compute.itemsize
+    console.note(*HostMemory(model, options, mesh, transport, inputs, divided.cuts).check())
     mesh.wait_for_all_ranks("start of the run")
     release, done, total = built.source.release, 0, sum(1 for _ in model.parameters())
 
@@ -326,6 +299,8 @@ def fill_engine(
     override(built.source, "release", released)
     engine = ZeroEngine.build(model, mesh, options, built.source, tiers, divided.cuts)
     built.source.close()
+    if mesh.device.type == "cpu":
+        trim_heap()
     return engine
 
 
@@ -363,8 +338,7 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
 def _check_first_batches(
     feeds: Feeds, config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs
 ) -> list[str]:
-    """Check settings and each dataset's first batch before anything large is allocated; returns notes. Raises `ConfigError` or
-    `DataError`."""
+    """Check settings and each dataset's first batch before anything large is allocated; returns notes."""
     if inputs.compute_loss is not None:
         late = "needs the number of targets before forward, and compute_loss counts them after it"
         if config.optimizer.in_backward:
@@ -392,20 +366,15 @@ def _check_first_batches(
         if isinstance(feed.dataset, StreamedDataset) and resumes:
             continue  # A resumed stream was checked when the run began, and does not continue at its beginning.
         batch = feed.first_batch()
-        sample = feed.dataset[feed.order.dataset_index(0)]
-        unseen = (
-            [field for field in sample if field not in feed.rules.drop_fields(sample)]
-            if isinstance(sample, Mapping)
-            else ()
-        )
-        if unseen:
+        first = feed.dataset[feed.order.dataset_index(0)]
+        sample = first if isinstance(first, Mapping) else {}
+        if unseen := [field for field in sample if field not in feed.rules.drop_fields(sample)]:
             away = f"which {forward.model}.forward does not take (data.remove_unused: false keeps them)"
             notes.append(f"{name}: left out before the data_collator {', '.join(unseen)}, {away}")
         forward.check(batch)
         check_sequence_shards(config, batch)
         loss.count(batch)
-        left_out = [name for name in batch if name not in feed.rules.accepted(batch)]
-        if left_out:
+        if left_out := [name for name in batch if name not in feed.rules.accepted(batch)]:
             notes.append(f"{name}: left out {', '.join(left_out)}, which {forward.model}.forward does not take")
     return notes
 

@@ -1,7 +1,5 @@
-"""Python code that a configuration names (`python: package.module:function`), which is imported and called.
-
-Consent to run the code was given when the configuration was read (`config/consent.py`).
-"""
+"""Python code that a configuration names (`python: package.module:function`), which is imported and called. Consent to run it
+was given when the configuration was read (`Consent`)."""
 
 import difflib
 import functools
@@ -11,11 +9,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
+from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from zeromesh.errors import ConfigError, summary
 from zeromesh.trainer.config.sections.base import NamedFunction
@@ -25,19 +24,18 @@ from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.loop.context import UserInputs
 
 
+@dataclass
 class _RestartableGenerator:
     """An iterable that calls a generator function anew for each iteration."""
 
-    def __init__(self, call: Callable[[], Iterator[Any]]) -> None:
-        self._call = call
+    call: Callable[[], Iterator[Any]]
 
     def __iter__(self) -> Iterator[Any]:
-        return self._call()
+        return self.call()
 
 
 def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -> Any:
-    """Import the object of a name, from `folders`, the current folder or the import path. Raises `ConfigError` for the key
-    `where`."""
+    """Import the object of a name, from `folders`, the current folder or the import path. Raises `ConfigError` for key `where`."""
     module, _, path = named.python.partition(":")
     places = list(dict.fromkeys((*folders, os.getcwd())))
     sys.path[:0] = places
@@ -71,9 +69,8 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def _bind_arguments(named: NamedFunction, where: str, folders: Sequence[str], *, called: bool) -> Any:
-    """Bind the arguments to a named object: with `called`, return a call without arguments; else return a function, or an instance
-    of a class."""
-    found, arguments = find_object(named, where, folders), named.arguments
+    """Return a call without arguments (`called`), or a function or an instance of a class."""
+    found, arguments = find_object(named, where, folders), dict(named.model_extra or {})
     made = isinstance(found, type)
     if not made and not inspect.isroutine(found) and not isinstance(found, functools.partial):
         if arguments:
@@ -105,8 +102,9 @@ def _dataset(named: Any, where: str, folders: Sequence[str], *, trained: bool) -
 
 
 def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs, list[Any]]:
-    """Return the inputs with the objects that the configuration names where the user gave none, and its callbacks. Raises
-    `ConfigError` for names that do not exist, arguments that do not fit, and objects of other kinds."""
+    """Return the inputs with the objects that the configuration names where the user gave none, and its callbacks. Datasets without
+    a collator get a padding one if the tokenizer can pad, as in transformers. Raises `ConfigError` for names that do not exist,
+    arguments that do not fit, and objects of other kinds."""
     data, folders, found = config.data, config.folders, dict[str, Any]()
     if inputs.model is None and config.model.named is not None:
         key, model = "model.python", find_object(config.model.named, "model.python", folders)
@@ -127,4 +125,8 @@ def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs,
             named = {key.removeprefix(f"{EVAL}."): each for key, each in sets.items()}
             found["eval_dataset"] = named.get(EVAL, named)
     callbacks = [_bind_arguments(each, "run.callbacks", folders, called=True)() for each in config.run.callbacks]
-    return replace(inputs, **found, named=frozenset(found)), callbacks
+    inputs, tokenizer = replace(inputs, **found, named=frozenset(found)), inputs.processing_class
+    pads = isinstance(tokenizer, PreTrainedTokenizerBase) and "pad_token" in tokenizer.special_tokens_map
+    if inputs.collate is None and pads and (inputs.train_dataset is not None or inputs.eval_dataset is not None):
+        inputs = replace(inputs, collate=cast("Any", DataCollatorWithPadding(tokenizer)))
+    return inputs, callbacks

@@ -13,8 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.config.consent import Consent, foreign_code
-from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.load import Consent, foreign_code, load_config
 from zeromesh.trainer.inference.generator import Generator
 
 CODE = """

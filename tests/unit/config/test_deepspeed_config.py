@@ -14,7 +14,7 @@ from tests.unit.config.deepspeed_configs import DOCUMENTED
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.deepspeed import is_deepspeed, nested, read_deepspeed
-from zeromesh.trainer.config.deepspeed_table import TABLE, Fate, SettingRow
+from zeromesh.trainer.config.foreign_names import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.messages import known_paths
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
-from zeromesh.trainer.config.consent import Consent
-from zeromesh.trainer.config.deepspeed_table import TABLE
-from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.foreign_names import TABLE
+from zeromesh.trainer.config.load import Consent, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 

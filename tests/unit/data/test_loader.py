@@ -162,7 +162,7 @@ def test_a_worker_that_ends_while_it_hands_over_a_tensor_has_a_name() -> None:
 
     with loader_of(Drawing(), 1) as loader:
         loader.batch(0, 0)
-        loader._iterator = reset()
+        loader._results = reset()
         loader._processes[0].kill()
         loader._processes[0].join()
         with pytest.raises(DataError, match=r"a data worker is gone: process \d+ "):

@@ -79,8 +79,8 @@ def test_products_are_rounded_where_that_is_asked_for() -> None:
 def test_the_same_bits_need_fixed_workspaces_before_a_gpu_is_used(
     monkeypatch: pytest.MonkeyPatch, cublas: bool, given: str | None, begun: bool, words: str
 ) -> None:
-    monkeypatch.setattr(build, "has_cublas", lambda: cublas)
-    monkeypatch.setattr(build, "is_initialized", lambda: begun)
+    monkeypatch.setattr(accelerator, "has_cublas", lambda: cublas)
+    monkeypatch.setattr(accelerator, "is_initialized", lambda: begun)
     os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
     if given is not None:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = given

@@ -44,7 +44,7 @@ def refusal(
     )
     transport = TRANSPORTS[ranks] if on_device is None or ranks == 1 else "nccl"
     try:
-        notes = memory_check.require_memory(on_meta(), options(**changes), mesh, transport=transport)
+        notes = memory_check.HostMemory(on_meta(), options(**changes), mesh, transport, 0, None).check()
         return "".join(note for note in notes if not note.startswith("memory: "))
     except StorageError as error:
         return str(error)

@@ -1,7 +1,7 @@
 """The base of all sections of a configuration, and the types of values that the trainer alone reads."""
 
 import re
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,10 +20,6 @@ class NamedFunction(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow", hide_input_in_errors=True)
     python: PythonName
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return dict(self.model_extra or {})
 
 
 Named = Annotated[NamedFunction, Allowed("a mapping such as {python: package.module:function}")]

@@ -9,12 +9,11 @@ Parts = dict[str, str | Messages]
 """The contents of a row by column, text or messages; the last of several is the answer."""
 
 _ROLES = {"human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool"}
-_ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")
-"""Roles of messages by ShareGPT's names."""
+_ROLES |= dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")  # by ShareGPT's names
 
 
 class RowFormat(NamedTuple):
-    """A format of rows: its columns, and their conversion."""
+    """A format of rows: its columns, their conversion, and what contents it `holds`."""
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
@@ -22,15 +21,9 @@ class RowFormat(NamedTuple):
     """The function that converts columns (None if a row lacks one) to contents; raises `TypeError` or `KeyError` for invalid ones.
     None takes the needed columns as they are."""
     holds: Literal["text", "messages", "either", "pictures"] = "messages"
-    """The type of the contents."""
     identifying_column: str | None = None
-    """A column that identifies rows of this format."""
     label: str | None = None
     """The column of the class, which is then the training target in place of the next token."""
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return (*self.needed, *self.optional, *((self.label,) if self.label else ()))
 
     @property
     def is_joined(self) -> bool:
@@ -73,7 +66,8 @@ FORMATS = {
 }
 FOR_TEMPLATES = ("tools", "chat_template_kwargs")
 """Columns that any row of messages may have for its chat template."""
-COLUMNS = (*dict.fromkeys(name for row in FORMATS.values() for name in row.columns if name != "text"), *FOR_TEMPLATES)
+_NAMES = dict.fromkeys(name for row in FORMATS.values() for name in (*row.needed, *row.optional, row.label))
+COLUMNS = (*(name for name in _NAMES if name not in ("text", None)), *FOR_TEMPLATES)
 """Columns that may have other names in files (`data.columns`); the text column has its own key."""
 
 

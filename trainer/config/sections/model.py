@@ -28,7 +28,6 @@ Head = Literal[
 """Values of `model.head`; `base` is the model without a head, which needs a `compute_loss`."""
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
-"""Values of `model.attention`, by transformers' names."""
 
 AUTO_CLASSES: dict[Head, str] = {
     head: f"AutoModelFor{head.title().replace('_', '').replace('Lm', 'LM').replace('Ctc', 'CTC')}"
@@ -102,7 +101,6 @@ class ModelSection(Section):
 
     @property
     def loss_mode(self) -> Literal["auto", "native", "liger"]:
-        """The computation of the model's own loss; native if a user's function computes the loss."""
         return "native" if isinstance(self.loss, NamedFunction) else self.loss
 
     @property

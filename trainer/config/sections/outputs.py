@@ -36,8 +36,7 @@ def name_of_file(path: str | PathLike[str]) -> str:
 def name_of_script() -> str:
     """Return the stem of this process's script, or the package's name for `python -m package`. An interactive session has no
     script, so each run gets a name with the time, and a cell that is run again trains again."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    if file:
+    if file := getattr(sys.modules.get("__main__"), "__file__", None):
         path = Path(file)
         return name_of_file(path.resolve().parent.name if path.stem == "__main__" else path)
     alone = read_environment().world_size == 1  # Several ranks' clocks would give different names.

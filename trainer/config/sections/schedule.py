@@ -1,9 +1,5 @@
-"""The section `schedule`, and learning-rate schedules as pure functions of the step.
-
-`LRSchedule.factor(step)` is the factor of the base learning rate in step `step` (from 0). The curves are those of
-`transformers.get_scheduler`, so a run moves between the two without a change of its curve; with a warm-up of another shape they are
-those of DeepSpeed's schedulers. As a function of the step, a schedule has no state to save.
-"""
+"""The section `schedule`, and learning-rate schedules as pure functions of the step, which have no state to save. The curves are
+those of `transformers.get_scheduler`; with a warm-up of another shape they are those of DeepSpeed's schedulers."""
 
 import math
 from collections.abc import Callable
@@ -38,7 +34,6 @@ _WARMUP_OPTIONS = frozenset({"warmup_shape", "start_ratio"})
 
 
 def default_warmup(steps: int) -> int:
-    """Return the default warm-up steps of a run of `steps` steps."""
     return steps // 10
 
 
@@ -70,7 +65,6 @@ class ScheduleSection(Section):
     """The initial rate of the warm-up as a fraction of lr; null: 0, and min_ratio for wsd."""
 
     def warmup_of(self, steps: int) -> int:
-        """Return the warm-up steps of a run of `steps` steps."""
         if self.warmup_ratio is not None:
             return math.ceil(self.warmup_ratio * steps)
         if self.warmup_steps is not None:

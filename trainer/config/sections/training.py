@@ -45,7 +45,6 @@ Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their n
 
 Source = Text | Texts | Named
 SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$"), Predicate(lambda name: name != "python")]
-"""The name of an evaluation set; `python` names an object instead."""
 Sources = Annotated[dict[SetName, Source], Field(min_length=1)]
 
 
@@ -151,11 +150,10 @@ class DataSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _move_python_to_train(cls, data: Any) -> Any:
-        if isinstance(data, dict) and "python" in data and "train" not in data:
-            return {name: each for name, each in data.items() if name != "python"} | {
-                "train": {"python": data["python"]}
-            }
-        return data
+        if not isinstance(data, dict) or "python" not in data or "train" in data:
+            return data
+        rest = {name: each for name, each in data.items() if name != "python"}
+        return {**rest, "train": {"python": data["python"]}}
 
     def parts(self) -> dict[str, "DataSection"]:
         """Return a section for each part of the mixture by name, or this section as `train` without a mixture."""
