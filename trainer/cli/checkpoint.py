@@ -18,16 +18,9 @@ _SHOWN_TENSORS = 20
 
 def run_checkpoint(options: argparse.Namespace) -> int:
     """Run one of the commands; returns its exit code. Raises `ZeromeshError` for any failure."""
-    threads = torch.get_num_threads()
+    console = Console()
     # Copies between files are bound by memory and disk: with threads that wait for each other they took five times as long.
     torch.set_num_threads(1)
-    try:
-        return _run(options, Console())
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _run(options: argparse.Namespace, console: Console) -> int:
     match options.action:
         case "list":
             sys.stdout.write(reading.list_checkpoints(options.path, as_json=options.json))
@@ -62,12 +55,12 @@ def _is_damaged(directory: Path, console: Console) -> bool:
         console.note(f"{directory}: DAMAGED: {error}")
         return True
     moved = Throughput(console, f"verifying {directory.name}", sum(p.end - p.begin for p in reader.pieces()))
-    found = list(find_damage(reader, moved))
+    damages = list(find_damage(reader, moved))
     files = f"{counted(len(reader.manifest.files), 'file')}, {moved}"
-    state = f"DAMAGED: {len(found)} of {files}" if found else f"whole: {files}"
+    state = f"DAMAGED: {len(damages)} of {files}" if damages else f"whole: {files}"
     console.note(f"{directory}{part_text(reader)}: {state}")
-    for each in found:
+    for each in damages:
         console.note("\n".join([f"  {each.path}", *(f"    {reason}" for reason in each.reasons)]))
         if each.tensors:
             console.note(f"    tensors: {some(each.tensors, _SHOWN_TENSORS)}")
-    return bool(found)
+    return bool(damages)

@@ -1,14 +1,11 @@
-"""Records a run in the user's layout, and compares it with the plain process.
-
-Each rank compares local values: outputs of its modules, whole or its share of them, and whole gradients and parameters as it reads
-them. A difference on some ranks is thereby attributed to these ranks.
-"""
+"""Records a run in the user's layout, and compares it with the plain process. Each rank compares local values: outputs of its
+modules, whole or its share of them, gradients and parameters, so that a difference on some ranks is attributed to these ranks."""
 
 import copy
 import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +23,11 @@ from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.small_copy import deviation, whole_passes_in_float64
 from zeromesh.trainer.models.tensor_trial import part_of
 from zeromesh.trainer.verification.certificate import Difference, PassRecord
-from zeromesh.trainer.verification.reference import PlainRun, tensors_of, train_plainly
+from zeromesh.trainer.verification.reference import PlainRun, tensors_of
 from zeromesh.trainer.verification.shrink import SmallRun, exact
 from zeromesh.units.unit import all_buckets
 from zeromesh.zero.hooks import watch_outputs
 
-MakeTrainer = Callable[..., Any]
-"""A function that creates a trainer from the arguments of `zeromesh.Trainer`."""
 _ROUNDING = 4.0
 """The allowed error of the user's layout, as a multiple of the error of a plain process in the same precision."""
 _EPSILONS = 8.0
@@ -53,16 +48,13 @@ class Recorder(Callback):
         self.average: dict[str, Tensor] = {}
         self.began = False
         """True once training has begun; an earlier error is a refusal of the configuration, and no finding."""
-        self._leaving = ExitStack()
-
-    def close(self) -> None:
-        """Remove the patches of this process and the hooks of the model."""
-        self._leaving.close()
+        self.cleanup = ExitStack()
+        """Removes the patches of this process and the hooks of the model."""
 
     def on_train_begin(self, trainer: Any) -> None:
         self.began = True
         if trainer.config.precision.compute == "float64":
-            self._leaving.enter_context(whole_passes_in_float64())
+            self.cleanup.enter_context(whole_passes_in_float64())
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         self.losses.append(float(metrics["loss"]))
@@ -72,7 +64,7 @@ class Recorder(Callback):
             trainer.request(save=self._saves, stop=True)
 
     def on_train_end(self, trainer: Any) -> None:
-        self.close()
+        self.cleanup.close()
         self.parameters = {name: each.cpu().clone() for name, each in trainer.state_dict()}
         if trainer.config.ema.decay:
             self.average = {name: each.cpu().clone() for name, each in trainer.state_dict(ema=True)}
@@ -101,7 +93,7 @@ class Observer(Recorder):
             for name, module in trainer.model.named_modules()
             if name and not any(isinstance(each, Stub) for each in module.modules())
         ]
-        self._leaving.callback(watch_outputs(whole, self._keep_outputs))
+        self.cleanup.callback(watch_outputs(whole, self._keep_outputs))
         loss = trainer.run.model.loss
         compute_loss = loss.compute
 
@@ -126,7 +118,7 @@ class Observer(Recorder):
                 return  # The gradient was consumed inside backward.
             size = float("inf") if found is None else deviation(found.cpu(), gradient, whole)
             self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
-            self._note("gradient", name, size, place=self.plain.places[name])
+            self._note("gradient", name, size, place=self.plain.backward_order[name])
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
         self._compare_microbatches(trainer)
@@ -167,14 +159,14 @@ class Observer(Recorder):
                 whole = part_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
                 size = deviation(own, whole, rate * part.length**0.5)
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
-                self._note(kind, name, size, place=self.plain.places.get(name, 0))
+                self._note(kind, name, size, place=self.plain.backward_order.get(name, 0))
 
     def _compare_microbatches(self, trainer: Any) -> None:
         """Compare the sums of losses and the outputs of modules of this rank's microbatches."""
         turns, plain = rank_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
         # A wrong loss is attributed to the last module, since it may have correct outputs of all modules.
-        plain_order = self.plain.order
-        head = max((name for name in plain_order if name), key=plain_order.__getitem__, default="")
+        order = self.plain.forward_order
+        head = max(order, key=order.__getitem__, default="")
         for (total, count), turn in zip(self._sums, turns, strict=False):
             wanted, targets = plain.sums[turn]
             size = float("inf") if count != targets else relative(total, wanted)
@@ -191,14 +183,15 @@ class Observer(Recorder):
                     if share is not None:
                         self.compared += 1
                         size = deviation(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
-                        self._note("output", name, size, place=plain_order.get(name, 0), microbatch=turn)
+                        self._note("output", name, size, place=order.get(name, 0), microbatch=turn)
 
 
 @dataclass(kw_only=True)
 class Verification:
     """The passes of one verification on this rank."""
 
-    make: MakeTrainer
+    make: Callable[..., Any]
+    """Creates a trainer from the arguments of `zeromesh.Trainer`."""
     mesh: Mesh
     config: TrainerConfig
     inputs: UserInputs
@@ -208,7 +201,7 @@ class Verification:
     checks: dict[str, str] = field(default_factory=dict)
     plain: PlainRun = field(init=False)
     """The plain process's run in float64."""
-    own: Recorder = field(init=False)
+    recorder: Recorder = field(init=False)
     """The records of the run in the user's precision."""
     failed: Exception | None = None
     """The exception that ended a run in the user's layout."""
@@ -216,7 +209,7 @@ class Verification:
     def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
         """Train a copy of the subject's model, by default the small run's, by `config`, without output."""
         given, subject = self.inputs, subject or self.subject
-        with closing(recorder), redirect_stdout(io.StringIO()):
+        with recorder.cleanup, redirect_stdout(io.StringIO()):
             trainer = self.make(
                 copy.deepcopy(subject.model),
                 config,
@@ -233,43 +226,38 @@ class Verification:
                 if recorder.began or not (isinstance(error, ZeromeshError) and isinstance(error, ValueError)):
                     self.failed = error
                     step = len(recorder.losses) + 1
-                    said = f"the run ends in step {step}, and rank {self.mesh.rank} says: {summary(error)}"
+                    what = f"the run ends in step {step}, and rank {self.mesh.rank} says: {summary(error)}"
                     self.differences += getattr(recorder, "differences", [])
-                    self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=said))
+                    self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=what))
                 raise
 
     def exact_pass(self) -> None:
         """Train in float64, once with every output and gradient recorded, and once as the user trains, without hooks."""
         config = exact(self.subject.config)
-        self.plain = plain = train_plainly(self.subject, config, self.inputs, rank_microbatches(config, self.mesh))
+        plain = self.plain = PlainRun(self.subject, config, self.inputs).train(rank_microbatches(config, self.mesh))
         observer, recorder = Observer(plain), Recorder()
         self.run(config, observer)
         self.run(config, recorder)
         self.differences += observer.differences
-        self.differences += differences_of(recorder, plain, config.optimizer.lr, run="while nobody watched")
-        self.passes["exact"] = _record(
-            observer,
-            plain,
-            EXACT,
-            gradients=dict(observer.gradient_sizes),
-            parameters=dict(observer.parameter_sizes),
-            outputs=observer.compared,
-        )
+        self.differences += differences_of(recorder, plain, run="while nobody watched")
+        gradients, parameters = dict(observer.gradient_sizes), dict(observer.parameter_sizes)
+        sizes = {"gradients": gradients, "parameters": parameters, "outputs": observer.compared}
+        self.passes["exact"] = _record(observer, plain, EXACT, **sizes)
 
     def user_precision_pass(self) -> None:
         """Train in the user's precision. The error against float64 may be 4 times that of a plain process in this precision."""
-        config, rate = self.subject.config, self.subject.config.optimizer.lr
+        config = self.subject.config
         wide = exact(config).model_copy(update={"optimizer": config.optimizer})
-        true, plain = (train_plainly(self.subject, each, self.inputs) for each in (wide, config))
-        recorder = self.own = Recorder()
+        true, plain = (PlainRun(self.subject, each, self.inputs).train() for each in (wide, config))
+        recorder = self.recorder = Recorder()
         self.run(config, recorder)
         compute = config.precision.compute
         least = _EPSILONS * torch.finfo(getattr(torch, compute)).eps
         bounds = dict.fromkeys(("loss", "norm", "parameter"), max(EXACT, least))
-        for kind, _, _, size in relative_errors_of(plain, true, rate):
+        for kind, _, _, size in relative_errors_of(plain, true):
             bounds[kind] = max(bounds[kind], _ROUNDING * size + least)
         parameters = {}
-        for kind, step, name, size in relative_errors_of(recorder, true, rate):
+        for kind, step, name, size in relative_errors_of(recorder, true):
             if kind == "parameter":
                 parameters[name] = size
             if not size <= bounds[kind]:
@@ -280,37 +268,33 @@ class Verification:
         self.passes[compute] = _record(recorder, plain, max(bounds.values()), parameters=parameters)
 
 
-def _record(recorder: Recorder, plain: PlainRun, bound: float, **compared: Any) -> PassRecord:
-    return PassRecord(
-        losses=recorder.losses,
-        plain_losses=plain.losses,
-        norms=recorder.norms,
-        plain_norms=plain.norms,
-        bound=bound,
-        **compared,
-    )
+def _record(run: Recorder, plain: PlainRun, bound: float, **compared: Any) -> PassRecord:
+    figures: dict[str, Any] = {
+        "losses": run.losses,
+        "plain_losses": plain.losses,
+        "norms": run.norms,
+        "plain_norms": plain.norms,
+    }
+    return PassRecord(**figures, bound=bound, **compared)
 
 
 def relative_errors_of(
-    found: Recorder | PlainRun, plain: PlainRun, rate: float, *, first: int = 0
+    run: Recorder | PlainRun, plain: PlainRun, first: int = 0
 ) -> Iterator[tuple[str, int, str, float]]:
     """Yield kind, step, name and relative difference of the losses, norms and last parameters of a run that began after step
     `first` of the plain process."""
-    last = len(plain.steps)
-    for kind, own, wanted in (("loss", found.losses, plain.losses), ("norm", found.norms, plain.norms)):
-        for step, (one, other) in enumerate(zip(own, wanted[first:], strict=True), start=first + 1):
-            if kind == "loss" or one == one:
-                yield kind, step, "", relative(one, other)
-    for name, value in plain.parameters.items():
-        size = deviation(found.parameters[name], value, rate * last * value.numel() ** 0.5)
-        yield "parameter", last, name, size
+    last, rate = len(plain.steps), plain.config.optimizer.lr
+    for kind, values, plain_values in (("loss", run.losses, plain.losses), ("norm", run.norms, plain.norms)):
+        for step, (value, plain_value) in enumerate(zip(values, plain_values[first:], strict=True), start=first + 1):
+            if kind == "loss" or value == value:
+                yield kind, step, "", relative(value, plain_value)
+    for name, tensor in plain.parameters.items():
+        yield "parameter", last, name, deviation(run.parameters[name], tensor, rate * last * tensor.numel() ** 0.5)
 
 
-def differences_of(
-    recorder: Recorder, plain: PlainRun, rate: float, *, run: str, first: int = 0
-) -> Iterator[Difference]:
+def differences_of(recorder: Recorder, plain: PlainRun, *, run: str, first: int = 0) -> Iterator[Difference]:
     """Yield the differences between the plain process and a run without hooks, as `relative_errors_of` does."""
-    for kind, step, name, size in relative_errors_of(recorder, plain, rate, first=first):
+    for kind, step, name, size in relative_errors_of(recorder, plain, first):
         if not size <= EXACT:
             yield Difference(kind=kind, step=step, name=name, size=size, run=run, detail=run)
 
@@ -326,11 +310,9 @@ def bytes_of(tensor: Tensor) -> bytes:
     return found
 
 
-def relative(found: float, wanted: float) -> float:
+def relative(value: float, plain_value: float) -> float:
     """Return the relative difference of two numbers; infinite where one is not finite."""
-    if found == wanted:
-        return 0.0
-    size = abs(found - wanted) / max(abs(wanted), 1e-300)
+    size = 0.0 if value == plain_value else abs(value - plain_value) / max(abs(plain_value), 1e-300)
     return size if size == size else float("inf")
 
 
