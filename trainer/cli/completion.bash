@@ -1,4 +1,4 @@
-# The functions of bash by which overrides are completed: before the line of dashes for shtab's preamble, the others for the end.
+# Completes overrides by the keys of the configuration and their values.
 _zeromesh_keys() {
   local word=${COMP_LINE:0:COMP_POINT}
   word=${word##*[[:space:]]}

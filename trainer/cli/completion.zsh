@@ -1,4 +1,4 @@
-# The function of zsh by which overrides are completed, for shtab's preamble.
+# Completes overrides by the keys of the configuration and their values.
 _zeromesh_keys() {
   if [[ $PREFIX == *=* ]]; then
     compadd -- VALUES

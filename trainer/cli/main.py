@@ -103,29 +103,12 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of the whole command line, without overrides after an option."""
+    """Build the parser of the commands of `commands.txt`, without overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
     parser.set_defaults(worker=False, attached=None, nproc=None, verbose=False, overrides=None)
     parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
     parser.set_defaults(model=None, data=None, evaluation=None, lora=False, save_config=None, tune=False)
-    _add_commands(parser)
-    return parser
-
-
-def _add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the commands of `commands.txt`. Its lines, continued by indented ones, are:
-
-        ## (group)                                a group of arguments, which are those of the lines below
-        ## command [file.function]: help          a command; the lines below are its arguments, the function is in this folder
-        ### action: help                          an action of that command, with the arguments below
-        (group)                                   the arguments of a group
-        name: help                                an option without a value
-        name METAVAR kind [more]: help            any other; the kinds are those of `_ARGUMENT_PARSERS`
-
-    The marks in `more` are `=DEFAULT`, `>DEST`, `?`, `*` or `+` (nargs), `&` (repeatable), `!` (required). A METAVAR that ends in
-    `{a,b}` has choices. The help `-` hides an option that this command passes to workers. A word after `$` is filled in here.
-    """
     words = {"passed": ", ".join(FORWARDED), "silence": f"{SILENCE_SECONDS:g}", "loopback": LOOPBACK, "report": REPORT}
     words |= {"examples": ",".join(sorted(examples())), "shells": ",".join(SHELLS)}
     table = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").replace("\n    ", " ")
@@ -147,6 +130,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
             lines = re.sub(r"^(\(\w+\))\n", lambda group: groups[group[1]], lines, flags=re.MULTILINE)
         for line in lines.splitlines():
             _add_argument(parsed, line)
+    return parser
 
 
 def _add_argument(command: argparse.ArgumentParser, line: str) -> None:
@@ -205,8 +189,8 @@ _MOST_NUMBERS = 10
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    """Print a shell's completion script, which starts no Python; returns the exit code. shtab makes it of the parser, and the keys of
-    the configuration with their values are added to it here."""
+    """Print a shell's completion script, which starts no Python; returns the exit code. shtab makes it of the parser, and the
+    keys of the configuration with their values are added to it here."""
     import shtab
 
     shell, parser = options.shell, make_parser()

@@ -224,14 +224,14 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
 def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
     """Return the number of ranks, by the launcher or else by --nproc; and True if this process starts them. A scheduler's single
     task may start workers; several tasks are the ranks themselves."""
-    environment, wanted = read_environment(), options.nproc
-    if wanted is not None and wanted > (most := max(64, 8 * available_cores())):
-        raise ConfigError(f"--nproc {wanted}: this host has {available_cores()} cores; allowed are up to {most} ranks")
+    environment, nproc = read_environment(), options.nproc
+    if nproc is not None and nproc > (most := max(64, 8 * available_cores())):
+        raise ConfigError(f"--nproc {nproc}: this host has {available_cores()} cores; allowed are up to {most} ranks")
     if environment.launcher != "torchrun" and environment.world_size == 1:
-        return wanted or 1, not options.worker and (wanted or 1) > 1
-    if wanted is not None and wanted != environment.local_world_size:
+        return nproc or 1, not options.worker and (nproc or 1) > 1
+    if nproc is not None and nproc != environment.local_world_size:
         raise ConfigError(
-            f"--nproc {wanted}: {environment.launcher} has started {counted(environment.local_world_size, 'process')} on this "
+            f"--nproc {nproc}: {environment.launcher} has started {counted(environment.local_world_size, 'process')} on this "
             "host, which are the ranks; leave --nproc out"
         )
     return environment.world_size, False
@@ -294,8 +294,7 @@ def _fit(config: TrainerConfig, began: float) -> int:
 
 def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | None]:
     """Return the configuration that `source` names, its overrides, and the checkpoint with the weights to evaluate, if any.
-    `source` is a run's directory, which stands for its newest checkpoint, a checkpoint, a Hugging Face model directory, or a
-    configuration."""
+    `source` is a run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or a configuration."""
     path = Path(source).expanduser()
     if not path.is_dir():
         if path.name == _RESOLVED:
@@ -333,8 +332,7 @@ def _require_no_script(run: Path) -> None:
 
 
 def _evaluate(config: Any, checkpoint: Path | None) -> int:
-    """Evaluate a checkpoint, by default the newest of the configuration's run or else initial weights, print the values and append
-    them to `evaluated.jsonl`."""
+    """Evaluate a checkpoint, by default the newest of the run or else initial weights, and print and store the values."""
     from zeromesh.checkpoint.store import CheckpointStore
     from zeromesh.trainer import Trainer
     from zeromesh.trainer.checkpoints.manager import FOLDER

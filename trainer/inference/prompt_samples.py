@@ -23,8 +23,8 @@ _KEY = "run.prompts"
 
 def prompt_samples(run: RunContext) -> Callable[[RunContext], list[dict[str, Any]]] | None:
     """Return the function that generates and shows the completions of a run's prompts, and returns `step`, `prompt` and
-    `completion` of each; all ranks call it. None where the run has no prompts. Raises `ConfigError` for a model that does not generate in this
-    layout, a run without a tokenizer or without a time to generate, and a file that cannot be read."""
+    `completion` of each; all ranks call it. None where the run has no prompts. Raises `ConfigError` for a model that does not
+    generate in this layout, a run without a tokenizer or without a time to generate, and a file that cannot be read."""
     section, tokenizer = run.config.run, run.data.tokenizer
     if section.prompts is None:
         return None
