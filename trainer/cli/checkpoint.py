@@ -17,7 +17,6 @@ _SHOWN_TENSORS = 20
 
 
 def run_checkpoint(options: argparse.Namespace) -> int:
-    """Run one of the commands; returns its exit code. Raises `ZeromeshError` for any failure."""
     console, threads = Console(), torch.get_num_threads()
     # Copies between files are bound by memory and disk: with threads that wait for each other they took five times as long.
     torch.set_num_threads(1)

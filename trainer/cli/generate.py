@@ -41,7 +41,6 @@ _FAREWELL_SECONDS = 1.0
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    """Generate in this process or in ranks that it starts; returns the exit code."""
     processes, starts = train.ranks_of(options)
     if options.chat and (options.prompts or options.out):
         raise ConfigError("--chat reads from the terminal and writes to it; leave --prompts and --out out")
@@ -227,7 +226,6 @@ class _Chat:
         threading.Thread(target=self._run, name="chat", daemon=True).start()
 
     def interrupt(self, *_: object) -> None:
-        """End the current answer, or else the conversation."""
         if self._number is None:
             self.inbox.stop(abandon=True)
         else:
@@ -270,7 +268,6 @@ class _Chat:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve in this process or in ranks that it starts, until a signal; returns the exit code."""
     processes, starts = train.ranks_of(options)
     fields, keys = _split_fields(options.overrides)
     if not starts:

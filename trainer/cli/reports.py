@@ -18,7 +18,6 @@ _EXAMPLES = Path(__file__).resolve().parent.parent / "configs"
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write a page about runs; returns the exit code."""
     from zeromesh.trainer.tools.html_report.page import page_of
     from zeromesh.trainer.tools.html_report.runs import read_runs
 
@@ -71,7 +70,6 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def run_init(options: argparse.Namespace) -> int:
-    """List the example configurations, or write one without replacing a file; returns the exit code."""
     paths = examples()
     if options.name is None:
         width = max(map(len, paths))

@@ -33,8 +33,6 @@ _MOST_ROWS, _MOST_HINTS = 64, 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSnapshot:
-    """The state of a run by its files at one moment."""
-
     step: Any
     loss: Any
     ranks: list[dict[str, Any]]

@@ -52,7 +52,6 @@ SILENCE_SECONDS = 15.0
 
 
 def run_launch(options: argparse.Namespace) -> int:
-    """Train on the hosts of a file; returns the exit code."""
     path = options.hostfile
     try:
         text = path.read_text(encoding="utf-8")
@@ -180,7 +179,6 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """Train or evaluate, in this process or in ranks that it starts; returns the exit code."""
     _convert_start_arguments(options)
     if options.attached is not None:
         # One host of a `zeromesh launch`: messages go to that command, and this process ends when it is gone.
@@ -209,7 +207,6 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:
-    """Start ranks that run this command line, by `launch_workers`."""
     from zeromesh.launch.rendezvous import launch_workers
 
     arguments = python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))

@@ -21,8 +21,6 @@ token."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt to be continued by a model."""
-
     number: int
     """The sequence number of the request, in the order of submission."""
     tokens: Sequence[int]
@@ -39,8 +37,7 @@ class Progress:
     number: int
     tokens: list[int]
     logprobs: list[float] | None
-    """The log-probability of each token under the model, before temperature and other processors. None for decoding methods that
-        choose tokens in hindsight, such as beam search."""
+    """The log-probability of each token, as in `Generated`."""
     finish: Finish | None = None
     """The reason why generation ended; None: it continues."""
 
@@ -129,7 +126,6 @@ class Inbox:
         return news
 
     def deliver(self, progresses: Iterable[Progress]) -> None:
-        """Call `on_progress` of each progress's request."""
         for each in progresses:
             with self._changed:
                 on_progress = (self._open.get if each.finish is None else self._open.pop)(each.number, None)

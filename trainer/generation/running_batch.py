@@ -34,8 +34,6 @@ class ForwardKind(Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RunningRow:
-    """A request and its generated tokens."""
-
     request: Request
     sampler: RowSampler
     ends: list[int]
@@ -224,7 +222,6 @@ class RunningBatch:
                 row.add(int(token), logprob)
 
     def remove_ended(self) -> None:
-        """Remove the rows that have ended."""
         for index in range(len(self._running) - 1, -1, -1):
             row = self._running[index]
             if row.finish is not None:

@@ -128,7 +128,6 @@ class Generator(ModelOnMesh):
 
     @property
     def placed(self) -> ServedModel:
-        """The model. Raises `PhaseError` after `close`."""
         if self._model is None:
             raise PhaseError(self._unusable_reason)
         return self._model
@@ -140,7 +139,6 @@ class Generator(ModelOnMesh):
 
     @property
     def engine(self) -> ZeroEngine:
-        """The engine that holds the parameters."""
         return self.placed.require_engine()
 
     def generate(
@@ -304,7 +302,6 @@ class Generator(ModelOnMesh):
 
     @property
     def model_type(self) -> str:
-        """The `model_type` of the model's `config.json`."""
         return str(self.placed.module.config.model_type)
 
     @property
@@ -314,7 +311,6 @@ class Generator(ModelOnMesh):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None if it has none."""
         return self.placed.tokenizer
 
     def close(self) -> None:

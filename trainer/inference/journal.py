@@ -97,7 +97,6 @@ class ResultJournal:
         self._file.flush()
 
     def missing(self) -> list[int]:
-        """The indices of the prompts without a result."""
         return [number for number in range(self.count) if number not in self.rows]
 
     def finish(self) -> None:

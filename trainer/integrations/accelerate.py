@@ -354,7 +354,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             yield directory / name, model, self.optimizer_of(model)
 
     def optimizer_of(self, model: nn.Module) -> ShardedOptimizer | None:
-        """Return the optimizer of a prepared model, if it has one."""
         return next((each.optimizer for each in self._optimizers if each.optimizer.engine.model is model), None)
 
 

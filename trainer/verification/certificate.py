@@ -36,7 +36,6 @@ class Difference:
     detail: str = ""
 
     def sentence(self) -> str:
-        """Return a sentence with the value, where it differs, and the size of the difference."""
         words = {"output": "the output of", "initial": "the initial value of", "average": "the averaged weight of"}
         what = f"{words.get(self.kind, f'the {self.kind} of')} {self.name}" if self.name else f"the {self.kind}"
         detailed = self.kind in ("check", "rounding", "error")
@@ -94,7 +93,6 @@ class Certificate:
         return json.dumps(strict(values), indent=1, allow_nan=False) + "\n"
 
     def lines(self) -> list[str]:
-        """Return the certificate as lines of text."""
         found = [f"{name}: {value}" for name, value in self.layout.items()]
         found += [f"small run: {note}" for note in self.notes]
         for name, each in self.passes.items():

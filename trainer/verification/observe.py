@@ -305,7 +305,6 @@ def rank_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor's elements, for bitwise comparisons."""
     found: bytes = tensor_bytes(tensor).numpy().tobytes()
     return found
 

@@ -53,7 +53,6 @@ class PlainStep:
 
 
 def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
-    """Return a copy of the model, with adapters if configured."""
     model = copy.deepcopy(subject.model)
     if config.model.lora is None:
         return model

@@ -40,7 +40,7 @@ _MOST_MICRO = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallRun:
-    """What is trained in the user's layout and in the plain process."""
+    """The model, the configuration and the samples that the user's layout and the plain process train."""
 
     model: nn.Module
     """The model with its initial values, in float32 or in the dtype that it was given in."""

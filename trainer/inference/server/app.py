@@ -51,8 +51,6 @@ _RETRY_SECONDS = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """The address at which the server listens, and the limits of a request."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
@@ -140,7 +138,6 @@ class HttpServer:
         self._inbox.stop()
 
     def fail(self, error: BaseException) -> None:
-        """End all open answers with an error."""
         self.failure, self._stopping = error, True
         for answer in list(self._answers):
             answer.put(error)

@@ -112,11 +112,9 @@ class Piece:
 
     @property
     def shown(self) -> bool:
-        """True if the piece has anything that a client sees."""
         return bool(self.text or self.reasoning or self.tool_calls or self.finish)
 
     def add(self, other: Piece) -> None:
-        """Append the piece that follows this one."""
         for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.finish = other.finish
@@ -155,8 +153,6 @@ class _Options(BaseModel):
 
 
 class CompletionRequest(_Options):
-    """The body of `/v1/completions`."""
-
     kind: ClassVar[str] = "cmpl"
     object: ClassVar[str] = "text_completion"
     prompt: str | list[int]
@@ -203,8 +199,6 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(_Options):
-    """The body of `/v1/chat/completions`."""
-
     kind: ClassVar[str] = "chatcmpl"
     most_messages: ClassVar[int] = 4096
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=most_messages)]

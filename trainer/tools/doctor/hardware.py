@@ -148,7 +148,6 @@ def accelerators() -> Iterator[Finding]:
 
 
 def device(found: torch.device) -> Finding:
-    """Judge the memory of one device, and its support by torch's kernels."""
     what, name = f"device {found.index}", accelerator.device_name(found)
     architecture = accelerator.architecture(found) or found.type
     try:

@@ -50,7 +50,6 @@ def _escaped(content: object) -> str:
 
 
 def page_of(runs: Sequence[RunRecord]) -> str:
-    """Return the page of one run, or of several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     charts = charts_of(runs)
     sections = {

@@ -27,8 +27,6 @@ StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
 
 @dataclass(kw_only=True, slots=True)
 class RunRecord:
-    """The parsed contents of a run's directory."""
-
     name: str
     path: Path
     remarks: list[str] = field(default_factory=list)
