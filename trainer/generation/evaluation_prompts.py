@@ -29,8 +29,8 @@ _SUPPRESSED_TOKEN_FIELDS = ("suppress_tokens", "begin_suppress_tokens")
 
 class BatchGeneration:
     """Generates for the batches of one evaluation; all ranks create it, and call `tokens` for equally many batches. Sampling is
-    seeded by `seed` and a batch's first index. Raises `ConfigError`, which begins with `where` (a setting), for a model that does not
-    generate, and for `fields` of `GenerationConfig` that do not go with it, with evaluations or with the layout."""
+    seeded by `seed` and a batch's first index. Raises `ConfigError`, which begins with `where`, for a model that does not generate,
+    and for `fields` of `GenerationConfig` that do not go with it, with evaluations or with the layout."""
 
     def __init__(
         self, placed: PlacedModel, fields: Mapping[str, Any], *, seed: str, where: str = "predict_with_generate"
