@@ -2,12 +2,14 @@
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
 from itertools import accumulate, pairwise
 from math import isfinite, log, nan
 from statistics import median
 from typing import Any, NamedTuple
 
 from zeromesh.errors import ConfigError, counted, printable
+from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.tools.html_report.runs import RunRecord
 
@@ -20,8 +22,6 @@ except ImportError as error:
 
 __all__ = ["COLORS", "Chart", "Line", "chart_of", "charts_of", "get_plotlyjs", "go", "to_json_plotly"]
 
-COLORS = ("#2f7fd6", "#e2751d", "#35a869", "#c04fa9", "#22a3b3", "#cfa11f", "#7d66d2", "#d8525f", "#8a9a3b", "#86909c")
-"""Colors that are readable on both the light and the dark page."""
 MOST_POINTS, MOST_STACKED = 1200, 300
 """The largest numbers of points of a line and of a stacked area; a screen has fewer columns."""
 _SMOOTHED_FROM, _DOTS_UP_TO = 60, 40
@@ -40,43 +40,10 @@ _UNITS: dict[str, tuple[Callable[[float], str], str, str, str]] = {
 }
 """The format of a number in a legend, of ticks and of hover values in d3's notation, and the suffix of both."""
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
-_CURVES = (
-    ("lr", "Learning rate", "plain", ""),
-    ("grad_norm", "Gradient norm", "plain", "before clipping"),
-    ("tokens_per_second", "Throughput", "count", "tokens (of models without tokens, samples) a second, over all ranks"),
-    ("step_seconds", "Time of a step", "seconds", ""),
-    ("mfu", "Model FLOPs utilisation", "percent", "of the peak of all ranks"),
-    ("peak_memory_bytes", "Peak memory", "bytes", "the most that any rank has needed so far"),
-    ("loss_scale", "Loss scale", "plain", "of float16"),
-    ("_wait_seconds", "Waiting for offloaded bytes", "seconds", "of the first rank in a step"),
-    ("bubble", "Pipeline bubble", "percent", "part of a step in which ranks of the pipeline stood still"),
-    ("eval_runtime", "Time of an evaluation", "seconds", ""),
-    ("eval_samples_per_second", "Samples a second of evaluations", "plain", ""),
-    ("eval_steps_per_second", "Steps a second of evaluations", "plain", ""),
+_TABLES: dict[str, Any] = parse_yaml(
+    resources.files(__package__).joinpath("charts.yaml").read_text(encoding="utf-8"), where="charts.yaml"
 )
-"""The charts of a key, or of all keys with a suffix that begins with `_`: its name, the title, the unit, a note."""
-_AXIS = {"gridcolor": "#e6e9ee", "linecolor": "#5b6470", "zeroline": False, "automargin": True, "ticklabelstandoff": 4}
-LAYOUT: dict[str, Any] = {
-    "template": "none",
-    "font": {"family": 'system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif', "size": 12, "color": "#5b6470"},
-    "paper_bgcolor": "rgba(0,0,0,0)",
-    "plot_bgcolor": "rgba(0,0,0,0)",
-    "margin": {"l": 56, "r": 12, "t": 24, "b": 24},
-    "hovermode": "x unified",
-    "hoverlabel": {"namelength": -1},
-    "showlegend": True,
-    "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-    "xaxis": {**_AXIS, "showgrid": False, "showline": True, "unifiedhovertitle": {"text": "step %{x}"}},
-    "yaxis": {**_AXIS, "nticks": 6, "showline": False},
-}
-_TRACE_STYLES: dict[str, dict[str, Any]] = {
-    "line": {"mode": "lines", "line_width": 1.8},
-    "dashed": {"mode": "lines", "line_width": 1.8, "line_dash": "dash"},
-    "faint": {"mode": "lines", "line_width": 1, "opacity": 0.4, "showlegend": False},
-    "dots": {"mode": "lines+markers", "line_width": 1, "line_dash": "dot", "marker_size": 7, "cliponaxis": False},
-    "stack": {"mode": "none", "stackgroup": "all"},
-    "levels": {"mode": "none", "stackgroup": "all", "line_shape": "hv"},
-}
+COLORS, LAYOUT = _TABLES["colors"], _TABLES["layout"]
 
 
 class Line(NamedTuple):
@@ -153,9 +120,11 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, lis
     note = "mean over the targets of a step" + "; bold: smoothed" * any(line.look == "faint" for line in losses)
     yield "loss", "Loss", "plain", note, losses
     paths = list(dict.fromkeys(keys for run in runs for keys in run.columns))
-    known = {"eval_loss", *(name for name, *_ in _CURVES)}
-    evaluated = [name for name, *_ in paths if name.startswith("eval_") and name not in known]
-    for name, title, unit, note in [*((name, name, "plain", "of evaluations") for name in evaluated), *_CURVES]:
+    evaluated = [
+        name for name, *_ in paths if name.startswith("eval_") and name not in {"eval_loss", *_TABLES["curves"]}
+    ]
+    curves = {name: (name, "plain", "of evaluations") for name in evaluated} | _TABLES["curves"]
+    for name, (title, unit, note) in curves.items():
         lines = []
         for place, run in enumerate(runs):
             own = [keys for keys in paths if keys[0] == name or (name[0] == "_" and keys[0].endswith(name))]
@@ -244,7 +213,7 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
             legendgroup=str(line.color),
             line_color=color,
             fillcolor=color,
-            **_TRACE_STYLES[line.look],
+            **_TABLES["looks"][line.look],
         )
     if broken:
         notes.append(f"not finite in {counted(len(broken), 'step')} (red)")
