@@ -134,7 +134,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 ranks != self.num_processes
             ),
         }
-        return [problem for problem, found in problems.items() if found]
+        return [problem for problem, is_there in problems.items() if is_there]
 
     def prepare(self, *arguments: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order and number, and return them in that order. Raises

@@ -63,8 +63,8 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
 
     def _partition(self, optimizer: Any) -> Any:
         cluster = self.cluster_environment
-        place = (self.global_rank, self.world_size, self.local_rank, self.num_processes)
-        values = map(str, (*place, cluster.main_address, cluster.main_port))
+        ranks = (self.global_rank, self.world_size, self.local_rank, self.num_processes)
+        values = map(str, (*ranks, cluster.main_address, cluster.main_port))
         with kept_environment(dict(zip(_VARIABLES, values, strict=True))):
             return shard(self.model, optimizer, **self._given)[1]
 

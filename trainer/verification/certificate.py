@@ -93,10 +93,10 @@ class Certificate:
         return json.dumps(strict(values), indent=1, allow_nan=False) + "\n"
 
     def lines(self) -> list[str]:
-        found = [f"{name}: {value}" for name, value in self.layout.items()]
-        found += [f"small run: {note}" for note in self.notes]
+        lines = [f"{name}: {value}" for name, value in self.layout.items()]
+        lines += [f"small run: {note}" for note in self.notes]
         for name, each in self.passes.items():
-            found.append(f"{name}: losses {', '.join(f'{loss:.6g}' for loss in each.losses)}")
+            lines.append(f"{name}: losses {', '.join(f'{loss:.6g}' for loss in each.losses)}")
             largest = max([0.0, *each.gradients.values(), *each.parameters.values()])
             figures = [f"largest difference {largest:.2g} (bound {each.bound:.2g})"]
             if each.gradients:
@@ -104,16 +104,16 @@ class Certificate:
             figures.append(f"{len(each.parameters)} parameters")
             if each.outputs:
                 figures.append(f"{each.outputs:,} outputs of modules")
-            found.append(f"{name}: {', '.join(figures)}")
-        found += [f"{name}: {result}" for name, result in self.checks.items()]
+            lines.append(f"{name}: {', '.join(figures)}")
+        lines += [f"{name}: {result}" for name, result in self.checks.items()]
         if self.differences:
-            found.append("FIRST DIFFERENCE: " + self.located)
-            found += [f"  also: {each.sentence()}" for each in self.differences[1:_SHOWN]]
+            lines.append("FIRST DIFFERENCE: " + self.located)
+            lines += [f"  also: {each.sentence()}" for each in self.differences[1:_SHOWN]]
             if len(self.differences) > _SHOWN:
-                found.append(f"  and {len(self.differences) - _SHOWN} more")
+                lines.append(f"  and {len(self.differences) - _SHOWN} more")
         versions = some([f"{name} {version}" for name, version in self.versions.items()], 8)
         verdict = "PASSED" if self.passed else "FAILED"
-        return [*found, f"{verdict} in {self.seconds:.0f} s with {versions}"]
+        return [*lines, f"{verdict} in {self.seconds:.0f} s with {versions}"]
 
 
 def merged(rows: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:

@@ -83,8 +83,8 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         before = _generators()
-        made = func(*args, **(kwargs or {}))
-        tensors = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.numel()]
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor) and each.numel()]
         mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
         # An attention kernel without dropout draws no random numbers.
         if mask is not None and max(each.numel() for each in tensors) >= _LEAST_ELEMENTS and before != _generators():
@@ -100,7 +100,7 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.forward[name].append((mark, tuple(mask.shape)))
             else:
                 self.again[name].append(mark)
-        return made
+        return result
 
     def after(self, name: str, output: Any) -> None:
         """Drop the last mask of a module whose output is NaN: it stands for a module of another pipeline stage."""

@@ -73,9 +73,9 @@ class Recorder(Callback):
 class Observer(Recorder):
     """A callback that compares every step with the plain process, by hooks on modules. `differences` are of this rank alone."""
 
-    def __init__(self, plain: PlainRun, bound: float = EXACT) -> None:
+    def __init__(self, plain: PlainRun) -> None:
         super().__init__()
-        self.plain, self.bound = plain, bound
+        self.plain = plain
         self.differences: list[Difference] = []
         self.gradient_sizes: dict[str, float] = defaultdict(float)
         self.parameter_sizes: dict[str, float] = defaultdict(float)
@@ -109,16 +109,16 @@ class Observer(Recorder):
         self._outputs, self._sums = {}, []
 
     def on_pre_optimizer_step(self, trainer: Any, step: int) -> None:
-        wanted = self.plain.steps[step - 1].gradients
-        whole = float(torch.stack([each.norm() for each in wanted.values()]).norm()) if wanted else 0.0
-        for name, gradient in wanted.items():
+        gradients = self.plain.steps[step - 1].gradients
+        norm = float(torch.stack([each.norm() for each in gradients.values()]).norm()) if gradients else 0.0
+        for name, plain in gradients.items():
             try:
-                found = trainer.gradient(name)
+                gradient = trainer.gradient(name)
             except PhaseError:
                 return  # The gradient was consumed inside backward.
-            size = float("inf") if found is None else deviation(found.cpu(), gradient, whole)
+            size = float("inf") if gradient is None else deviation(gradient.cpu(), plain, norm)
             self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
-            self._note("gradient", name, size, place=self.plain.backward_order[name])
+            self._note("gradient", name, size)
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
         self._compare_microbatches(trainer)
@@ -126,64 +126,63 @@ class Observer(Recorder):
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         super().on_step_end(trainer, step, metrics)
-        wanted = self.plain.steps[step - 1]
-        for kind, found, number in (("loss", self.losses[-1], wanted.loss), ("norm", self.norms[-1], wanted.norm)):
-            if kind == "loss" or found == found:
-                self._note(kind, "", relative(found, number))
+        plain, norm = self.plain.steps[step - 1], self.norms[-1]
+        self._note("loss", "", relative(self.losses[-1], plain.loss))
+        if norm == norm:
+            self._note("norm", "", relative(norm, plain.norm))
 
     def on_train_end(self, trainer: Any) -> None:
         super().on_train_end(trainer)
-        for name, wanted in self.plain.average.items():
-            self._note("average", name, deviation(self.average[name], wanted, 1e-12))
+        for name, average in self.plain.average.items():
+            self._note("average", name, deviation(self.average[name], average, 1e-12))
 
-    def _note(self, kind: str, name: str, size: float, *, place: int = 0, microbatch: int = -1) -> None:
-        if not size <= self.bound:
-            step = 0 if kind == "initial" else self.step
-            self.differences.append(
-                Difference(kind=kind, step=step, name=name, size=size, place=place, microbatch=microbatch)
-            )
+    def _note(self, kind: str, name: str, size: float, microbatch: int = -1) -> None:
+        if not size <= EXACT:
+            step, plain = 0 if kind == "initial" else self.step, self.plain
+            place = (plain.forward_order if kind == "output" else plain.backward_order).get(name, 0)
+            values: dict[str, Any] = {"step": step, "size": size, "place": place, "microbatch": microbatch}
+            self.differences.append(Difference(kind=kind, name=name, **values))
 
     def _keep_outputs(self, name: str, output: Any) -> None:
         # Modules that backward recomputes are not recorded again.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._outputs.setdefault(name, []).append(tensors_of(output))
 
-    def _compare_masters(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
+    def _compare_masters(self, trainer: Any, plain: Mapping[str, Tensor], kind: str, step: int) -> None:
         """Compare the master weights that this rank updates: its shards and its copies of replicated ones."""
         rate = trainer.config.optimizer.lr * step
         for bucket in all_buckets(trainer.engine.units):
             master = bucket.master.load(torch.device("cpu"))
             for piece in bucket.layout.pieces(bucket.interval):
                 name, part = piece.spec.name, piece.in_parameter
-                own = master[piece.in_shard.start : piece.in_shard.end]
-                whole = part_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
-                size = deviation(own, whole, rate * part.length**0.5)
+                shard = master[piece.in_shard.start : piece.in_shard.end]
+                plain_shard = part_of(plain[name], piece.spec.region).reshape(-1)[part.start : part.end]
+                size = deviation(shard, plain_shard, rate * part.length**0.5)
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
-                self._note(kind, name, size, place=self.plain.backward_order.get(name, 0))
+                self._note(kind, name, size)
 
     def _compare_microbatches(self, trainer: Any) -> None:
         """Compare the sums of losses and the outputs of modules of this rank's microbatches."""
-        turns, plain = rank_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
+        indices, plain = rank_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
         # A wrong loss is attributed to the last module, since it may have correct outputs of all modules.
-        order = self.plain.forward_order
-        head = max(order, key=order.__getitem__, default="")
-        for (total, count), turn in zip(self._sums, turns, strict=False):
-            wanted, targets = plain.sums[turn]
-            size = float("inf") if count != targets else relative(total, wanted)
-            self._note("loss", head, size, microbatch=turn)
+        head = next(reversed(self.plain.forward_order), "")
+        for (total, count), index in zip(self._sums, indices, strict=False):
+            plain_total, plain_count = plain.sums[index]
+            size = float("inf") if count != plain_count else relative(total, plain_total)
+            self._note("loss", head, size, index)
         for name, calls in self._outputs.items():
-            expected = len(plain.outputs[turns[0]].get(name, ())) if turns else 0
+            expected = len(plain.outputs[indices[0]].get(name, ())) if indices else 0
             if not expected or len(calls) != expected * trainer.run.plan.accumulation:
                 continue
-            for call, found in enumerate(calls[: expected * len(turns)]):
-                turn = turns[call // expected]
-                whole = plain.outputs[turn][name][call % expected]
-                for own, all_ in zip(found, whole, strict=True) if len(found) == len(whole) else ():
-                    share = _local_part(trainer, name, all_, own)
-                    if share is not None:
+            for call, outputs in enumerate(calls[: expected * len(indices)]):
+                index = indices[call // expected]
+                wholes = plain.outputs[index][name][call % expected]
+                for output, whole in zip(outputs, wholes, strict=True) if len(outputs) == len(wholes) else ():
+                    plain_output = _local_part(trainer, name, whole, output)
+                    if plain_output is not None:
                         self.compared += 1
-                        size = deviation(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
-                        self._note("output", name, size, place=order.get(name, 0), microbatch=turn)
+                        size = deviation(output.cpu(), plain_output, 1e-9 * plain_output.numel() ** 0.5)
+                        self._note("output", name, size, index)
 
 
 @dataclass(kw_only=True)
@@ -305,8 +304,8 @@ def rank_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    found: bytes = tensor_bytes(tensor).numpy().tobytes()
-    return found
+    content: bytes = tensor_bytes(tensor).numpy().tobytes()
+    return content
 
 
 def relative(value: float, plain_value: float) -> float:
@@ -315,27 +314,27 @@ def relative(value: float, plain_value: float) -> float:
     return size if size == size else float("inf")
 
 
-def _local_part(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
-    """Return the part of the output `whole` that this rank's output `own` must equal: all of it, a part of the sequence, or of the
-    features of a divided layer; None if unknown, and for a module of another stage, whose output is NaN."""
+def _local_part(trainer: Any, name: str, whole: Tensor, local: Tensor) -> Tensor | None:
+    """Return the part of the output `whole` that this rank's output `local` must equal: all of it, a part of the sequence, or of
+    the features of a divided layer; None if unknown, and for a module of another stage, whose output is NaN."""
     divided: Divided = trainer.run.model.divided
-    if divided.pipeline is not None and bool(own.isnan().all()):
+    if divided.pipeline is not None and bool(local.isnan().all()):
         return None
-    if own.shape == whole.shape:
+    if local.shape == whole.shape:
         return whole
-    dims = [dim for dim, (here, all_) in enumerate(zip(own.shape, whole.shape, strict=False)) if here != all_]
-    if own.dim() != whole.dim() or len(dims) != 1 or divided.tensor is None:
+    dims = [dim for dim, sizes in enumerate(zip(local.shape, whole.shape, strict=False)) if len({*sizes}) > 1]
+    if local.dim() != whole.dim() or len(dims) != 1 or divided.tensor is None:
         return None
     dim = dims[0]
     shares, parts = divided.tensor.shares, divided.cuts.parts
-    if shares is not None and dim == 1 and whole.shape[1] == shares.exchange.size * own.shape[1]:
+    if shares is not None and dim == 1 and whole.shape[1] == shares.exchange.size * local.shape[1]:
         return whole.chunk(shares.exchange.size, dim=1)[shares.exchange.index]
     for leaf in ("weight", "bias", "base_layer.weight"):
         part = parts.get(f"{name}.{leaf}")
         if part is None or dim != whole.dim() - 1:
             continue
         for size, here, intervals in zip(part.region.shape, part.region.local_shape, part.region.dims, strict=True):
-            if (size, here) == (whole.shape[-1], own.shape[-1]) and size != here:
+            if (size, here) == (whole.shape[-1], local.shape[-1]) and size != here:
                 indices = torch.cat([torch.arange(each.start, each.end) for each in intervals])
                 return whole.index_select(dim, indices)
     return None

@@ -186,15 +186,15 @@ class PlainRun:
 def batches_of(subject: SmallRun, config: TrainerConfig, step: int) -> list[dict[str, Any]]:
     """Return the microbatches of step `step` (from 0), in the order of their samples."""
     size, micro = config.batch.global_size, config.batch.micro_size
-    found = []
+    batches = []
     for start in range(step * size, (step + 1) * size, micro):
         end = min(start + micro, (step + 1) * size)
         rows = [subject.samples[index % len(subject.samples)] for index in range(start, end)]
         if subject.collate is not None:
-            found.append(dict(subject.collate(rows)))
+            batches.append(dict(subject.collate(rows)))
         else:
-            found.append({name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]})
-    return found
+            batches.append({name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]})
+    return batches
 
 
 def count_of(model: nn.Module, batch: Mapping[str, Any]) -> int:

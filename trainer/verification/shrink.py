@@ -98,21 +98,21 @@ def exact(config: TrainerConfig) -> TrainerConfig:
 
 def without_dropout(model: nn.Module) -> bool:
     """Disable dropout and other random numbers of training in the model; returns True if it had any."""
-    found = []
+    rates = []
     for module in model.modules():
         for name, value in list(vars(module).items()):
             drops = "dropout" in name or name.endswith(("_pdrop", "layerdrop"))
             if isinstance(value, float) and (
                 drops or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
             ):
-                found.append(value)
+                rates.append(value)
                 setattr(module, name, 0.0)
     configs = {id(each): each for module in model.modules() if (each := vars(module).get("config")) is not None}
     for config in configs.values():
         for name in ("apply_spec_augment", "layerdrop"):
             if hasattr(config, name):
                 setattr(config, name, type(getattr(config, name))(0))
-    return any(found)
+    return any(rates)
 
 
 def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple[nn.Module, tuple[str, ...]]:

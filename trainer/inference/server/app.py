@@ -249,12 +249,16 @@ class HttpServer:
 
         def body(*pieces: Piece, first: bool = False, usage: int | None = None) -> dict[str, Any]:
             """Return the body with a choice of each piece, and the usage after `usage` new tokens."""
-            found = dict[str, Any](head)
-            found["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
+            answer_body = dict[str, Any](head)
+            answer_body["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
             if usage is not None:
                 prompt = len(tokens)
-                found["usage"] = {"prompt_tokens": prompt, "completion_tokens": usage, "total_tokens": prompt + usage}
-            return Completion(**found).model_dump(exclude_unset=True)
+                answer_body["usage"] = {
+                    "prompt_tokens": prompt,
+                    "completion_tokens": usage,
+                    "total_tokens": prompt + usage,
+                }
+            return Completion(**answer_body).model_dump(exclude_unset=True)
 
         async def parts() -> AsyncIterator[str]:
             first, new = True, 0
