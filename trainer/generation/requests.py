@@ -84,7 +84,8 @@ class Inbox:
     def submit(
         self, tokens: Sequence[int], on_progress: OnProgress, *, fields: Mapping[str, Any] | None = None, seed: int = 0
     ) -> int:
-        """Submit a prompt that `Generator.check_request` has accepted; returns the request's number. Raises as `require_room`."""
+        """Submit a prompt that `Generator.check_request` has accepted; returns the request's number. Raises `QueueFullError` where
+        `limit` requests are open, and `PhaseError` after `stop`."""
         with self._changed:
             self.require_room()
             number, self._count = self._count, self._count + 1
@@ -94,7 +95,7 @@ class Inbox:
         return number
 
     def require_room(self) -> None:
-        """Raise `QueueFullError` where `limit` requests are open, and `PhaseError` after `stop`."""
+        """Raise the errors that `submit` raises for any request."""
         with self._changed:
             if self._news.stopping:
                 raise PhaseError("the generator is stopping and takes no more requests")
@@ -128,6 +129,7 @@ class Inbox:
     def deliver(self, progresses: Iterable[Progress]) -> None:
         for each in progresses:
             with self._changed:
-                on_progress = (self._open.get if each.finish is None else self._open.pop)(each.number, None)
+                number, ended = each.number, each.finish is not None
+                on_progress = self._open.pop(number, None) if ended else self._open.get(number)
             if on_progress is not None:
                 on_progress(each)

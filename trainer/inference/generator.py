@@ -179,17 +179,20 @@ class Generator(ModelOnMesh):
             self.request_of(prompt, fields, number=index, seed=number_of(f"{number}/{index}"), where=f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
-        requests, settings = [request for request, _ in checked], [each for _, each in checked]
-        return self._generate(requests, settings, fields, batch, on_results)
+        requests = [request for request, _ in checked]
+        results = _Results(requests, placed, on_results)
+        self._generate(requests, [settings for _, settings in checked], fields, batch, results)
+        if missing := results.missing:
+            raise NonFiniteError(
+                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
+                f"{len(results.complete)} have a result, which on_results was given. Look at the weights, or compute in another "
+                "dtype (precision.compute: float32)"
+            )
+        return [results.complete[request.number] for request in requests]
 
     def _generate(
-        self,
-        requests: list[Request],
-        settings: list[GenerationConfig],
-        fields: Mapping[str, Any],
-        batch: int,
-        on_results: Callable[[Mapping[int, Generated]], object],
-    ) -> list[Generated]:
+        self, requests: list[Request], settings: list[GenerationConfig], fields: Any, batch: int, results: _Results
+    ) -> None:
         placed = self.placed
         why = next(filter(None, map(placed.settings.why_unbatched, settings)), "")
         given = {
@@ -202,7 +205,6 @@ class Generator(ModelOnMesh):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
             raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
-        results = _Results(requests, placed, on_results)
         try:
             with placed.guarded("generator.generate()"):
                 if why:
@@ -218,13 +220,6 @@ class Generator(ModelOnMesh):
                 raise
             why = f"generating ran out of memory ({summary(error)})"
             raise StorageError(f"{why}; lower batch (here {batch}), max_new_tokens or num_beams") from error
-        if missing := results.missing:
-            raise NonFiniteError(
-                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
-                f"{len(results.complete)} have a result, which on_results was given. Look at the weights, or compute in another "
-                "dtype (precision.compute: float32)"
-            )
-        return [results.complete[request.number] for request in requests]
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
         """Generate for the requests in rank 0's inbox until it is stopped; all ranks call it, the others with None.
