@@ -45,19 +45,19 @@ def verify(
     began = time.perf_counter()
     with _scratch_directory(config, mesh) as folder:
         subject = shrink(config, inputs, mesh, folder)
-        each = Verification(make=make, mesh=mesh, config=config, inputs=inputs, subject=subject)
+        verification = Verification(make=make, mesh=mesh, config=config, inputs=inputs, subject=subject)
         try:
-            each.exact_pass()
-            each.user_precision_pass()
+            verification.exact_pass()
+            verification.user_precision_pass()
             for name in checks:
-                differences, each.checks[name] = CHECKS[name](each)
-                each.differences += differences
-            rows = mesh.world.gather_json([asdict(one) for one in each.differences], "differences of all ranks")
+                differences, verification.checks[name] = CHECKS[name](verification)
+                verification.differences += differences
+            rows = mesh.world.gather_json([asdict(one) for one in verification.differences], "differences of all ranks")
         except Exception as error:
-            if error is not each.failed:
+            if error is not verification.failed:
                 raise
             # Other ranks stop after this error, so no collective can follow.
-            rows = [[]] * mesh.rank + [[asdict(one) for one in each.differences]]
+            rows = [[]] * mesh.rank + [[asdict(one) for one in verification.differences]]
     sorted_differences = merged([[Difference(**{**values, "ranks": ()}) for values in row] for row in rows])
     certificate = Certificate(
         passed=not sorted_differences,
@@ -66,8 +66,8 @@ def verify(
         versions={each.__name__: each.__version__ for each in (zeromesh, torch, transformers)}
         | {"python": platform.python_version()},
         digests=_digests(subject),
-        passes=each.passes,
-        checks=each.checks,
+        passes=verification.passes,
+        checks=verification.checks,
         notes=subject.notes,
         seconds=time.perf_counter() - began,
     )
