@@ -249,16 +249,12 @@ class HttpServer:
 
         def body(*pieces: Piece, first: bool = False, usage: int | None = None) -> dict[str, Any]:
             """Return the body with a choice of each piece, and the usage after `usage` new tokens."""
-            answer_body = dict[str, Any](head)
-            answer_body["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
+            content: dict[str, Any] = {**head}
+            content["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
             if usage is not None:
-                prompt = len(tokens)
-                answer_body["usage"] = {
-                    "prompt_tokens": prompt,
-                    "completion_tokens": usage,
-                    "total_tokens": prompt + usage,
-                }
-            return Completion(**answer_body).model_dump(exclude_unset=True)
+                given = len(tokens)
+                content["usage"] = {"prompt_tokens": given, "completion_tokens": usage, "total_tokens": given + usage}
+            return Completion(**content).model_dump(exclude_unset=True)
 
         async def parts() -> AsyncIterator[str]:
             first, new = True, 0
