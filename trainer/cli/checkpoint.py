@@ -17,41 +17,36 @@ _SHOWN_TENSORS = 20
 
 
 def run_checkpoint(options: argparse.Namespace) -> int:
-    """Run one of the commands; returns its exit code. Raises `ZeromeshError` for any failure."""
-    threads = torch.get_num_threads()
+    console, threads = Console(), torch.get_num_threads()
     # Copies between files are bound by memory and disk: with threads that wait for each other they took five times as long.
     torch.set_num_threads(1)
     try:
-        return _run(options, Console())
+        match options.action:
+            case "list":
+                sys.stdout.write(reading.list_checkpoints(options.path, as_json=options.json))
+            case "inspect":
+                sys.stdout.write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json))
+            case "verify":
+                damaged = [directory for directory in checkpoints_at(options.path) if _is_damaged(directory, console)]
+                return int(bool(damaged))
+            case "export":
+                directory = checkpoint_at(options.path)
+                console.status("loading transformers")
+                from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
+
+                export_checkpoint(directory, options.out, options.dtype, console, merge=options.merge, ema=options.ema)
+            case "merge":
+                parts = open_parts(options.parts)
+                total = sum(piece.end - piece.begin for part in parts for piece in part.pieces())
+                moved = Throughput(console, "merging", total)
+                whole = merge(parts, options.out, moved)
+                of = f"step {whole.step} of {counted(len(parts), 'part')}"
+                console.note(f"{options.out}: {of}, {counted(len(whole.files), 'file')}, {moved}")
+            case "diff":
+                one, two = checkpoint_at(options.one), checkpoint_at(options.two)
+                return 0 if reading.diff_checkpoints(one, two, options.tolerance, console) else 1
     finally:
         torch.set_num_threads(threads)
-
-
-def _run(options: argparse.Namespace, console: Console) -> int:
-    match options.action:
-        case "list":
-            sys.stdout.write(reading.list_checkpoints(options.path, as_json=options.json))
-        case "inspect":
-            sys.stdout.write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json))
-        case "verify":
-            damaged = [directory for directory in checkpoints_at(options.path) if _is_damaged(directory, console)]
-            return int(bool(damaged))
-        case "export":
-            directory = checkpoint_at(options.path)
-            console.status("loading transformers")
-            from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
-
-            export_checkpoint(directory, options.out, options.dtype, console, merge=options.merge, ema=options.ema)
-        case "merge":
-            parts = open_parts(options.parts)
-            total = sum(piece.end - piece.begin for part in parts for piece in part.pieces())
-            moved = Throughput(console, "merging", total)
-            whole = merge(parts, options.out, moved)
-            of = f"step {whole.step} of {counted(len(parts), 'part')}"
-            console.note(f"{options.out}: {of}, {counted(len(whole.files), 'file')}, {moved}")
-        case "diff":
-            one, two = checkpoint_at(options.one), checkpoint_at(options.two)
-            return 0 if reading.diff_checkpoints(one, two, options.tolerance, console) else 1
     return 0
 
 
@@ -62,12 +57,12 @@ def _is_damaged(directory: Path, console: Console) -> bool:
         console.note(f"{directory}: DAMAGED: {error}")
         return True
     moved = Throughput(console, f"verifying {directory.name}", sum(p.end - p.begin for p in reader.pieces()))
-    found = list(find_damage(reader, moved))
+    damages = list(find_damage(reader, moved))
     files = f"{counted(len(reader.manifest.files), 'file')}, {moved}"
-    state = f"DAMAGED: {len(found)} of {files}" if found else f"whole: {files}"
+    state = f"DAMAGED: {len(damages)} of {files}" if damages else f"whole: {files}"
     console.note(f"{directory}{part_text(reader)}: {state}")
-    for each in found:
+    for each in damages:
         console.note("\n".join([f"  {each.path}", *(f"    {reason}" for reason in each.reasons)]))
         if each.tensors:
             console.note(f"    tensors: {some(each.tensors, _SHOWN_TENSORS)}")
-    return bool(found)
+    return bool(damages)

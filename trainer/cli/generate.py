@@ -41,13 +41,12 @@ _FAREWELL_SECONDS = 1.0
 
 
 def run_generate(options: argparse.Namespace) -> int:
-    """Generate in this process or in ranks that it starts; returns the exit code."""
     processes, starts = train.ranks_of(options)
     if options.chat and (options.prompts or options.out):
         raise ConfigError("--chat reads from the terminal and writes to it; leave --prompts and --out out")
     if options.chat and sys.stdin is None:
         raise ConfigError("--chat reads from standard input, which is closed; leave it open")
-    fields, keys = split_fields(options.overrides, options.max_new_tokens)
+    fields, keys = _split_fields(options.overrides, options.max_new_tokens)
     if not starts:
         prompts = [] if options.chat else _prompts_of(options.prompts)
         return _generate(options, fields, keys, prompts)
@@ -67,7 +66,7 @@ def run_generate(options: argparse.Namespace) -> int:
             return train.report(train.launch_this_command(options, processes, nodes=nodes, talks=options.chat))
 
 
-def split_fields(overrides: Sequence[str], max_new_tokens: int | None) -> tuple[dict[str, Any], list[str]]:
+def _split_fields(overrides: Sequence[str], max_new_tokens: int | None = None) -> tuple[dict[str, Any], list[str]]:
     """Split key=value arguments into fields of transformers' `GenerationConfig` and keys of the configuration."""
     fields: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     keys = []
@@ -145,9 +144,9 @@ def _write_results(
     shown: dict[int, dict[str, Any]] = {}
     following = 0
 
-    def on_results(found: Mapping[int, Generated]) -> None:
+    def on_results(results: Mapping[int, Generated]) -> None:
         nonlocal following
-        for index, each in found.items() if generator.mesh.rank == 0 else ():
+        for index, each in results.items() if generator.mesh.rank == 0 else ():
             row = {"number": missing[index], "id": prompts[missing[index]].id, **asdict(each)}
             if journal is not None:
                 journal.add(row)
@@ -210,12 +209,7 @@ def _serve_chat(generator: Generator, fields: Mapping[str, Any]) -> None:
         # Undecodable bytes are refused with the number of their line.
         sys.stdin.reconfigure(errors="surrogateescape")
     chat = _Chat(generator, fields) if generator.mesh.rank == 0 else None
-
-    def interrupt(number: int, frame: object) -> None:
-        if chat is not None:
-            chat.interrupt()
-
-    with handled_signals((signal.SIGINT,), interrupt):
+    with handled_signals((signal.SIGINT,), chat.interrupt if chat is not None else lambda *_: None):
         generator.serve(chat.inbox if chat is not None else None, batch=1)
 
 
@@ -231,8 +225,7 @@ class _Chat:
         generator.encode([{"role": "user", "content": "Hi"}])
         threading.Thread(target=self._run, name="chat", daemon=True).start()
 
-    def interrupt(self) -> None:
-        """End the current answer, or else the conversation."""
+    def interrupt(self, *_: object) -> None:
         if self._number is None:
             self.inbox.stop(abandon=True)
         else:
@@ -275,9 +268,8 @@ class _Chat:
 
 
 def run_serve(options: argparse.Namespace) -> int:
-    """Serve in this process or in ranks that it starts, until a signal; returns the exit code."""
     processes, starts = train.ranks_of(options)
-    fields, keys = split_fields(options.overrides, None)
+    fields, keys = _split_fields(options.overrides)
     if not starts:
         return _serve(options, fields, keys)
     from zeromesh.launch.rank_processes import STOP_SIGNALS

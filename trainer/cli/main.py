@@ -1,9 +1,6 @@
 """The `zeromesh` command: its parser, and the dispatch to the functions of its subcommands.
 
 Exit codes: 0 success, 2 invalid configuration or command line, 1 any other error, 128 plus the signal's number after a signal.
-
-shtab generates the script of `zeromesh completion SHELL` from the parser; the keys of the configuration and their allowed values
-are added here. Completing starts no Python.
 """
 
 import argparse
@@ -106,29 +103,12 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Build the parser of the whole command line, without overrides after an option."""
+    """Build the parser of the commands of `commands.txt`, without overrides after an option."""
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
     parser.set_defaults(worker=False, attached=None, nproc=None, verbose=False, overrides=None)
     parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
     parser.set_defaults(model=None, data=None, evaluation=None, lora=False, save_config=None, tune=False)
-    _add_commands(parser)
-    return parser
-
-
-def _add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add the commands of `commands.txt`. Its lines, continued by indented ones, are:
-
-        ## (group)                                a group of arguments, which are those of the lines below
-        ## command [file.function]: help          a command; the lines below are its arguments, the function is in this folder
-        ### action: help                          an action of that command, with the arguments below
-        (group)                                   the arguments of a group
-        name: help                                an option without a value
-        name METAVAR kind [more]: help            any other; the kinds are those of `_ARGUMENT_PARSERS`
-
-    The marks in `more` are `=DEFAULT`, `>DEST`, `?`, `*` or `+` (nargs), `&` (repeatable), `!` (required). A METAVAR that ends in
-    `{a,b}` has choices. The help `-` hides an option that this command passes to workers. A word after `$` is filled in here.
-    """
     words = {"passed": ", ".join(FORWARDED), "silence": f"{SILENCE_SECONDS:g}", "loopback": LOOPBACK, "report": REPORT}
     words |= {"examples": ",".join(sorted(examples())), "shells": ",".join(SHELLS)}
     table = Path(__file__).with_name("commands.txt").read_text(encoding="utf-8").replace("\n    ", " ")
@@ -140,16 +120,17 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
         title, _, text = head.partition(": ")
         level, name, *function = title.split()
         if level == "##":
-            command = found = commands.add_parser(name, help=text)
+            command = parsed = commands.add_parser(name, help=text)
             command.set_defaults(function=function[0])
             actions = None
         else:
             actions = actions or command.add_subparsers(dest="action", required=True, metavar="ACTION")
-            found = actions.add_parser(name, help=text)
+            parsed = actions.add_parser(name, help=text)
         while lines.startswith("(") or "\n(" in lines:
             lines = re.sub(r"^(\(\w+\))\n", lambda group: groups[group[1]], lines, flags=re.MULTILINE)
         for line in lines.splitlines():
-            _add_argument(found, line)
+            _add_argument(parsed, line)
+    return parser
 
 
 def _add_argument(command: argparse.ArgumentParser, line: str) -> None:
@@ -188,17 +169,12 @@ def _parse_range(text: str, allowed: str, *, alone: bool = False) -> tuple[int, 
     return int(first), int(last)
 
 
-def _parse_steps(text: str) -> range:
-    first, last = _parse_range(text, "are the first and the last step, as 10:12")
-    return range(first, last + 1)
-
-
 _ARGUMENT_PARSERS: dict[str, Callable[[str], Any]] = {
     "text": str,
     "path": Path,
     "seconds": float,
     "nodes": lambda text: _parse_range(text, "is a number of hosts, or MIN:MAX", alone=True),
-    "steps": _parse_steps,
+    "steps": lambda text: _parse_range(text, "are the first and the last step, as 10:12"),
     "names": lambda text: tuple(filter(None, map(str.strip, text.split(",")))),
     "natural": _number_in(int, "is an integer >= 0", 0),
     "positive": _number_in(int, "is an integer >= 1", 1),
@@ -210,52 +186,26 @@ _ARGUMENT_PARSERS: dict[str, Callable[[str], Any]] = {
 
 
 _MOST_NUMBERS = 10
-_BASH_KEYS = """
-_zeromesh_keys() {
-  local word=${COMP_LINE:0:COMP_POINT}
-  word=${word##*[[:space:]]}
-  if [[ $word != *=* ]]; then
-    compgen -W "KEYS" -- "$word"
-  elif [[ $COMP_WORDBREAKS == *=* ]]; then  # What stands before the = is there already.
-    compgen -W "VALUES" -- "$word" | cut -d= -f2-
-  else
-    compgen -W "VALUES" -- "$word"
-  fi
-}
-"""
-_BASH_END = """
-_zeromesh() {
-  _shtab_zeromesh "$@"
-  [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
-  return 0
-}
-complete -o bashdefault -o default -F _zeromesh zeromesh
-"""
-_ZSH_KEYS = """
-_zeromesh_keys() {
-  if [[ $PREFIX == *=* ]]; then
-    compadd -- VALUES
-  else
-    compadd -S '' -- KEYS
-  fi
-}
-"""
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    """Print a shell's completion script; returns the exit code."""
+    """Print a shell's completion script, which starts no Python; returns the exit code. shtab makes it of the parser, and the
+    keys of the configuration with their values are added to it here."""
     import shtab
 
     shell, parser = options.shell, make_parser()
     choices = dict(config_keys())
     keys = " ".join(f"{key}=" for key in choices)
     values = " ".join(f"{key}={word}" for key, words in choices.items() for word in words)
-    preambles = {"bash": _BASH_KEYS, "zsh": _ZSH_KEYS}
+    preamble = end = ""
+    if (functions := Path(__file__).with_name(f"completion.{shell}")).exists():
+        text = functions.read_text(encoding="utf-8").replace("KEYS", keys).replace("VALUES", values)
+        # What replaces a function of shtab's stands at the end of the script.
+        preamble, _, end = text.partition("# ---\n")
     overrides = {
-        "bash": "_zeromesh_keys",
-        "zsh": "_zeromesh_keys",
+        **dict.fromkeys(("bash", "zsh"), "_zeromesh_keys"),
         "fish": f"{keys} {values}",
-        "preamble": {shell: text.replace("KEYS", keys).replace("VALUES", values) for shell, text in preambles.items()},
+        "preamble": {shell: preamble},
     }
     parsers = [parser]
     for each in parsers:
@@ -266,7 +216,7 @@ def run_completion(options: argparse.Namespace) -> int:
                 action.complete = overrides  # type: ignore[attr-defined]
             elif action.nargs != 0 and not action.choices:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-    sys.stdout.write(shtab.complete(parser, shell) + "\n" + (_BASH_END if shell == "bash" else ""))
+    sys.stdout.write(f"{shtab.complete(parser, shell)}\n{end}")
     return 0
 
 

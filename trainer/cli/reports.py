@@ -18,7 +18,6 @@ _EXAMPLES = Path(__file__).resolve().parent.parent / "configs"
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write a page about runs; returns the exit code."""
     from zeromesh.trainer.tools.html_report.page import page_of
     from zeromesh.trainer.tools.html_report.runs import read_runs
 
@@ -41,13 +40,14 @@ def run_doctor(options: argparse.Namespace) -> int:
     """Check every part of this machine and print the findings; returns 1 where there is a problem."""
     from zeromesh.trainer.tools.doctor import software
 
-    found: list[tuple[str, software.Finding]] = []
+    all_findings: list[tuple[str, software.Finding]] = []
 
     def check(part: str, findings: Iterable[software.Finding]) -> None:
         """Show the findings of one part before the next part is checked."""
-        found.extend((part, finding) for finding in findings)
+        of_part = list(findings)
+        all_findings.extend((part, finding) for finding in of_part)
         if not options.json:
-            print_lines(software.report_lines(part, [finding for name, finding in found if name == part]))
+            print_lines(software.report_lines(part, of_part))
 
     check("packages", software.packages())
     if find_spec("torch") is not None:
@@ -59,9 +59,9 @@ def run_doctor(options: argparse.Namespace) -> int:
         check("disks", chain.from_iterable(map(hardware.directory, options.directory or [Path("runs")])))
         check("network", software.network())
     levels = (software.Level.PROBLEM, software.Level.WARNING)
-    counts = {f"{level.value}s": sum(each.level is level for _, each in found) for level in levels}
+    counts = {f"{level.value}s": sum(each.level is level for _, each in all_findings) for level in levels}
     if options.json:
-        values = [{"part": part, **asdict(finding)} for part, finding in found]
+        values = [{"part": part, **asdict(finding)} for part, finding in all_findings]
         sys.stdout.write(json.dumps({**counts, "findings": values}, indent=1) + "\n")
     else:
         words = [f"{count or 'no'} {plural(count, name.removesuffix('s'))}" for name, count in counts.items()]
@@ -70,19 +70,18 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def run_init(options: argparse.Namespace) -> int:
-    """List the example configurations, or write one without replacing a file; returns the exit code."""
-    found = examples()
+    paths = examples()
     if options.name is None:
-        width = max(map(len, found))
-        for name, path in sorted(found.items()):
+        width = max(map(len, paths))
+        for name, path in sorted(paths.items()):
             # The first line of an example is a comment about it, except in JSON, which has no comments.
             first = path.read_text(encoding="utf-8").partition("\n")[0]
             about = first.removeprefix("# ") if first.startswith("# ") else f"in JSON: {path.name}"
             print_lines([f"{name:{width}}  {about}"])
         print_lines(["zeromesh init NAME writes one of them here"])
         return 0
-    path = Path(found[options.name].name)
-    text = found[options.name].read_text(encoding="utf-8").replace("configs/", "")
+    path = Path(paths[options.name].name)
+    text = paths[options.name].read_text(encoding="utf-8").replace("configs/", "")
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

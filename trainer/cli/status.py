@@ -1,7 +1,4 @@
-"""Commands that inspect the ranks of a finished or running run: `zeromesh status` and `zeromesh trace`.
-
-They read the files that the run writes; torch is not loaded.
-"""
+"""Commands that inspect the ranks of a run by the files that it writes, without torch: `zeromesh status` and `zeromesh trace`."""
 
 import argparse
 import json
@@ -36,8 +33,6 @@ _MOST_ROWS, _MOST_HINTS = 64, 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSnapshot:
-    """The state of a run by its files at one moment."""
-
     step: Any
     loss: Any
     ranks: list[dict[str, Any]]
@@ -49,10 +44,8 @@ class RunSnapshot:
 
 
 def run_status(options: argparse.Namespace) -> int:
-    """Show the state of a run, the activity of each rank and the waits, once or repeatedly.
-
-    Returns 0 for a run that is active or has ended in order, 1 for one that has failed, was killed or is silent; 0 after Ctrl-C.
-    """
+    """Show the state of a run, the activity of each rank and the waits, once or repeatedly. Returns 0 for a run that is active or
+    has ended in order and after Ctrl-C, 1 for one that has failed, was killed or is silent."""
     console = RichConsole(highlight=False, markup=False, emoji=False)
     with ExitStack() as stack:
         show: Callable[[list[str]], None] = print_lines
@@ -61,21 +54,23 @@ def run_status(options: argparse.Namespace) -> int:
             show = lambda lines: live.update(Text("\n".join(map(printable, lines))), refresh=True)  # noqa: E731
         try:
             while True:
-                found, width = _snapshot(options.run), console.width if console.is_terminal else None
+                now, width = _snapshot(options.run), console.width if console.is_terminal else None
                 if options.json:
-                    blamed = [asdict(each) for each in blames(found.ranks)]
+                    state = now.verdict or "goes on"
                     values = {
                         "time": time.time(),
-                        "step": found.step,
-                        "loss": found.loss,
-                        "state": found.verdict or "goes on",
+                        "step": now.step,
+                        "loss": now.loss,
+                        "state": state,
+                        "ranks": now.ranks,
                     }
-                    slow = {"recent": recent(found.ranks), "verdicts": verdicts(found.ranks, found.traffic)}
-                    show([json.dumps(strict({**values, "ranks": found.ranks, "waited_for": blamed, **slow}))])
+                    values["waited_for"] = [asdict(each) for each in blames(now.ranks)]
+                    slow = {"recent": recent(now.ranks), "verdicts": verdicts(now.ranks, now.traffic)}
+                    show([json.dumps(strict(values | slow))])
                 else:
-                    show(_lines(options.run, found, width))
-                if found.verdict or not options.watch:
-                    return found.code
+                    show(_lines(options.run, now, width))
+                if now.verdict or not options.watch:
+                    return now.code
                 time.sleep(options.interval)
         except KeyboardInterrupt:
             if not options.watch:
@@ -103,28 +98,26 @@ def _snapshot(run: Path) -> RunSnapshot:
     return RunSnapshot(step=step, loss=loss, ranks=ranks, traffic=traffic, code=code, verdict=verdict)
 
 
-def _lines(run: Path, found: RunSnapshot, width: int | None) -> list[str]:
-    lines = [f"{run}: step {found.step}, loss {found.loss}"]
-    blamed = blames(found.ranks)
+def _lines(run: Path, now: RunSnapshot, width: int | None) -> list[str]:
+    lines = [f"{run}: step {now.step}, loss {now.loss}"]
+    blamed = blames(now.ranks)
     guilty = {each.rank for each in blamed}
-    order = sorted(found.ranks, key=lambda row: (row["rank"] not in guilty, not row["failure"], -row["seconds"]))
+    order = sorted(now.ranks, key=lambda row: (row["rank"] not in guilty, not row["failure"], -row["seconds"]))
     rows = sorted(order[:_MOST_ROWS], key=lambda row: row["rank"])
     if rows:
         columns = ("rank", "pid", "step", "doing", "for seconds", "waits for", "seconds without progress")
         lines += table_lines(columns, list(map(_table_cells, rows)), columns[4::2], width=width)
     if len(rows) < len(order):
         lines.append(f"and {counted(len(order) - len(rows), 'more rank')}")
-    over = bool(found.verdict)
-    said = [f"rank {row['rank']} failed: {row['failure']}" for row in rows if row["failure"]]
-    said += [] if over else sentences(blamed)
-    lines += wrapped(said, width)
+    failures = [f"rank {row['rank']} failed: {row['failure']}" for row in rows if row["failure"]]
+    lines += wrapped([*failures, *([] if now.verdict else sentences(blamed))], width)
     parts = recent(rows)
     if len(parts) > 1:
         shown = (*BUSY, "waiting", "link")
         cells = [(rank, *(f"{1e3 * each[part]:,.1f}" for part in shown)) for rank, each in parts.items()]
         lines += ["milliseconds of a step, lately:", *table_lines(("rank", *shown), cells, shown)]
-        lines += wrapped(verdicts(found.ranks, found.traffic), width)
-    return [*lines, found.verdict] if over else lines
+        lines += wrapped(verdicts(now.ranks, now.traffic), width)
+    return [*lines, now.verdict] if now.verdict else lines
 
 
 def _table_cells(row: Mapping[str, Any]) -> tuple[object, ...]:
@@ -166,15 +159,16 @@ def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:
 
 def run_trace(options: argparse.Namespace) -> int:
     """Write the latest steps of all ranks of a run as a file for Perfetto; a running one is asked to write them first."""
-    found = _snapshot(options.run)
-    if not found.verdict:
-        _request_rings(options.run, [row["rank"] for row in found.ranks])
+    now = _snapshot(options.run)
+    if not now.verdict:
+        _request_rings(options.run, [row["rank"] for row in now.ranks])
     rings, remarks = read_rings(options.run / FOLDER)
     out = options.out or options.run / FOLDER / "trace.json.gz"
     memory = read_metrics(options.run / METRICS) if (options.run / METRICS).exists() else []
-    trace = trace_of(rings, memory, options.steps)
-    if options.steps is not None and all(event["ph"] == "M" for event in trace["traceEvents"]):
-        raise ConfigError(f"--steps {options.steps[0]}:{options.steps[-1]}: the ranks remember none of these steps")
+    steps = options.steps and range(options.steps[0], options.steps[1] + 1)
+    trace = trace_of(rings, memory, steps)
+    if steps is not None and all(event["ph"] == "M" for event in trace["traceEvents"]):
+        raise ConfigError(f"--steps {steps[0]}:{steps[-1]}: the ranks remember none of these steps")
     with refusals(out, "written", "; give --out FILE"):
         write_whole(out, trace_content(trace, packed=out.suffix == ".gz"), sync=False)
     for remark in remarks:

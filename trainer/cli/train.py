@@ -51,7 +51,6 @@ SILENCE_SECONDS = 15.0
 
 
 def run_launch(options: argparse.Namespace) -> int:
-    """Train on the hosts of a file; returns the exit code."""
     path = options.hostfile
     try:
         text = path.read_text(encoding="utf-8")
@@ -179,7 +178,6 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
 
 
 def run_train(options: argparse.Namespace) -> int:
-    """Train or evaluate, in this process or in ranks that it starts; returns the exit code."""
     _convert_start_arguments(options)
     if options.attached is not None:
         # One host of a `zeromesh launch`: messages go to that command, and this process ends when it is gone.
@@ -208,7 +206,6 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:
-    """Start ranks that run this command line, by `launch_workers`."""
     from zeromesh.launch.rendezvous import launch_workers
 
     arguments = python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
@@ -223,14 +220,14 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
 def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
     """Return the number of ranks, by the launcher or else by --nproc; and True if this process starts them. A scheduler's single
     task may start workers; several tasks are the ranks themselves."""
-    environment, wanted = read_environment(), options.nproc
-    if wanted is not None and wanted > (most := max(64, 8 * available_cores())):
-        raise ConfigError(f"--nproc {wanted}: this host has {available_cores()} cores; allowed are up to {most} ranks")
+    environment, nproc = read_environment(), options.nproc
+    if nproc is not None and nproc > (most := max(64, 8 * available_cores())):
+        raise ConfigError(f"--nproc {nproc}: this host has {available_cores()} cores; allowed are up to {most} ranks")
     if environment.launcher != "torchrun" and environment.world_size == 1:
-        return wanted or 1, not options.worker and (wanted or 1) > 1
-    if wanted is not None and wanted != environment.local_world_size:
+        return nproc or 1, not options.worker and (nproc or 1) > 1
+    if nproc is not None and nproc != environment.local_world_size:
         raise ConfigError(
-            f"--nproc {wanted}: {environment.launcher} has started {counted(environment.local_world_size, 'process')} on this "
+            f"--nproc {nproc}: {environment.launcher} has started {counted(environment.local_world_size, 'process')} on this "
             "host, which are the ranks; leave --nproc out"
         )
     return environment.world_size, False
@@ -293,8 +290,7 @@ def _fit(config: TrainerConfig, began: float) -> int:
 
 def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | None]:
     """Return the configuration that `source` names, its overrides, and the checkpoint with the weights to evaluate, if any.
-    `source` is a run's directory, which stands for its newest checkpoint, a checkpoint, a Hugging Face model directory, or a
-    configuration."""
+    `source` is a run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or a configuration."""
     path = Path(source).expanduser()
     if not path.is_dir():
         if path.name == _RESOLVED:
@@ -332,8 +328,7 @@ def _require_no_script(run: Path) -> None:
 
 
 def _evaluate(config: Any, checkpoint: Path | None) -> int:
-    """Evaluate a checkpoint, by default the newest of the configuration's run or else initial weights, print the values and append
-    them to `evaluated.jsonl`."""
+    """Evaluate a checkpoint, by default the newest of the run or else initial weights, and print and store the values."""
     from zeromesh.checkpoint.store import CheckpointStore
     from zeromesh.trainer import Trainer
     from zeromesh.trainer.checkpoints.manager import FOLDER

@@ -1,8 +1,4 @@
-"""Generation in evaluations, for `predict_with_generate`, as in transformers' `Seq2SeqTrainer`, under every layout.
-
-A decoder-only model continues the tokens before the first label that is not ignored, padded on the left, and only its new tokens
-are kept, so that they compare with the labels. An encoder-decoder model gets the batch without labels.
-"""
+"""Generation in evaluations, for `predict_with_generate`, as in transformers' `Seq2SeqTrainer`, under every layout."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -32,17 +28,9 @@ _SUPPRESSED_TOKEN_FIELDS = ("suppress_tokens", "begin_suppress_tokens")
 
 
 class BatchGeneration:
-    """Generates for the batches of one evaluation; all ranks create it, and call `tokens` for equally many batches.
-
-    Args:
-        fields: of `GenerationConfig`, on top of the model's own.
-        seed: the seed of sampling, combined with the index of a batch's first sample.
-        where: the setting that enables generation, for error messages.
-
-    Raises:
-        ConfigError: for a model that does not generate, and for fields that do not exist, have values that transformers refuses, or
-            do not go with evaluations or the layout.
-    """
+    """Generates for the batches of one evaluation; all ranks create it, and call `tokens` for equally many batches. Sampling is
+    seeded by `seed` and a batch's first index. Raises `ConfigError`, which begins with `where`, for a model that does not generate,
+    and for `fields` of `GenerationConfig` that do not go with it, with evaluations or with the layout."""
 
     def __init__(
         self, placed: PlacedModel, fields: Mapping[str, Any], *, seed: str, where: str = "predict_with_generate"
@@ -60,8 +48,8 @@ class BatchGeneration:
         if settings.stop_strings and tokenizer is None:
             raise ConfigError(f"{where}: stop_strings needs a tokenizer; pass processing_class")
         if settings.pad_token_id is None:
-            found = [getattr(tokenizer, "pad_token_id", None), *ends_of(settings), 0]
-            settings.pad_token_id = next(each for each in found if each is not None)
+            candidates = [getattr(tokenizer, "pad_token_id", None), *ends_of(settings), 0]
+            settings.pad_token_id = next(each for each in candidates if each is not None)
         if settings.max_new_tokens is None and "max_length" not in fields:
             settings.max_new_tokens = _NEW_TOKENS
         self.padding = int(settings.pad_token_id)
@@ -73,15 +61,10 @@ class BatchGeneration:
         check_arguments(model, self._fixed, placed.mesh if placed.engine is not None else None)
 
     def tokens(self, batch: Mapping[str, Any], samples: Sequence[int], compute: torch.dtype) -> Tensor:
-        """Return tokens [samples, length] for a batch on the CPU, on the mesh's device; `samples` are the dataset's indices.
-
-        A decoder-only model returns new tokens only, an encoder-decoder model the start token too. `compute` is the dtype of the
-        model's inputs.
-
-        Raises:
-            DataError: for a sample without a prompt, with one that is too long, or that shares its row with others.
-        """
-        placed, whole = self._placed, bool(self._placed.module.config.is_encoder_decoder)
+        """Return tokens [samples, length] for a batch on the CPU, on the mesh's device: new ones, for an encoder-decoder model the
+        start token too. `samples` are the dataset's indices, `compute` is the dtype of the model's inputs. Raises `DataError` for a
+        sample without a prompt, with one that is too long, or that shares its row with others."""
+        placed, has_encoder = self._placed, bool(self._placed.module.config.is_encoder_decoder)
         inputs = self.inputs(batch, samples)
         arguments: dict[str, Any] = {
             name: value.to(compute) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -90,13 +73,13 @@ class BatchGeneration:
         seed = number_of(f"{self._seed}/{samples[0]}/predict_with_generate")
         tokens: Tensor = generate(placed, {**arguments, **self._fixed}, seed=partial(seed_all, seed))
         begun = inputs.get("decoder_input_ids")
-        given = inputs["input_ids"].shape[1] if not whole else begun.shape[1] if isinstance(begun, Tensor) else 1
+        given = inputs["input_ids"].shape[1] if not has_encoder else begun.shape[1] if isinstance(begun, Tensor) else 1
         new = tokens[:, given:]
         if self.settings.eos_token_id is not None:
             # transformers' beam search pads with another token if the padding token is 0.
             ends = torch.isin(new, torch.tensor(self.settings.eos_token_id, device=new.device)).int()
             new.masked_fill_(ends.cumsum(1) - ends > 0, self.padding)
-        return tokens if whole else new
+        return tokens if has_encoder else new
 
     def inputs(self, batch: Mapping[str, Any], samples: Sequence[int]) -> dict[str, Any]:
         """Return the prompts of a batch, as passed to `tokens`. Raises `DataError` as `tokens` does."""
@@ -124,14 +107,10 @@ def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -> tuple[dict[str, Any], Tensor]:
-    """Return the tokens before the first label that is not ignored in each row, or the whole row without one, padded on the left.
-
-    Returns the fields of the batch, with all per-token fields cut and padded like `input_ids` and with an `attention_mask`, both
-    [samples, longest]; and the length of each prompt, [samples].
-
-    Raises:
-        DataError: for a row without a prompt, and for a batch that has no row of tokens for each of `samples`.
-    """
+    """Return the fields of a batch with the prompts of its rows: the tokens before the first label that is not ignored, or all of
+    them without one. `input_ids`, `attention_mask` and other per-token fields are cut and padded on the left, [samples, longest].
+    Returns the length of each prompt, [samples], too. Raises `DataError` for a row without a prompt, and for a batch that has no
+    row of tokens for each of `samples`."""
     ids, labels = batch.get("input_ids"), batch.get("labels")
     mask = batch.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(samples):

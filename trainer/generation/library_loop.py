@@ -1,9 +1,5 @@
 """Transformers' own `generate` on all ranks of a mesh, in any layout, and in static batches for prompts that join no running one.
-
-The library's loop runs on every rank. In a pipeline, each call of the model runs all stages, which gives
-all ranks the same logits. Where parameters are gathered, ranks with different prompts need each other to the end: before a
-call they agree whether some rank continues, and finished ranks take part with a dummy input.
-"""
+The library's loop runs on every rank. A call of the model runs all stages of a pipeline, and gives all ranks the same logits."""
 
 import copy
 import math
@@ -41,16 +37,10 @@ def generate(
     seed: Callable[[], object] | None,
     on_logits: Callable[[torch.Tensor], object] = lambda logits: None,
 ) -> Any:
-    """Return `model.generate(**arguments)` in evaluation mode; all ranks call it.
-
-    Data ranks may have different prompts. `seed` seeds the sampling, and the generator is restored afterwards. If None, the mode
-    and the generator are the caller's, as in the library. `on_logits` is called after each call of the model, with its logits
-    [rows, vocabulary] of the last position.
-
-    Raises:
-        DataError: if ranks that share a model have different prompts or arguments.
-        LayoutError: for a pipeline whose modules keep tensors between tokens.
-    """
+    """Return `model.generate(**arguments)`; all ranks call it, and data ranks may have different prompts. With `seed`, which seeds
+    the sampling, the model is in evaluation mode, and the generator is restored afterwards. `on_logits` receives the logits
+    [rows, vocabulary] of the last position of each call of the model. Raises `DataError` if ranks that share a model have different
+    arguments, and `LayoutError` for a pipeline whose modules keep tensors between tokens."""
     model, mesh, pipeline = placed.module, placed.mesh, placed.divided.pipeline
     arguments = {
         name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
@@ -94,8 +84,8 @@ def generate(
 
 
 class _ModelCalls:
-    """The model calls of one generation, which all ranks that share parameters make together, in all stages of a pipeline. `rows`
-    is the number of this rank's prompts."""
+    """The model calls of one generation, for `rows` prompts of this rank. Ranks that gather parameters from each other make equally
+    many: before a call they agree whether some rank continues, and finished ranks take part with a dummy input."""
 
     def __init__(self, model: Any, placed: PlacedModel, rows: int) -> None:
         mesh, engine, pipeline = placed.mesh, placed.engine, placed.divided.pipeline
@@ -117,22 +107,18 @@ class _ModelCalls:
         self.compute = compute
 
     def any_rank_continues(self, *, here: bool) -> bool:
-        """Agree with the other ranks on whether any of them makes another call."""
         if not self._waits:
             return here
         return int(self._mesh.data.all_reduce(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
 
     def join_remaining_calls(self) -> None:
-        """Take part in the remaining calls of other ranks with dummy inputs."""
         while self._waits and self.any_rank_continues(here=False):
             ids = torch.zeros(self._microbatches, 1, dtype=torch.long, device=self._mesh.device)
             inputs: dict[str, Any] = {"input_ids": ids}
             if self._model.config.is_encoder_decoder:
                 width, dtype = encoder_config(self._model).hidden_size, self._model.dtype
-                encoded = torch.zeros(1, 1, width, dtype=dtype, device=self._mesh.device)
-                inputs = {
-                    "encoder_outputs": BaseModelOutput(last_hidden_state=encoded), "decoder_input_ids": ids
-                }  # fmt: skip
+                encoded = BaseModelOutput(last_hidden_state=ids.new_zeros(1, 1, width, dtype=dtype))
+                inputs = {"encoder_outputs": encoded, "decoder_input_ids": ids}
             self.compute({**inputs, "use_cache": False, "return_dict": True})
 
 
@@ -154,8 +140,8 @@ def generate_in_rounds(
         or first.encoder_repetition_penalty not in (None, 1)
         or first.encoder_no_repeat_ngram_size
     )
-    known = "one length" if one_length else "about one length"
-    placed.console.note(f"prompts are generated in batches of {known}: {why}")
+    alike = "one length" if one_length else "about one length"
+    placed.console.note(f"prompts are generated in batches of {alike}: {why}")
     # A rank without prompts in the last round still gathers parameters with the others.
     idle = copy.deepcopy(first)
     idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
@@ -167,10 +153,10 @@ def generate_in_rounds(
         # An encoder's prompts are padded to the longest of all ranks.
         whole_rounds=one_length and has_encoder,
     ):
-        own = [requests[number] for number in numbers[mesh.data_index]]
-        common = settings[own[0].number] if own else idle
-        new = _generate(placed, own or [Request(number=0, tokens=[0])], common)
-        rows = mesh.data.gather_json([asdict(each) for each in new[: len(own)]], "results of a round")
+        here = [requests[number] for number in numbers[mesh.data_index]]
+        common = settings[here[0].number] if here else idle
+        new = _generate(placed, here or [Request(number=0, tokens=[0])], common)
+        rows = mesh.data.gather_json([asdict(each) for each in new[: len(here)]], "results of a round")
         on_progress([Progress(**each) for row in rows for each in row])
 
 
@@ -180,8 +166,8 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
     # Rotary frequencies that an earlier, longer text has changed are reset to the model's initial ones.
     for part in module.modules() if "dynamic" in rope_kinds(module.config) else ():
         for name, original in list(part.named_buffers(recurse=False)):
-            prefix, found, _ = name.rpartition("original_inv_freq")
-            if found:
+            prefix, is_original, _ = name.rpartition("original_inv_freq")
+            if is_original:
                 part.get_buffer(f"{prefix}inv_freq").copy_(original)
                 setattr(part, f"{prefix}max_seq_len_cached", part.original_max_seq_len)
     prompts, padding = [torch.tensor(each.tokens) for each in requests], int(settings.pad_token_id or 0)
@@ -193,20 +179,20 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         more = (0, int(longest[0]) - ids.shape[1])
         ids, mask = pad(ids, more, value=padding), pad(mask, more)
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "generation_config": settings}
-    chosen, seeds = _LogprobRecorder(), [each.seed for each in requests]
+    recorder, seeds = _LogprobRecorder(), [each.seed for each in requests]
     guided = settings.guidance_scale not in (None, 1)  # The model is called twice for a token.
     if not guided and settings.get_generation_mode() in PLAIN_MODES:
-        arguments["stopping_criteria"] = [chosen]
+        arguments["stopping_criteria"] = [recorder]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
-        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), on_logits=chosen.on_logits)
+        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), on_logits=recorder.on_logits)
     begin, ends, results = 1 if has_encoder else ids.shape[1], ends_of(settings), list[Progress]()
-    probabilities = torch.stack(chosen.logprobs, dim=1).tolist() if chosen.logprobs else [None] * len(requests)
+    probabilities = torch.stack(recorder.logprobs, dim=1).tolist() if recorder.logprobs else [None] * len(requests)
     for request, row, logprobs in zip(requests, tokens[:, begin:].tolist(), probabilities, strict=True):
         # A row is cut after its end token, or before the first token with logits that are not finite.
-        count = next((place for place, token in enumerate(row, start=1) if token in ends), 0)
+        count = next((index for index, token in enumerate(row, start=1) if token in ends), 0)
         kept = count or len(row)
         finish: Finish = "stop" if count else "length"
-        unknown = next((place for place, value in enumerate((logprobs or [])[:kept]) if math.isnan(value)), None)
+        unknown = next((index for index, value in enumerate((logprobs or [])[:kept]) if math.isnan(value)), None)
         if unknown is not None:
             kept, finish = unknown, "not_finite"
         logprobs = logprobs and logprobs[:kept]
@@ -233,12 +219,9 @@ class _LogprobRecorder:
 def partition_prompts(
     lengths: Sequence[int], *, ranks: int, batch: int, one_length: bool = False, whole_rounds: bool = False
 ) -> list[list[list[int]]]:
-    """Return for each round the indices of the prompts that each rank generates together.
-
-    A rank has at most `batch` prompts in a round. Prompts are assigned to ranks round-robin, the longest first, so that the total
-    lengths of two ranks differ by one prompt at most. The prompts of a rank, or with `whole_rounds` of all ranks, in a round have
-    similar lengths, or with `one_length` equal ones.
-    """
+    """Return for each round the indices of the prompts, at most `batch`, that each rank generates together. Ranks take turns, the
+    longest prompt first, so that the total lengths of two ranks differ by one prompt at most. The prompts of a rank, or with
+    `whole_rounds` of all ranks, in a round have similar lengths, or with `one_length` equal ones."""
     order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     if not one_length:
         size = ranks * batch

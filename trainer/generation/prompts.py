@@ -31,11 +31,7 @@ class PromptLine:
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Read the prompts of a file of JSON lines; empty lines are skipped.
-
-    Raises:
-        DataError: for a file that cannot be read or has no prompt, and for invalid lines, with their numbers.
-    """
+    """Read the prompts of a file of JSON lines, as `parse_prompts` does. Raises `DataError` for one that cannot be read, too."""
     try:
         # Symbolic links may be followed, as nothing here writes to the file.
         content = read_whole(path.resolve() if path.is_file() else path)
@@ -47,23 +43,23 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 
 def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
-    """Parse JSON lines; `where` names their source in errors. Raises `DataError` as `read_prompts` does."""
-    found: list[PromptLine] = []
+    """Parse JSON lines, without empty ones; `where` names their source. Raises `DataError` with the numbers of invalid lines, and
+    where there is no prompt."""
+    prompts: list[PromptLine] = []
     problems: list[str] = []
     for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             try:
-                found.append(_parse_line(line, len(found), f"{where}, line {number}"))
+                prompts.append(_parse_line(line, len(prompts), f"{where}, line {number}"))
             except DataError as error:
                 problems.append(str(error))
     if problems:
         rest = len(problems) - _SHOWN_PROBLEMS
-        raise DataError(
-            "\n".join([*problems[:_SHOWN_PROBLEMS], *([f"and {counted(rest, 'line')} more"] if rest > 0 else [])])
-        )
-    if not found:
+        more = [f"and {counted(rest, 'line')} more"] if rest > 0 else []
+        raise DataError("\n".join([*problems[:_SHOWN_PROBLEMS], *more]))
+    if not prompts:
         raise DataError(f'{where} has no prompt; give a line for each, such as {{"text": "Once"}}')
-    return found
+    return prompts
 
 
 def _parse_line(line: bytes, number: int, where: str) -> PromptLine:
@@ -115,12 +111,12 @@ def problem_of(prompt: Any, key: str | None = None) -> str:
         return ""
     if key in (None, "messages") and items and all(isinstance(each, Mapping) and "role" in each for each in items):
         return ""
-    wanted = {
+    forms = {
         "text": "is text",
         "input_ids": "is a list of token ids, integers of at least 0",
         "messages": "is a list of messages such as {role: user, content: text}",
     }
-    return wanted[key] if key else "is text, a list of token ids, or a list of messages, with something in it"
+    return forms[key] if key else "is text, a list of token ids, or a list of messages, with something in it"
 
 
 def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]:

@@ -1,12 +1,9 @@
-"""`RequestLoop`: continues the requests of an inbox on all ranks of a mesh.
+"""`RequestLoop`: continues the requests of an inbox on all ranks, of which those that run one model are a replica, in rounds:
 
-Ranks that run one model together are a replica. All ranks make the same rounds:
-
-    exchange    rank 0 broadcasts new requests, every replica its new tokens; all ranks know of all requests
-    partition   each request goes to the replica with the fewest open tokens, the costliest first
-    forwards    each replica runs its own batches; where replicas gather each other's parameters, all agree on the number
-
-A pipeline has as many running batches as stages, so that no stage idles; other layouts have one.
+exchange    rank 0 broadcasts new requests, every replica its new tokens; all ranks know of all requests
+partition   each request goes to the replica with the fewest open tokens, the costliest first
+forwards    each replica runs its batches, one for each stage; where replicas gather each other's parameters, all agree
+            on the number
 """
 
 import sys
@@ -36,13 +33,8 @@ _IDLE_SECONDS = 0.5
 
 
 class RequestLoop:
-    """Continues the requests of an inbox. All ranks create one and call `run` together.
-
-    Args:
-        fields: of `GenerationConfig`, on top of which are those of a request.
-        rows: requests that a replica runs at a time.
-        on_progress: called on every rank with new tokens of any replica.
-    """
+    """Continues the requests of an inbox, of which a replica runs `rows` at a time; all ranks create one and call `run` together.
+    The fields of a request override `fields`. Every rank gets the new tokens of all replicas by `on_progress`."""
 
     def __init__(
         self,
@@ -57,23 +49,15 @@ class RequestLoop:
         self._settings, self._fields, self._on_progress = placed.settings, fields, on_progress
         self._pipeline = placed.divided.pipeline
         stages = mesh.pipeline.size
+        compute = engine.options.precision.compute
+        nbytes = token_bytes(placed.module.config.get_text_config(), mesh.tensor.size, stages, compute)
         # Half of the memory that is free may be filled with keys and values.
-        each = token_bytes(
-            placed.module.config.get_text_config(),
-            tensor_ranks=mesh.tensor.size,
-            stages=stages,
-            itemsize=engine.options.precision.compute.itemsize,
-        )
-        self._batches = [
-            RunningBatch(
-                placed.module,
-                rows=-(-rows // stages),
-                prefill_tokens=_PREFILL_TOKENS,
-                cache_tokens=max(1, least_free_bytes(mesh) // (2 * each)) // stages,
-                device=mesh.device,
-            )
-            for _ in range(stages)
-        ]
+        limits = {
+            "rows": -(-rows // stages),
+            "prefill_tokens": _PREFILL_TOKENS,
+            "cache_tokens": max(1, least_free_bytes(mesh) // (2 * nbytes)) // stages,
+        }
+        self._batches = [RunningBatch(placed.module, device=mesh.device, **limits) for _ in range(stages)]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
         """The maximal number of tokens still to be computed for each open request, by replica; equal on all ranks."""
         self._queue: list[tuple[int, Request, GenerationConfig]] = []
@@ -83,11 +67,7 @@ class RequestLoop:
 
     def run(self, inbox: Inbox | None) -> int:
         """Continue the requests of rank 0's inbox until it is stopped and all requests have ended. Returns the number of tokens
-        that this rank has computed, as `RunningBatch.computed` counts them.
-
-        Raises:
-            CollectiveError: when a rank is gone or late.
-        """
+        that this rank has computed, as `RunningBatch.computed` counts them."""
         while True:
             news = self._exchange(inbox)
             for each in news.requests:
@@ -110,13 +90,12 @@ class RequestLoop:
 
     def _exchange(self, inbox: Inbox | None) -> News:
         """Report the progress of all replicas, and return what rank 0's inbox has received."""
-        mesh, own = self._mesh, dict[str, Any]()
+        mesh, new = self._mesh, [asdict(each) for batch in self._batches for each in batch.progress()]
+        message: dict[str, Any] = {"progress": new if mesh.model_index == 0 else []}
         if inbox is not None:
             idle = not self._queue and not any(self._open)
-            own["news"] = asdict(inbox.take(wait_seconds=_IDLE_SECONDS if idle else 0.0))
-        new = [asdict(each) for batch in self._batches for each in batch.progress()]
-        own["progress"] = new if mesh.model_index == 0 else []
-        rows = mesh.world.gather_json(own, "requests and what was made of them")
+            message["news"] = asdict(inbox.take(wait_seconds=_IDLE_SECONDS if idle else 0.0))
+        rows = mesh.world.gather_json(message, "requests and what was made of them")
         progress = [Progress(**each) for row in rows for each in row["progress"]]
         for each in progress:
             for costs in self._open:

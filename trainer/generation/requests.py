@@ -1,10 +1,8 @@
-"""Requests to a running generator, their progress, and the inbox that passes both between threads and ranks.
+"""Requests to a running generator, their progress, and the inbox that passes both between threads and ranks, without torch.
 
 inbox = Inbox(limit=64)
 threading.Thread(target=serve_http, args=(inbox,)).start()
 generator.serve(inbox)                  # on all ranks; returns after inbox.stop()
-
-Nothing here loads torch.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ token."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A prompt to be continued by a model."""
-
     number: int
     """The sequence number of the request, in the order of submission."""
     tokens: Sequence[int]
@@ -32,7 +28,6 @@ class Request:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of transformers' `GenerationConfig` that override the model's own, as JSON values."""
     seed: int = 0
-    """The seed of this request's sampling, which does not depend on the other requests of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +37,7 @@ class Progress:
     number: int
     tokens: list[int]
     logprobs: list[float] | None
-    """The log-probability of each token under the model, before temperature and other processors. None for decoding methods that
-        choose tokens in hindsight, such as beam search."""
+    """The log-probability of each token, as in `Generated`."""
     finish: Finish | None = None
     """The reason why generation ended; None: it continues."""
 
@@ -65,12 +59,8 @@ class News:
 
 
 class Inbox:
-    """Passes requests from any thread to the generator of rank 0, and progress back to the clients.
-
-    Args:
-        limit: requests that may be open, waiting or generated, at a time; None: any number.
-        streams: report progress after every token, which costs an exchange between the ranks each time.
-    """
+    """Passes requests from any thread to the generator of rank 0, and progress back to the clients. `limit` is the number of
+    requests that may be open at a time; None: any. `streams` reports every token, at the cost of an exchange between the ranks."""
 
     def __init__(self, *, limit: int | None = None, streams: bool = True) -> None:
         self._limit = limit
@@ -94,12 +84,8 @@ class Inbox:
     def submit(
         self, tokens: Sequence[int], on_progress: OnProgress, *, fields: Mapping[str, Any] | None = None, seed: int = 0
     ) -> int:
-        """Submit a prompt that `Generator.check_request` has accepted; returns the request's number.
-
-        Raises:
-            QueueFullError: where `limit` requests are open.
-            PhaseError: after `stop`.
-        """
+        """Submit a prompt that `Generator.check_request` has accepted; returns the request's number. Raises `QueueFullError` where
+        `limit` requests are open, and `PhaseError` after `stop`."""
         with self._changed:
             self.require_room()
             number, self._count = self._count, self._count + 1
@@ -141,9 +127,9 @@ class Inbox:
         return news
 
     def deliver(self, progresses: Iterable[Progress]) -> None:
-        """Call `on_progress` of each progress's request."""
         for each in progresses:
             with self._changed:
-                found = self._open.get(each.number) if each.finish is None else self._open.pop(each.number, None)
-            if found is not None:
-                found(each)
+                number, ended = each.number, each.finish is not None
+                on_progress = self._open.pop(number, None) if ended else self._open.get(number)
+            if on_progress is not None:
+                on_progress(each)

@@ -1,16 +1,11 @@
 """`RowCache`: the key-value cache of a batch whose rows change between forwards.
 
-All rows end at one column, so that each forward adds the same columns to all of them, and masks and positions are those of prompts
-that are padded on the left:
-
     columns     start               end     capacity
-    row 0         | k k k k k k k k k |
+    row 0         | k k k k k k k k k |         all rows end at one column, to which each forward adds
     row 1         | 0 0 0 0 0 k k k k |         missing tokens are zero, and masked
-    row 2         | 0 0 k k k k k k k |
     free          |                   |
 
-Buffers are written in place, and reallocated by factors when their columns or rows run out, so that a token does not copy the whole
-cache, as in transformers' `DynamicCache`.
+Buffers are reallocated when columns or rows run out, so that a token does not copy the whole cache, as in `DynamicCache`.
 """
 
 from __future__ import annotations
@@ -27,17 +22,15 @@ _FEWEST_COLUMNS = 64
 
 
 def layers_of(config: PreTrainedConfig) -> int | None:
-    """Return the number of layers with keys and values; None for a model with another kind of state between tokens.
-
-    Layers with a sliding window keep all columns, as the mask implements the window.
-    """
+    """Return the number of layers with keys and values; None for a model with another kind of state between tokens."""
+    # Layers with a sliding window keep all columns, as the mask implements the window.
     layers = DynamicCache(config=config).layers
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
     return len(layers) if plain and layers else None
 
 
-def token_bytes(config: PreTrainedConfig, *, tensor_ranks: int, stages: int, itemsize: int) -> int:
-    """Return an upper bound of the bytes of a token's keys and values on one of `tensor_ranks` ranks of each of `stages` stages."""
+def token_bytes(config: PreTrainedConfig, tensor_ranks: int, stages: int, dtype: torch.dtype) -> int:
+    """Return an upper bound of the bytes of a token's keys and values on a rank."""
     most, layers = 0, config.per_layer_config
     for layer in layers:
         heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
@@ -45,7 +38,7 @@ def token_bytes(config: PreTrainedConfig, *, tensor_ranks: int, stages: int, ite
         # Latent attention has keys wider than values, and its head_dim is the width of the rotary part.
         keys, values = (max(width, getattr(layer, name, None) or 0) for name in ("qk_head_dim", "v_head_dim"))
         most = max(most, -(-heads // tensor_ranks) * (keys + values))
-    return -(-len(layers) // stages) * most * itemsize
+    return -(-len(layers) // stages) * most * dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -71,8 +64,8 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
         self.buffers: list[torch.Tensor] = []
         """The key buffer and the value buffer; none before the first forward, and in layers of other stages."""
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        for each in (key_states, value_states):
+    def lazy_initialization(self, *states: torch.Tensor) -> None:
+        for each in states:
             rows, heads, _, width = each.shape
             self.buffers.append(each.new_zeros(rows, heads, self._columns.capacity, width))
         self.is_initialized = True
@@ -103,12 +96,10 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """The key-value cache of all rows, with the layout that the module describes.
-
-    `length_without_layers` tells stubs of other pipeline stages that the length is known without entries in their layers.
-    """
+    """The key-value cache of all rows, with the layout that the module describes."""
 
     length_without_layers = True
+    """The length is known to stubs of other pipeline stages without entries in their layers."""
 
     def __init__(self, layers: int) -> None:
         self.columns = Columns()

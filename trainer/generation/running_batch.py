@@ -1,9 +1,7 @@
-"""`RunningBatch`: continuous batching of requests that join and leave while a model generates, and its forward passes.
+"""`RunningBatch`: continuous batching of requests that join and leave while a model generates, and its forward passes, which
+alternate, so that long prompts do not delay others. Ranks that run one model have copies of the batch.
 
-A forward is a chunk of the prompts of joining requests (prefill), or one token of each running request (decode); they alternate, so
-that long prompts do not delay the others. Ranks that run one model each hold a replica of the batch with the same contents.
-
-    prefill     a b c d         prompts without their last tokens, padded on the right, which earlier tokens do not attend to
+    prefill     a b c d         prompts of joining requests without their last tokens, padded on the right
                 e . . .
     decode      z               their last tokens, beside the latest tokens of the running requests
                 f
@@ -29,8 +27,6 @@ from zeromesh.trainer.generation.settings import ends_of
 
 
 class ForwardKind(Enum):
-    """The kind of a forward: prefill of prompts, decoding of running requests, or none for an idle batch."""
-
     IDLE = "idle"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -38,8 +34,6 @@ class ForwardKind(Enum):
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RunningRow:
-    """A request and its generated tokens."""
-
     request: Request
     sampler: RowSampler
     ends: list[int]
@@ -68,24 +62,11 @@ class RunningRow:
 
 
 class RunningBatch:
-    """The requests of one replica and their forwards. Finished rows stay until `remove_ended`, so that tokens do not change shapes.
+    """The requests of one replica and their forwards through `module`: at most `rows` at a time, `prefill_tokens` prompt tokens in
+    a forward and `cache_tokens` in the cache, both with padding; one request always runs. Finished rows stay until `remove_ended`,
+    so that tokens do not change shapes."""
 
-    Args:
-        module: the model that computes the forwards.
-        rows: the limit of concurrent requests.
-        prefill_tokens: the limit of prompt tokens in one forward, padding included.
-        cache_tokens: the limit of cached tokens, padding included; one request always runs.
-    """
-
-    def __init__(
-        self,
-        module: Any,
-        *,
-        rows: int,
-        prefill_tokens: int,
-        cache_tokens: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, module: Any, *, rows: int, prefill_tokens: int, cache_tokens: int, device: torch.device) -> None:
         self._module, self._device = module, device
         self._most_rows, self._prefill_tokens, self._cache_tokens = rows, prefill_tokens, cache_tokens
         self._layers = layers_of(module.config) or 0
@@ -133,13 +114,13 @@ class RunningBatch:
     @property
     def busy(self) -> bool:
         """True if any request has not ended."""
-        return bool(self._waiting or self._joining or self._running)
+        return bool(self._rows)
 
     @property
     def open_tokens(self) -> int:
         """The maximal number of tokens that are still to be computed."""
-        prompts = sum(len(row.request.tokens) for row in (*self._waiting, *self._joining))
-        return prompts + sum(row.budget for row in self._rows)
+        new = sum(row.budget for row in self._rows)
+        return new + sum(len(row.request.tokens) for row in (*self._waiting, *self._joining))
 
     def plan(self, *, eager: bool) -> ForwardKind:
         """Choose the next forward. With `eager`, requests join as soon as one row is free, not only when several are."""
@@ -206,11 +187,11 @@ class RunningBatch:
         tensors = {"input_ids": ids, "attention_mask": mask}
         if self._takes_positions:
             tensors["position_ids"] = positions
-        found = {name: tensor.to(self._device) for name, tensor in tensors.items()} | self._common_arguments
+        inputs = {name: tensor.to(self._device) for name, tensor in tensors.items()} | self._common_arguments
         if cache is None:
-            return found | {"use_cache": False}
+            return inputs | {"use_cache": False}
         cache.make_room(new)
-        return found | {"past_key_values": cache}
+        return inputs | {"past_key_values": cache}
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Choose tokens from logits `[rows, vocabulary]` of the last positions. Returns the next tokens and their
@@ -241,7 +222,6 @@ class RunningBatch:
                 row.add(int(token), logprob)
 
     def remove_ended(self) -> None:
-        """Remove the rows that have ended."""
         for index in range(len(self._running) - 1, -1, -1):
             row = self._running[index]
             if row.finish is not None:
@@ -265,11 +245,10 @@ class RunningBatch:
 
     def progress(self) -> list[Progress]:
         """Return the progress of all requests since the last call."""
-        rows, self._ended = [*self._ended, *self._joining, *self._running], []
-        found = []
+        rows, self._ended, news = [*self._ended, *self._joining, *self._running], [], []
         for row in rows:
             if row.finish or len(row.logprobs) > row.reported:
                 begin, row.reported = row.reported, len(row.logprobs)
                 tokens, logprobs = row.tokens[len(row.request.tokens) + begin :], row.logprobs[begin:]
-                found.append(Progress(number=row.request.number, tokens=tokens, logprobs=logprobs, finish=row.finish))
-        return found
+                news.append(Progress(number=row.request.number, tokens=tokens, logprobs=logprobs, finish=row.finish))
+        return news

@@ -32,10 +32,8 @@ _ALTERNATIVES = {  # Fields of `GenerationConfig` that are refused, and what to 
     "max_time": "give max_new_tokens",
     "stop_strings": "give eos_token_id, or cut the text",
     "return_dict_in_generate": "results have tokens and logprobs",
-    "output_scores": "results have logprobs",
-    "output_logits": "results have logprobs",
-    "output_attentions": "results have none",
-    "output_hidden_states": "results have none",
+    **dict.fromkeys(("output_scores", "output_logits"), "results have logprobs"),
+    **dict.fromkeys(("output_attentions", "output_hidden_states"), "results have none"),
 }
 _REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _ALTERNATIVES.items()}
 PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -60,12 +58,8 @@ _ON_THE_HUB = (
 
 
 class ModelSettings:
-    """Validates the settings of requests to one model: its own ones, overridden by the request's fields.
-
-    Args:
-        module: the whole model, before a pipeline stage drops its other modules.
-        mesh: the mesh over which the model is divided; None: none.
-    """
+    """Validates the settings of requests to one model, which is whole when this is created, before a pipeline stage drops its other
+    modules: the model's own settings, overridden by the request's fields. `mesh` is None for a model that is not divided."""
 
     def __init__(self, module: Any, mesh: Mesh | None) -> None:
         self._module, self._mesh = module, mesh
@@ -73,12 +67,9 @@ class ModelSettings:
         self._tried: set[str] = set()
 
     def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, trial: bool = True) -> GenerationConfig:
-        """Return the settings to continue a prompt of `prompt_tokens` tokens; with `trial` they first choose one token.
-
-        Raises:
-            ConfigError: for fields that do not exist, have other values than transformers knows, or that the layout does not allow.
-            DataError: for a prompt that is too long for them.
-        """
+        """Return the settings to continue a prompt of `prompt_tokens` tokens; with `trial` they first choose one token. Raises
+        `ConfigError` for fields that do not exist, have other values than transformers knows or do not go with the layout, and
+        `DataError` for a prompt that is too long for them."""
         settings = settings_with(self._module, fields, _REFUSED, "generate")
         # The library's defaults for unset fields, such as top_k=50; lengths are decided below.
         defaults = settings._get_default_generation_params()
@@ -95,10 +86,10 @@ class ModelSettings:
             settings.max_new_tokens = min(_NEW_TOKENS, most)
         if positions is not None and settings.max_length is not None and "max_length" not in fields:
             settings.max_length = min(settings.max_length, positions)
-        wanted = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
-        if positions is not None and wanted > positions:
+        total = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
+        if positions is not None and total > positions:
             raise DataError(
-                f"the prompt has {longest} tokens, which with the new ones become {wanted}, and the model has {positions} "
+                f"the prompt has {longest} tokens, which with the new ones become {total}, and the model has {positions} "
                 f"positions; shorten it, or lower {'max_length' if settings.max_new_tokens is None else 'max_new_tokens'}"
             )
         if self._module.config.is_encoder_decoder:
@@ -120,8 +111,7 @@ class ModelSettings:
         tried = {name: value for name, value in fields.items() if name != "max_new_tokens"}
         key = json.dumps(tried, sort_keys=True, default=repr)
         module, prompt = self._module, [0]
-        own = type(module)._get_logits_processor is not GenerationMixin._get_logits_processor
-        if own or key in self._tried:
+        if key in self._tried or type(module)._get_logits_processor is not GenerationMixin._get_logits_processor:
             return
         try:
             sampler = RowSampler(module, copy.deepcopy(settings), prompt, 0, torch.device("cpu"))
@@ -141,9 +131,9 @@ class ModelSettings:
             return f"{mode.value} goes on with several texts of a prompt"
         if not settings.use_cache:
             return "use_cache is false"
-        found = [field for field in _LIBRARY_LOOP_ONLY if getattr(settings, field, None)]
-        if found:
-            return f"{found[0]} is a matter of the library's own loop"
+        for field in _LIBRARY_LOOP_ONLY:
+            if getattr(settings, field, None):
+                return f"{field} is a matter of the library's own loop"
         if module.config.is_encoder_decoder:
             return f"{name} has an encoder"
         if type(module).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
@@ -157,12 +147,8 @@ class ModelSettings:
             return f"{name} looks at what its cache keeps of a window"
         if self._looks_ahead:
             return f"{name} has attention that also looks at later tokens"
-        changing = rope_kinds(module.config) & {"dynamic", "longrope"}
-        if changing:
-            return (
-                f"{name} turns positions by frequencies that depend on the longest text ({', '.join(sorted(changing))})"
-            )
-        return ""
+        changing = ", ".join(sorted(rope_kinds(module.config) & {"dynamic", "longrope"}))
+        return f"{name} turns positions by frequencies that depend on the longest text ({changing})" if changing else ""
 
 
 _ORIGIN = " (the model's generation_config.json says so)"
@@ -177,7 +163,7 @@ def _wrong_values(
     settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int, beyond: Collection[str]
 ) -> list[str]:
     """Return the reasons why values are wrong. An int becomes a float where the library expects one."""
-    found: dict[str, str] = {}
+    problems: dict[str, str] = {}
     kinds = {name: type(default) for name, default in settings._get_default_generation_params().items()}
     for name, kind in {**kinds, **dict.fromkeys(_RATIOS, float), "max_new_tokens": int, "min_new_tokens": int}.items():
         value = getattr(settings, name, None)
@@ -186,7 +172,7 @@ def _wrong_values(
         least = 1 if name in _COUNT_FIELDS else 0 if kind is int or name in _RATIOS else -math.inf
         most = 1 if name in _RATIOS else sys.maxsize if kind is int else math.inf
         if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
-            found[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
+            problems[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
         else:
             setattr(settings, name, kind(value))
     for name in (*_TOKEN_IDS, *_MODEL_TOKEN_IDS):
@@ -195,8 +181,8 @@ def _wrong_values(
         most = vocabulary if name in fields or (name in _TOKEN_IDS and name not in beyond) else sys.maxsize
         least = 0 if name in _TOKEN_IDS else -sys.maxsize
         if not all(type(each) is int and least <= each < most for each in ids):
-            found[name] = f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
-    return [f"{name} is {text}{'' if name in fields else _ORIGIN}" for name, text in found.items()]
+            problems[name] = f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
+    return [f"{name} is {text}{'' if name in fields else _ORIGIN}" for name, text in problems.items()]
 
 
 @dataclass(kw_only=True)
@@ -210,14 +196,11 @@ class ServedModel(PlacedModel):
 def add_end_tokens(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequence[int]], str]) -> list[str]:
     """Add end tokens to a model's saved generation settings; returns a note for each new one. `name` decodes tokens."""
     settings: Any = getattr(pretrained_of(model), "generation_config", None)
-    notes = []
-    for token in tokens if settings is not None else ():
-        if token not in ends_of(settings):
-            settings.eos_token_id = [*ends_of(settings), token]
-            notes.append(
-                f"generation_config.eos_token_id: {token} ({name([token])!r}) is added, as it ends the answers"
-            )
-    return notes
+    new = [token for token in dict.fromkeys(tokens) if settings is not None and token not in ends_of(settings)]
+    if new:
+        settings.eos_token_id = [*ends_of(settings), *new]
+    added = "is added, as it ends the answers"
+    return [f"generation_config.eos_token_id: {token} ({name([token])!r}) {added}" for token in new]
 
 
 def ends_of(settings: GenerationConfig) -> list[int]:
@@ -230,10 +213,8 @@ def settings_with(
     model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], where: str, *, beyond: Collection[str] = ()
 ) -> GenerationConfig:
     """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons, and of the token
-    ids in the model's own fields `beyond` some may be outside of its vocabulary.
-
-    Raises `ConfigError`, which begins with `where` (the source of the request), for refused, unknown and invalid fields.
-    """
+    ids in the model's own fields `beyond` some may be outside of its vocabulary. Raises `ConfigError`, which begins with the source
+    of the request, `where`, for refused, unknown and invalid fields."""
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
     settings.update(use_cache=True, **dict.fromkeys(refused))
     try:
@@ -254,22 +235,19 @@ def _vocabulary(model: Any) -> int:
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh | None) -> None:
     """Check the arguments of `generate`, with the same result on every rank; `mesh` is None for a model that is not partitioned.
-
     Raises `ConfigError` for a model that does not generate and arguments that do not go with the layout, and `DataError` for
-    prompts that are padded on the right.
-    """
+    prompts that are padded on the right."""
     if not callable(getattr(model, "generate", None)):
         raise ConfigError(
             f"{type(model).__name__} has no generate; it generates where it is a Hugging Face model with a head"
         )
     if "synced_gpus" in arguments:
         raise ConfigError("generate: synced_gpus is decided here, ranks are kept together; leave it out")
-    mask, config = arguments.get("attention_mask"), getattr(model, "config", None)
-    if (
-        isinstance(mask, torch.Tensor)
-        and not getattr(config, "is_encoder_decoder", False)
-        and not bool(mask[:, -1].all())
-    ):
+    mask, has_encoder = (
+        arguments.get("attention_mask"),
+        getattr(getattr(model, "config", None), "is_encoder_decoder", False),
+    )
+    if isinstance(mask, torch.Tensor) and not has_encoder and not bool(mask[:, -1].all()):
         raise DataError("generate: a prompt ends with padding (attention_mask 0); pad prompts on the left")
     staged = mesh is not None and mesh.shape.divides("blocks")
     # Several ranks compute the same tokens together.
@@ -301,13 +279,13 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         raise ConfigError(
             f"generate: {mode.value} is not possible {where}; allowed are greedy search and sampling (num_beams: 1)"
         )
-    found = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
+    unstaged = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
-        found.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.
+        unstaged.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.
     if settings.cache_implementation not in (None, "dynamic"):
-        found.append(f"cache_implementation: {settings.cache_implementation}")
-    if found:
-        raise ConfigError(f"generate: {', '.join(found)} is not possible {where}; leave it out")
+        unstaged.append(f"cache_implementation: {settings.cache_implementation}")
+    if unstaged:
+        raise ConfigError(f"generate: {', '.join(unstaged)} is not possible {where}; leave it out")
 
 
 def decoder_positions(module: Any) -> int | None:

@@ -78,15 +78,14 @@ class Generated:
     prompt_tokens: int
     new_tokens: int
     finish: str
-    """The reason for the end: `stop` at an end token, `length` at `max_new_tokens`."""
+    """`stop` at an end token, or `length` at `max_new_tokens`."""
 
 
 class Generator(ModelOnMesh):
     """Generates with a model on the ranks of the launch, in the layout of a configuration; all ranks make the same calls.
 
     Args:
-        source: a Hugging Face directory, the name of a model on the Hub, a run's directory (which stands for its newest checkpoint)
-            or a checkpoint of one.
+        source: a Hugging Face directory, the name of a model on the Hub, a run (its newest checkpoint) or a checkpoint of one.
         config: a path, a mapping or a `TrainerConfig`, of which `parallel`, `zero`, `offload`, `precision.compute` and `model`
             are used; None: the defaults. The default of `precision.compute` is the dtype in the model's `config.json`.
         check: compare replicated weights between ranks at the start, which reads them once; None: compare all except those
@@ -128,7 +127,6 @@ class Generator(ModelOnMesh):
 
     @property
     def placed(self) -> ServedModel:
-        """The model. Raises `PhaseError` after `close`."""
         if self._model is None:
             raise PhaseError(self._unusable_reason)
         return self._model
@@ -140,7 +138,6 @@ class Generator(ModelOnMesh):
 
     @property
     def engine(self) -> ZeroEngine:
-        """The engine that holds the parameters."""
         return self.placed.require_engine()
 
     def generate(
@@ -154,9 +151,6 @@ class Generator(ModelOnMesh):
     ) -> list[Generated]:
         """Generate continuations, and return them in the order of the prompts on every rank; all ranks pass the same prompts.
 
-        Prompts join a running batch as others leave it, on the replica with the fewest open tokens. Requests that
-        cannot (beams, encoder models, other caches) are generated in static batches of one length, or similar for an encoder.
-
         Args:
             prompts: text, token ids, messages of a conversation for the chat template, or mappings with one of
                 these as `text`, `input_ids` or `messages`, and fields of `GenerationConfig` or `seed` for this prompt alone.
@@ -164,8 +158,7 @@ class Generator(ModelOnMesh):
             seed: the seed of sampling for each prompt, independent of its batch; None: derived from `run.seed` and the
                 number of calls so far.
             on_results: called on every rank with new results, by index of their prompt.
-            fields: of transformers' `GenerationConfig`, on top of the model's own; by default with 128 new tokens, or as many
-                as the model has positions for.
+            fields: of transformers' `GenerationConfig`, on top of the model's own; 128 new tokens, or as many as it has positions.
 
         Raises:
             ConfigError: for fields that do not exist or that the layout does not allow.
@@ -185,17 +178,20 @@ class Generator(ModelOnMesh):
             self.request_of(prompt, fields, number=index, seed=number_of(f"{number}/{index}"), where=f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
-        requests, settings = [request for request, _ in checked], [each for _, each in checked]
-        return self._generate(requests, settings, fields, batch, on_results)
+        requests = [request for request, _ in checked]
+        results = _Results(requests, placed, on_results)
+        self._generate(requests, [settings for _, settings in checked], fields, batch, results)
+        if missing := results.missing:
+            raise NonFiniteError(
+                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
+                f"{len(results.complete)} have a result, which on_results was given. Look at the weights, or compute in another "
+                "dtype (precision.compute: float32)"
+            )
+        return [results.complete[request.number] for request in requests]
 
     def _generate(
-        self,
-        requests: list[Request],
-        settings: list[GenerationConfig],
-        fields: Mapping[str, Any],
-        batch: int,
-        on_results: Callable[[Mapping[int, Generated]], object],
-    ) -> list[Generated]:
+        self, requests: list[Request], settings: list[GenerationConfig], fields: Any, batch: int, results: _Results
+    ) -> None:
         placed = self.placed
         why = next(filter(None, map(placed.settings.why_unbatched, settings)), "")
         given = {
@@ -208,7 +204,6 @@ class Generator(ModelOnMesh):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any(request.fields != requests[0].fields for request in requests):
             raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
-        results = _Results(requests, placed, on_results)
         try:
             with placed.guarded("generator.generate()"):
                 if why:
@@ -217,20 +212,13 @@ class Generator(ModelOnMesh):
                     loop = RequestLoop(placed, fields, rows=batch, on_progress=results.add)
                     self.computed = loop.run(Inbox.of(requests) if self.mesh.rank == 0 else None)
         except CollectiveError as error:
-            found = f"{len(results.found)} of {counted(len(requests), 'prompt')} have a result"
-            raise CollectiveError(f"{error}\n{found}; without one are {some(results.missing, 100)}") from error
+            complete = f"{len(results.complete)} of {counted(len(requests), 'prompt')} have a result"
+            raise CollectiveError(f"{error}\n{complete}; without one are {some(results.missing, 100)}") from error
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             why = f"generating ran out of memory ({summary(error)})"
             raise StorageError(f"{why}; lower batch (here {batch}), max_new_tokens or num_beams") from error
-        if missing := results.missing:
-            raise NonFiniteError(
-                f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
-                f"{len(results.found)} have a result, which on_results was given. Look at the weights, or compute in another "
-                "dtype (precision.compute: float32)"
-            )
-        return [results.found[request.number] for request in requests]
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
         """Generate for the requests in rank 0's inbox until it is stopped; all ranks call it, the others with None.
@@ -253,51 +241,45 @@ class Generator(ModelOnMesh):
         """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""
         self.placed.settings.for_request(fields, 1)
 
+    def _why_unserved(self, fields: Mapping[str, Any], tokens: int = 1, *, trial: bool = False) -> str:
+        settings = self.placed.settings
+        return settings.why_unbatched(settings.for_request(fields, tokens, trial=trial))
+
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
-        return not self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, trial=False))
+        return not self._why_unserved(fields)
 
     def require_serving(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
-        why = self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, 1, trial=False))
-        if why:
+        if why := self._why_unserved(fields):
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
         self.check_fields(fields)
         if isinstance(self.tokenizer, PretrainedTokenizer):
             self.tokenizer.require_bounded_template()
 
     def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
-        """Check that `serve` can continue these tokens with these fields of `GenerationConfig`; any thread may call it.
-
-        Raises:
-            ConfigError: for fields that do not exist, that the layout does not allow, or that select another decoding method.
-            DataError: for unknown tokens, for none, and for too many.
-        """
+        """Check that `serve` can continue these tokens with these fields of `GenerationConfig`; any thread may call it. Raises
+        `ConfigError` for invalid fields, and `DataError` for unknown tokens, for none, and for too many."""
         self.encode(tokens)
-        why = self.placed.settings.why_unbatched(self.placed.settings.for_request(fields, len(tokens)))
-        if why:
+        if why := self._why_unserved(fields, len(tokens), trial=True):
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
     def request_of(
         self, prompt: Prompt, fields: Mapping[str, Any], *, number: int = 0, seed: int = 0, where: str = ""
     ) -> tuple[Request, GenerationConfig]:
-        """Return the request and the settings of a prompt, whose own fields override `fields`.
-
-        Raises:
-            ConfigError, DataError: for an invalid prompt, which they call `where`.
-        """
+        """Return the request and the settings of a prompt, whose options override `fields` and `seed`. Raises `ConfigError` and
+        `DataError` for an invalid prompt, which they call `where`."""
         name = where or "the prompt"
-        text, own = split_prompt(prompt, name)
-        own_seed = own.pop("seed", seed)
-        request = Request(number=number, tokens=self.encode(text, name), fields=own, seed=own_seed)
+        text, options = split_prompt(prompt, name)
+        seed = options.pop("seed", seed)
+        request = Request(number=number, tokens=self.encode(text, name), fields=options, seed=seed)
         try:
-            return request, self.placed.settings.for_request({**fields, **own}, len(request.tokens))
+            return request, self.placed.settings.for_request({**fields, **options}, len(request.tokens))
         except DataError as error:
             raise DataError(f"{where}: {error}" if where else str(error)) from error
 
     def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
-        """Return the tokens of a prompt, which errors call `where`. Raises `DataError` for an invalid one and for unknown
-        tokens."""
+        """Return the tokens of a prompt, which errors call `where`. Raises `DataError` for an invalid one."""
         ids = tokens_of(prompt, self.tokenizer, where)
         size = self.placed.module.config.get_text_config().vocab_size
         if not ids or max(ids) >= size:
@@ -314,7 +296,6 @@ class Generator(ModelOnMesh):
 
     @property
     def model_type(self) -> str:
-        """The `model_type` of the model's `config.json`."""
         return str(self.placed.module.config.model_type)
 
     @property
@@ -324,12 +305,10 @@ class Generator(ModelOnMesh):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None if it has none."""
         return self.placed.tokenizer
 
     def close(self) -> None:
-        """Leave the process groups, and release memory and files. The generator cannot be used afterwards; closing twice is
-        allowed."""
+        """Leave the process groups, and release memory and files. Closing twice is allowed."""
         model, self._model = self._model, None
         if model is not None:
             model.failure = model.failure or "close()"
@@ -353,13 +332,13 @@ class _Results:
     ) -> None:
         self._requests, self._placed, self._on_results = requests, placed, on_results
         self._partial: dict[int, tuple[list[int], list[float]]] = {}
-        self.found: dict[int, Generated] = {}
+        self.complete: dict[int, Generated] = {}
         """The results by request number, without those whose logits are not finite."""
         self._began, self._tokens = time.monotonic(), 0
 
     @property
     def missing(self) -> list[int]:
-        return [request.number for request in self._requests if request.number not in self.found]
+        return [request.number for request in self._requests if request.number not in self.complete]
 
     def add(self, progress: Sequence[Progress]) -> None:
         results, console, tokenizer = {}, self._placed.console, self._placed.tokenizer
@@ -377,22 +356,19 @@ class _Results:
                     new_tokens=len(tokens),
                     finish=each.finish,
                 )
-        self.found |= results
+        self.complete |= results
         rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
-        console.status(f"generated {len(self.found)} of {counted(len(self._requests), 'prompt')}, {rate:.1f} tokens/s")
+        console.status(
+            f"generated {len(self.complete)} of {counted(len(self._requests), 'prompt')}, {rate:.1f} tokens/s"
+        )
         if results:
             console.close()  # Results may go to the same terminal.
             self._on_results(results)
 
 
 def find_source(source: str | PathLike[str]) -> str:
-    """Return the Hugging Face directory, or the name on the Hub, that `source` stands for.
-
-    A run stands for its newest checkpoint, and every checkpoint is a Hugging Face directory.
-
-    Raises:
-        ConfigError: for a directory that is none of these, and for a run without a checkpoint.
-    """
+    """Return the Hugging Face directory, or the name on the Hub, that `source` stands for; a run stands for its newest checkpoint.
+    Raises `ConfigError` for a directory that is none of these, and for a run without a checkpoint."""
     path = Path(source).expanduser()
     # Errors about a directory of adapters are raised where models are read.
     if not path.is_dir() or any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
@@ -412,16 +388,12 @@ def layout_of(
     sections: Mapping[str, Mapping[str, Any]],
     overrides: Sequence[str] = (),
 ) -> TrainerConfig:
-    """Return the configuration of the model in `source` for generation, in the layout of the other arguments.
-
-    `sections` and then `overrides` (`section.key=value`) override `config`.
-
-    Raises:
-        ConfigError: with all problems at once.
-    """
-    read = load_config(config, consent=Consent.GIVEN) if config is not None else None
-    given = read.model_dump(mode="json", exclude_unset=True) if read is not None else {}
-    merged: dict[str, Any] = {**given, "run": {"name": "generate", **given.get("run", {})}}
+    """Return the configuration of the model in `source` for generation, in the layout of `config`, which `sections` and then
+    `overrides` (`section.key=value`) override. Raises `ConfigError` with all problems at once."""
+    merged: dict[str, Any] = {}
+    if config is not None:
+        merged = load_config(config, consent=Consent.GIVEN).model_dump(mode="json", exclude_unset=True)
+    merged["run"] = {"name": "generate", **merged.get("run", {})}
     for name, section in sections.items():
         merged[name] = {**merged.get(name, {}), **section}
     directory = find_source(source)
@@ -432,12 +404,8 @@ def layout_of(
     # Generation reads no data, only the tokenizer.
     merged["data"] = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
     run = Path(directory).parent.parent / _RESOLVED
-    if (
-        not merged["data"]
-        and not has_tokenizer(Path(directory))
-        and Path(directory, MANIFEST).is_file()
-        and run.is_file()
-    ):
+    in_checkpoint = Path(directory, MANIFEST).is_file() and run.is_file()
+    if not merged["data"] and in_checkpoint and not has_tokenizer(Path(directory)):
         # The checkpoint has no tokenizer itself.
         values = parse_yaml(run.read_text(encoding="utf-8"), where=str(run))
         data = values.get("data") if isinstance(values, dict) else None
@@ -445,24 +413,19 @@ def layout_of(
             merged["data"] = {"tokenizer": data["tokenizer"]}
     by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
     consent = Consent.COMMAND_LINE if by_file else Consent.GIVEN
-    found = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
+    layout = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
     problems = [
         f"{key} is for {what}, and nothing is trained here; leave it out"
         for key, what in _TRAINING_ONLY_KEYS.items()
-        if attrgetter(key)(found) is not None
+        if attrgetter(key)(layout) is not None
     ]
     if problems:
         raise ConfigError(problems)
-    return found
+    return layout
 
 
 def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedModel:
-    """Build the model that a configuration names and read its weights into this rank's part; all ranks call it.
-
-    Raises:
-        ConfigError, DataError, LayoutError, StorageError: for a missing model or tokenizer, and for a model that cannot be
-            divided or does not fit.
-    """
+    """Build the model that a configuration names and read its weights into this rank's part; all ranks call it."""
     require_same_settings(mesh, config, {})
     config = pin_sources(config, mesh, model_given=False)
     directory = directory_of(config.model.source or "", config.model.revision)
@@ -483,7 +446,7 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
     offload = replace(options.offload, in_place=in_place)
     options = replace(options, precision=roles, offload=offload, average=None)
     if config.model.attention is not None:
-        use_attention(model, config.model.attention, options.precision.compute, mesh.device)
+        use_attention(model, config.model.attention, dtype, mesh.device)
     require_layout_fits(model, mesh.shape, trains=False)
     console.note(*synchronize_initial_values(built, mesh, config.run.seed))
     tiers = open_tiers(mesh, options)
@@ -512,11 +475,11 @@ def _with_model_defaults(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration with the task and the compute dtype of the model's directory, where they are not set."""
     section, precision = config.model, config.precision
     head_given = "head" in section.model_fields_set
-    made, *_ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}))
-    if not head_given and made.is_encoder_decoder:
+    stored_config, *_ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}))
+    if not head_given and stored_config.is_encoder_decoder:
         section = section.model_copy(update={"head": "seq2seq_lm"})
     if "compute" not in precision.model_fields_set:
-        stored = str(getattr(made, "dtype", None)).removeprefix("torch.")
+        stored = str(getattr(stored_config, "dtype", None)).removeprefix("torch.")
         known = stored in ("bfloat16", "float16", "float32", "float64")
         precision = precision.model_copy(update={"compute": stored if known else "float32"})
     return config.model_copy(update={"model": section, "precision": precision})

@@ -2,7 +2,7 @@
 
 `results.jsonl.part`, beside the file of results, has a head line that identifies the generation, and one line for each result in
 the order of completion. Every line begins with a digest of its rest. After the last result `.results.jsonl.done` identifies the
-generation, so that the same command does nothing a second time. Nothing here loads torch.
+generation, so that the same command does nothing a second time.
 """
 
 from __future__ import annotations
@@ -23,17 +23,9 @@ SUFFIX = ".part"
 
 
 class ResultJournal:
-    """The results so far of one generation.
-
-    Args:
-        out: the file of all results.
-        content: the identity of the generation: a digest of the prompts, the model's name, the settings.
-        count: the number of results.
-
-    Raises:
-        ConfigError: where there are results of another generation, where another command is writing, and for an impossible path.
-        StorageError: where files cannot be read or written.
-    """
+    """The results so far of one generation, which `content` identifies, of `count` prompts; `out` is the file of all results.
+    Raises `ConfigError` where there are results of another generation, where another command is writing, and for an impossible
+    path, and `StorageError` where files cannot be read or written."""
 
     def __init__(self, out: Path, content: str, count: int) -> None:
         # The final rename would replace anything at this path, even a device.
@@ -48,12 +40,12 @@ class ResultJournal:
         """True if all results were there at the start."""
         if self.finished:
             with refusals(out, "read"):
-                found, done = read_whole(out), read_whole(self._done) if self._done.is_file() else b""
-            if done != self._line({**self._head, "results": xxhash.xxh3_64_hexdigest(found)}):
+                content_there, done = read_whole(out), read_whole(self._done) if self._done.is_file() else b""
+            if done != self._line({**self._head, "results": xxhash.xxh3_64_hexdigest(content_there)}):
                 raise ConfigError(
                     f"--out {str(out)!r} has content already, which is kept; name another file, or delete that one"
                 )
-            self.rows = dict(enumerate(map(json.loads, found.splitlines())))
+            self.rows = dict(enumerate(map(json.loads, content_there.splitlines())))
             return
         with refusals(self.path, "written"):
             self._file = os.fdopen(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+b")
@@ -105,7 +97,6 @@ class ResultJournal:
         self._file.flush()
 
     def missing(self) -> list[int]:
-        """The indices of the prompts without a result."""
         return [number for number in range(self.count) if number not in self.rows]
 
     def finish(self) -> None:
@@ -113,10 +104,10 @@ class ResultJournal:
         if self.finished:
             return
         lines = [json.dumps(self.rows[number], ensure_ascii=False) + "\n" for number in range(self.count)]
-        found = "".join(lines).encode("utf-8", errors="surrogatepass")
+        content = "".join(lines).encode("utf-8", errors="surrogatepass")
         with refusals(self.out, "written"):
-            write_whole(self.out, found)
-            write_whole(self._done, self._line({**self._head, "results": xxhash.xxh3_64_hexdigest(found)}))
+            write_whole(self.out, content)
+            write_whole(self._done, self._line({**self._head, "results": xxhash.xxh3_64_hexdigest(content)}))
             self._file.close()
             self.path.unlink()
 

@@ -1,8 +1,5 @@
-"""`run.prompts`: sample completions during training, shown on the console, in trackers and in a file of the run.
-
-All ranks generate all prompts, one at a time, so that a completion depends neither on the other prompts nor on the layout. Sampling
-is seeded by the step and the prompt, and the run's random number generators are restored afterwards.
-"""
+"""`run.prompts`: sample completions during training. All ranks generate all prompts, one at a time, so that a completion depends
+neither on the other prompts nor on the layout. Sampling is seeded by the step and the prompt."""
 
 from __future__ import annotations
 
@@ -25,14 +22,9 @@ _KEY = "run.prompts"
 
 
 def prompt_samples(run: RunContext) -> Callable[[RunContext], list[dict[str, Any]]] | None:
-    """Return the function that generates and shows the completions of a run's prompts; None where it has none.
-
-    All ranks call the function. It returns `step`, `prompt` and `completion` of each prompt.
-
-    Raises:
-        ConfigError: for a model that does not generate in this layout, a run without a tokenizer or without a time to generate,
-            and a file that cannot be read.
-    """
+    """Return the function that generates and shows the completions of a run's prompts, and returns `step`, `prompt` and
+    `completion` of each; all ranks call it. None where the run has no prompts. Raises `ConfigError` for a model that does not
+    generate in this layout, a run without a tokenizer or without a time to generate, and a file that cannot be read."""
     section, tokenizer = run.config.run, run.data.tokenizer
     if section.prompts is None:
         return None
@@ -52,9 +44,9 @@ def prompt_samples(run: RunContext) -> Callable[[RunContext], list[dict[str, Any
             path = Path(section.prompts).expanduser()
             prompts = [split_prompt(each.prompt, each.where) for each in parse_prompts(read_whole(path), str(path))]
         for number, prompt in enumerate(prompts):
-            given, own = prompt if isinstance(prompt, tuple) else (prompt, {})
-            if own:
-                raise ConfigError(f"prompt {number} has {', '.join(own)}; run.generation says how, for all prompts")
+            given, options = prompt if isinstance(prompt, tuple) else (prompt, {})
+            if options:
+                raise ConfigError(f"prompt {number} has {', '.join(options)}; run.generation says how, for all prompts")
             ids = torch.tensor([tokens_of(given, tokenizer, f"prompt {number}")])
             batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             check_batch(batch, vocab_size=run.model.feeds.rules.vocab_size, causal=False, indices=[number])

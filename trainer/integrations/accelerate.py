@@ -2,8 +2,6 @@
 
 accelerator = Accelerator(gradient_accumulation_steps=4, zeromesh={"zero": {"stage": 3}})
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-
-Loaders, trackers, gathering and the loop are accelerate's. `shard` replaces its preparation of models and optimizers.
 """
 
 import weakref
@@ -45,7 +43,6 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the latest step made no update, because gradients under a loss scale were not finite."""
         return bool(self.optimizer.skipped)
 
 
@@ -55,7 +52,6 @@ class PreparedScheduler(AcceleratedScheduler):  # type: ignore[misc]  # accelera
     data_ranks = 1
 
     def step(self, *arguments: Any, **named: Any) -> None:
-        """Advance after a step of the loop, unless it made no update."""
         complete = self.step_with_optimizer and self.gradient_state.sync_gradients
         if not complete or self.split_batches or any(each.step_was_skipped for each in self.optimizers):
             super().step(*arguments, **named)
@@ -137,7 +133,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 ranks != self.num_processes
             ),
         }
-        return [problem for problem, found in problems.items() if found]
+        return [problem for problem, is_there in problems.items() if is_there]
 
     def prepare(self, *arguments: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order and number, and return them in that order. Raises
@@ -146,17 +142,16 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         optimizers = [each for each in arguments if isinstance(each, Optimizer) and not isinstance(each, prepared)]
         pairs: list[tuple[nn.Module, Optimizer | None]] = []
         for model in (each for each in arguments if isinstance(each, nn.Module)):
-            own = {id(each) for each in model.parameters()}
-            found = [
-                each for each in optimizers if any(id(p) in own for group in each.param_groups for p in group["params"])
+            ids = {id(each) for each in model.parameters()}
+            updating = [
+                each for each in optimizers if any(id(p) in ids for group in each.param_groups for p in group["params"])
             ]
-            if len(found) > 1:
+            if len(updating) > 1:
                 raise ConfigError(
-                    f"{type(model).__name__} has {len(found)} optimizers; make one of them by zeromesh.ChainedOptimizer"
+                    f"{type(model).__name__} has {len(updating)} optimizers; make one of them by zeromesh.ChainedOptimizer"
                 )
-            pairs.append((model, found[0] if found else None))
-        taken = {id(optimizer) for _, optimizer in pairs}
-        if any(id(each) not in taken for each in optimizers):
+            pairs.append((model, updating[0] if updating else None))
+        if any(all(each is not optimizer for _, optimizer in pairs) for each in optimizers):
             raise ConfigError(
                 "prepare() got an optimizer without its model; pass a model and the optimizer over its parameters together"
             )
@@ -172,12 +167,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._prepared = {}
 
     def _prepare_tp(self, *arguments: Any) -> tuple[Any, ...]:
-        """Skip accelerate's tensor parallelism: the engine divides layers."""
-        return arguments
+        return arguments  # The engine divides layers, without accelerate's tensor parallelism.
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         """Partition a model, for evaluation unless `prepare` has its optimizer too."""
         if not is_sharded(model):
             self._partition(model, None)
@@ -198,10 +190,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler. It follows the optimizer that it was made with, or all optimizers if that one is unknown."""
-        prepared = super().prepare_scheduler(scheduler)
-        follows = [
-            each for each in self._optimizers if each.optimizer.stands_for(getattr(scheduler, "optimizer", None))
-        ]
+        prepared, original = super().prepare_scheduler(scheduler), getattr(scheduler, "optimizer", None)
+        follows = [each for each in self._optimizers if each.optimizer.stands_for(original)]
         prepared.optimizers = follows or prepared.optimizers
         if self._tensor > 1:
             prepared.__class__ = PreparedScheduler
@@ -258,13 +248,13 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             raise ConfigError(
                 "clip_grad_norm_ was called before a step's last backward; call it if accelerator.sync_gradients"
             )
-        wanted = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for prepared in self._optimizers:
             optimizer = prepared.optimizer
-            own = {id(each): each.requires_grad for each in optimizer.engine.model.parameters()}
-            if not wanted & own.keys():
+            trained = {id(each): each.requires_grad for each in optimizer.engine.model.parameters()}
+            if not given & trained.keys():
                 continue
-            if norm_type != 2 or wanted - own.keys() or any(own[each] for each in own.keys() - wanted):
+            if norm_type != 2 or given - trained.keys() or any(trained[each] for each in trained.keys() - given):
                 raise ConfigError(
                     "clip_grad_norm_ needs all parameters of one prepared model and norm_type=2: gradients are divided among ranks"
                 )
@@ -273,7 +263,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         raise ConfigError("clip_grad_norm_ got parameters of no prepared model that is trained")
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Raise `ConfigError`, as gradients are only partly reduced at this point."""
         raise ConfigError("clip_grad_value_ needs whole gradients, which are divided among ranks; use clip_grad_norm_")
 
     @contextmanager
@@ -287,7 +276,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         yield
 
     def gather(self, tensor: Any) -> Any:
-        """Gather tensors of all ranks, as accelerate does."""
         return self.gather_of_data(tensor) if self._gathers_data_alone else super().gather(tensor)
 
     def gather_of_data(self, tensor: Any) -> Any:
@@ -313,12 +301,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if not is_sharded(model):
             plain: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
             return plain
-        given, found = _ORIGINALS.get(model, {}), {}
+        originals, tensors = _ORIGINALS.get(model, {}), {}
         for name, tensor in state_dict(model):
             if self.is_main_process:
-                found[name] = tensor.to("cpu", given.get(name, (tensor.dtype,))[0], copy=True)
+                tensors[name] = tensor.to("cpu", originals.get(name, (tensor.dtype,))[0], copy=True)
         tied = canonical_names(model).items()  # A tied parameter has several names.
-        return found | {name: found[first] for name, first in tied if first in found}
+        return tensors | {name: tensors[first] for name, first in tied if first in tensors}
 
     def save_state(
         self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **named: Any
@@ -365,9 +353,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             yield directory / name, model, self.optimizer_of(model)
 
     def optimizer_of(self, model: nn.Module) -> ShardedOptimizer | None:
-        """Return the optimizer of a prepared model, if it has one."""
-        found = (each.optimizer for each in self._optimizers if each.optimizer.engine.model is model)
-        return next(found, None)
+        return next((each.optimizer for each in self._optimizers if each.optimizer.engine.model is model), None)
 
 
 @contextmanager
@@ -419,10 +405,10 @@ def _make_save_pretrained(store: Callable[..., Any], accelerator: Accelerator) -
 def _replace(
     model: nn.Module, name: str, make_replacement: Callable[[Callable[..., Any], Any], Callable[..., Any]], option: Any
 ) -> None:
-    own: Any = getattr(model, name, None)
-    if own is None or hasattr(own, "of_accelerator"):
+    method: Any = getattr(model, name, None)
+    if method is None or hasattr(method, "of_accelerator"):
         return
-    function = getattr(own, "__func__", None) or (lambda _, *arguments, **named: own(*arguments, **named))
+    function = getattr(method, "__func__", None) or (lambda _, *arguments, **named: method(*arguments, **named))
     replaced: Any = wraps(function)(make_replacement(function, option))
     replaced.of_accelerator = True
     setattr(model, name, MethodType(replaced, model))

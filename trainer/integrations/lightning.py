@@ -63,8 +63,8 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
 
     def _partition(self, optimizer: Any) -> Any:
         cluster = self.cluster_environment
-        place = (self.global_rank, self.world_size, self.local_rank, self.num_processes)
-        values = map(str, (*place, cluster.main_address, cluster.main_port))
+        ranks = (self.global_rank, self.world_size, self.local_rank, self.num_processes)
+        values = map(str, (*ranks, cluster.main_address, cluster.main_port))
         with kept_environment(dict(zip(_VARIABLES, values, strict=True))):
             return shard(self.model, optimizer, **self._given)[1]
 
@@ -87,8 +87,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         return {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in named}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return nothing, as `save_checkpoint` writes the shards of moments."""
-        return {}
+        return {}  # `save_checkpoint` writes the shards of moments.
 
     def save_checkpoint(self, checkpoint: Any, filepath: str | Path, storage_options: Any = None) -> None:
         """Write a directory as `zeromesh.save` does, with Lightning's other state in it before it is complete. Tensors that a hook

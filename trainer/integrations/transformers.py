@@ -1,11 +1,8 @@
-"""transformers' own `Trainer`, and trainers that are based on it, over the engine.
+"""transformers' own `Trainer`, and trainers that are based on it, over the engine, with `zeromesh.accelerate` as the backend.
 
 from zeromesh.transformers import Trainer
 
 trainer = Trainer(model, TrainingArguments(...), train_dataset=data, zeromesh={"zero": {"stage": 3}})
-
-Loops, losses, data, callbacks and overrides are transformers' code and the user's. `zeromesh.accelerate` is the backend, and code
-that accesses whole parameters or optimizer states gets them from the engine.
 """
 
 import sys
@@ -64,7 +61,6 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         super().__init__(*arguments, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator with transformers' arguments."""
         if getattr(self.args, "sync_ref_model", False):  # TRL's; each rank would add to parameters that ranks share.
             raise ConfigError("sync_ref_model writes into a divided reference model; set it to False")
         if self.args.n_gpu > 1:
@@ -72,8 +68,8 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         accumulation = self.args.gradient_accumulation_steps
         if accumulation > 1 and type(self).training_step is not transformers.Trainer.training_step:
             accumulation = sys.maxsize  # A user's `training_step` may run backward several times.
-        made = partial(Accelerator, zeromesh=self._zeromesh, accumulation=accumulation)
-        with replaced(library, {"Accelerator": made}):
+        ours = partial(Accelerator, zeromesh=self._zeromesh, accumulation=accumulation)
+        with replaced(library, {"Accelerator": ours}):
             super().create_accelerator_and_postprocess()
         if not isinstance(self.accelerator, Accelerator):
             raise ConfigError(f"{type(self).__name__} makes an accelerator of its own, which zeromesh cannot be under")
@@ -107,8 +103,7 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         return False  # The answer would read gradients, which the engine holds.
 
     def evaluation_loop(self, *arguments: Any, **named: Any) -> Any:
-        """Run an evaluation in transformers' way; values that are equal on tensor ranks are gathered once, also by
-        `Seq2SeqTrainer`, which gathers with `Accelerator.gather`."""
+        """Evaluate as transformers does, `Seq2SeqTrainer` too, but gather values that are equal on tensor ranks once."""
         if self.gather_function == self.accelerator.gather and self.accelerator.num_processes > 1:
             self.gather_function = self.accelerator.gather_of_data
         return super().evaluation_loop(*arguments, **named)
@@ -135,12 +130,12 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
 
     def _without_states(self, call: Callable[[str | None], None], directory: str | None) -> bool:
         """Let transformers write or read its other files of a step; returns True if it tried to read optimizer states."""
-        own, self.optimizer = self.optimizer, _OptimizerPlaceholder()
+        optimizer, self.optimizer = self.optimizer, _OptimizerPlaceholder()
         try:
             call(directory)
             return bool(self.optimizer.read)
         finally:
-            self.optimizer = own
+            self.optimizer = optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_zeromesh_checkpoint(resume_from_checkpoint):
@@ -168,6 +163,4 @@ def on_zeromesh(trainer: _Trainer) -> _Trainer:
 
 
 Trainer: Any = on_zeromesh(transformers.Trainer)
-"""`transformers.Trainer` over the engine."""
 Seq2SeqTrainer: Any = on_zeromesh(transformers.Seq2SeqTrainer)
-"""`transformers.Seq2SeqTrainer` over the engine."""

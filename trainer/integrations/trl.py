@@ -1,8 +1,5 @@
-"""`train.method`: TRL's trainers over the engine, from a configuration.
-
-`ARGUMENTS` maps our keys to TRL's names. Keys that are set and in no table are refused, so that none is ignored; unset ones have
-TRL's defaults.
-"""
+"""`train.method`: TRL's trainers over the engine, from a configuration. Keys that are set and have no argument of TRL are refused;
+unset ones have TRL's defaults."""
 
 from pathlib import Path
 from typing import Any
@@ -44,9 +41,9 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
         for key in keys
         if key not in known and key.partition(".")[0] not in _SECTIONS
     ]
-    found = training_arguments(keys)
+    arguments = training_arguments(keys)
     if "model.activation_checkpointing" in keys:
-        found["gradient_checkpointing"] = config.model.activation_checkpointing != "none"
+        arguments["gradient_checkpointing"] = config.model.activation_checkpointing != "none"
     for key, value in {"optimizer.name": "adamw", "model.activation_checkpointing": "block"}.items():
         if keys.get(key, value) not in (value, "none"):
             problems.append(f"{key}: {keys[key]} is not to be had from TRL; allowed is {value}")
@@ -55,7 +52,7 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
         for name in ("train", "eval")
         if not isinstance(getattr(config.data, name), str | tuple | None)
     ]
-    if config.train.method == "grpo" and "max_length" in found:
+    if config.train.method == "grpo" and "max_length" in arguments:
         problems.append("data.sequence_length: GRPO has no such limit; set train.options.max_completion_length")
     if "batch.global_size" in keys:
         once = config.batch.micro_size * (ranks // config.parallel.tensor)
@@ -63,16 +60,16 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
             problems.append(
                 f"batch.global_size: {config.batch.global_size} is no multiple of {once}, one batch of all ranks"
             )
-        found["per_device_train_batch_size"] = config.batch.micro_size
-        found["gradient_accumulation_steps"] = config.batch.global_size // once
+        arguments["per_device_train_batch_size"] = config.batch.micro_size
+        arguments["gradient_accumulation_steps"] = config.batch.global_size // once
     half = {"bf16": config.precision.compute == "bfloat16", "fp16": config.precision.compute == "float16"}
-    twice = sorted(config.train.options.keys() & {**half, **found}.keys())
+    twice = sorted(config.train.options.keys() & {**half, **arguments}.keys())
     problems += [f"train.options.{name}: is set by a key of its own" for name in twice]
     if (config.train.method == "grpo") != bool(config.train.rewards):
         problems.append("train.rewards: functions are given with train.method grpo, and with it alone")
     if problems:
         raise ConfigError(problems)
-    return {**half, "use_cpu": accelerator_kind() is None, **found, **config.train.options}
+    return {**half, "use_cpu": accelerator_kind() is None, **arguments, **config.train.options}
 
 
 def train(config: TrainerConfig) -> None:
@@ -83,7 +80,7 @@ def train(config: TrainerConfig) -> None:
     try:
         import trl
 
-        made = getattr(trl, f"{kind}Config")(str(directory), **arguments)
+        trl_config = getattr(trl, f"{kind}Config")(str(directory), **arguments)
     except ImportError as error:
         raise ConfigError(
             f"train.method {config.train.method} needs TRL: pip install 'zeromesh[trl]' ({error})"
@@ -92,11 +89,11 @@ def train(config: TrainerConfig) -> None:
         raise ConfigError(f"train: TRL's {kind}Config does not take this: {error}") from error
     rewards = [find_object(each, "train.rewards", config.folders) for each in config.train.rewards]
     source = config.model.source or str(directory / "base")
-    with made.main_process_first(local=False):
+    with trl_config.main_process_first(local=False):
         tokenizer = _tokenizer(
             config.data.tokenizer if "tokenizer" in config.data.model_fields_set else config.model.source
         )
-        if config.model.source is None and made.process_index == 0:
+        if config.model.source is None and trl_config.process_index == 0:
             # TRL's trainers load models, a reference model too, by name, so a new one is written first.
             fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
             set_seed(config.run.seed)
@@ -104,10 +101,9 @@ def train(config: TrainerConfig) -> None:
             AutoModelForCausalLM.from_config(new, trust_remote_code=False).save_pretrained(source)
         rows = {name: _rows(spec) for name in ("train", "eval") if (spec := getattr(config.data, name)) is not None}
     kwargs = {"dtype": "float32", "revision": config.model.revision, "attn_implementation": config.model.attention}
-    made.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    named = {f"{name}_dataset": found for name, found in rows.items()}
-    if config.model.lora is not None:
-        lora = config.model.lora
+    trl_config.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
+    named: dict[str, Any] = {f"{name}_dataset": dataset for name, dataset in rows.items()}
+    if (lora := config.model.lora) is not None:
         named["peft_config"] = import_peft().LoraConfig(
             r=lora.rank,
             lora_alpha=lora.alpha or 2 * lora.rank,
@@ -118,7 +114,7 @@ def train(config: TrainerConfig) -> None:
     named |= {"reward_funcs": rewards} if rewards else {}
     sections = {name: value for name in _SECTIONS if (value := getattr(config, name).model_dump(exclude_unset=True))}
     trainer = on_zeromesh(getattr(trl, f"{kind}Trainer"))(
-        source, args=made, processing_class=tokenizer, zeromesh=sections, **named
+        source, args=trl_config, processing_class=tokenizer, zeromesh=sections, **named
     )
     last = get_last_checkpoint(directory) if directory.is_dir() and config.checkpoint.resume == "auto" else None
     trainer.train(resume_from_checkpoint=last)
@@ -129,11 +125,10 @@ def _tokenizer(spec: str | None) -> Any:
     if spec is None:
         raise ConfigError("data.tokenizer: missing; give bytes, a directory, or model.source, which has its own")
     if spec == "bytes":
-        made = tokenizers.Tokenizer(
-            tokenizers.models.BPE({each: n for n, each in enumerate(sorted(ByteLevel.alphabet()))}, [])
-        )
-        made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
-        return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", pad_token="<pad>")
+        alphabet = {each: number for number, each in enumerate(sorted(ByteLevel.alphabet()))}
+        bytewise = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
+        bytewise.pre_tokenizer, bytewise.decoder = ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
+        return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="</s>", pad_token="<pad>")
     try:
         return AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
     except (OSError, ValueError) as error:

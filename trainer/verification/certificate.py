@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from zeromesh.errors import ranks_text, some
@@ -34,23 +35,16 @@ class Difference:
     """The name of the run that found the difference."""
     detail: str = ""
 
-    @property
-    def key(self) -> tuple[int, int, int, int]:
-        """The sort key of differences, by which the first is nearest to the cause."""
-        return self.step, KINDS.index(self.kind), max(0, self.microbatch), self.place
-
     def sentence(self) -> str:
-        """Return a sentence with the value, its place and the size of the difference."""
         words = {"output": "the output of", "initial": "the initial value of", "average": "the averaged weight of"}
         what = f"{words.get(self.kind, f'the {self.kind} of')} {self.name}" if self.name else f"the {self.kind}"
-        own = self.kind in ("check", "rounding", "error")
-        if own:
-            what = self.detail or what
+        detailed = self.kind in ("check", "rounding", "error")
+        what = self.detail or what if detailed else what
         when = f" in step {self.step}" if self.step and self.kind != "error" else ""
         when += f", microbatch {self.microbatch}" if self.microbatch >= 0 else ""
         # The text of an error names its rank, which may have raised it first.
         where = f" on {ranks_text(self.ranks, 8)}" if self.ranks and self.kind != "error" else ""
-        more = f" ({self.detail})" if self.detail and not own else ""
+        more = f" ({self.detail})" if self.detail and not detailed else ""
         return f"{what}{when}{where}{f' differs by {self.size:.3g}' if self.size else ''}{more}"
 
 
@@ -69,11 +63,6 @@ class PassRecord:
     parameters: Mapping[str, float] = field(default_factory=dict)
     outputs: int = 0
     """The number of compared outputs of modules."""
-
-    @property
-    def largest(self) -> float:
-        """The largest difference of a gradient or a parameter."""
-        return max([0.0, *self.gradients.values(), *self.parameters.values()])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,37 +93,39 @@ class Certificate:
         return json.dumps(strict(values), indent=1, allow_nan=False) + "\n"
 
     def lines(self) -> list[str]:
-        """Return the certificate as lines of text."""
-        found = [f"{name}: {value}" for name, value in self.layout.items()]
-        found += [f"small run: {note}" for note in self.notes]
+        lines = [f"{name}: {value}" for name, value in self.layout.items()]
+        lines += [f"small run: {note}" for note in self.notes]
         for name, each in self.passes.items():
-            found.append(f"{name}: losses {', '.join(f'{loss:.6g}' for loss in each.losses)}")
-            figures = [f"largest difference {each.largest:.2g} (bound {each.bound:.2g})"]
+            lines.append(f"{name}: losses {', '.join(f'{loss:.6g}' for loss in each.losses)}")
+            largest = max([0.0, *each.gradients.values(), *each.parameters.values()])
+            figures = [f"largest difference {largest:.2g} (bound {each.bound:.2g})"]
             if each.gradients:
                 figures.append(f"{len(each.gradients)} gradients in each step")
             figures.append(f"{len(each.parameters)} parameters")
             if each.outputs:
                 figures.append(f"{each.outputs:,} outputs of modules")
-            found.append(f"{name}: {', '.join(figures)}")
-        found += [f"{name}: {result}" for name, result in self.checks.items()]
+            lines.append(f"{name}: {', '.join(figures)}")
+        lines += [f"{name}: {result}" for name, result in self.checks.items()]
         if self.differences:
-            found.append("FIRST DIFFERENCE: " + self.located)
-            found += [f"  also: {each.sentence()}" for each in self.differences[1:_SHOWN]]
+            lines.append("FIRST DIFFERENCE: " + self.located)
+            lines += [f"  also: {each.sentence()}" for each in self.differences[1:_SHOWN]]
             if len(self.differences) > _SHOWN:
-                found.append(f"  and {len(self.differences) - _SHOWN} more")
+                lines.append(f"  and {len(self.differences) - _SHOWN} more")
         versions = some([f"{name} {version}" for name, version in self.versions.items()], 8)
         verdict = "PASSED" if self.passed else "FAILED"
-        return [*found, f"{verdict} in {self.seconds:.0f} s with {versions}"]
+        return [*lines, f"{verdict} in {self.seconds:.0f} s with {versions}"]
 
 
 def merged(rows: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
     """Merge the differences of all ranks, with the ranks that found each; sorted, the nearest to the cause first."""
-    found: dict[tuple[str, str, int, str, int], list[tuple[int, Difference]]] = {}
+    groups: dict[tuple[str, str, int, str, int], dict[int, Difference]] = {}
     for rank, row in enumerate(rows):
         for each in row:
-            found.setdefault((each.run, each.kind, each.step, each.name, each.microbatch), []).append((rank, each))
-    joined = []
-    for group in found.values():
-        largest = max((each for _, each in group), key=lambda each: each.size)
-        joined.append(replace(largest, ranks=tuple(sorted({rank for rank, _ in group}))))
-    return tuple(sorted(joined, key=lambda each: (each.run != "exact", *each.key)))
+            group = groups.setdefault((each.run, each.kind, each.step, each.name, each.microbatch), {})
+            group[rank] = max(group.get(rank, each), each, key=attrgetter("size"))
+    joined = [replace(max(each.values(), key=attrgetter("size")), ranks=tuple(each)) for each in groups.values()]
+
+    def key(each: Difference) -> tuple[bool, int, int, int, int]:
+        return each.run != "exact", each.step, KINDS.index(each.kind), max(0, each.microbatch), each.place
+
+    return tuple(sorted(joined, key=key))

@@ -30,7 +30,7 @@ _LEAST_ELEMENTS = 32
 
 def _check_determinism(each: Verification) -> CheckResult:
     """Train once more in the user's precision, and compare losses, norms and parameters bitwise."""
-    first, again, differences = each.own, Recorder(), []
+    first, again, differences = each.recorder, Recorder(), []
     each.run(each.subject.config, again)
     for kind, one, two in (("loss", first.losses, again.losses), ("norm", first.norms, again.norms)):
         for step, (before, now) in enumerate(zip(one, two, strict=True), start=1):
@@ -62,7 +62,7 @@ def _check_resume(each: Verification) -> CheckResult:
     each.run(config, Recorder(stop_after=2, saves=True))
     each.run(TrainerConfig.model_validate(values), Recorder(stop_after=3, saves=True))
     each.run(config, last)
-    differences = list(differences_of(last, each.plain, config.optimizer.lr, run="resume", first=3))
+    differences = list(differences_of(last, each.plain, run="resume", first=3))
     return differences, "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
 
 
@@ -83,40 +83,38 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         before = _generators()
-        made = func(*args, **(kwargs or {}))
-        with _disable_current_modes():  # Digests must not run under selective recomputation, which counts operators.
-            self._digest_mask(made, before)
-        return made
-
-    def _digest_mask(self, made: Any, before: tuple[bytes, ...]) -> None:
-        tensors = [each for each in pytree.tree_leaves(made) if isinstance(each, Tensor) and each.numel()]
+        result = func(*args, **(kwargs or {}))
+        tensors = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor) and each.numel()]
         mask = min(tensors, key=lambda each: each.is_floating_point(), default=None)
         # An attention kernel without dropout draws no random numbers.
         if mask is not None and max(each.numel() for each in tensors) >= _LEAST_ELEMENTS and before != _generators():
-            frame: FrameType | None = sys._getframe(1)
+            frame: FrameType | None = sys._getframe()
             while frame is not None and id(frame.f_locals.get("self")) not in self._names:
                 frame = frame.f_back
             name = "" if frame is None else self._names[id(frame.f_locals["self"])]
-            mark = xxhash.xxh3_64_hexdigest(bytes_of(mask))
+            with (
+                _disable_current_modes()
+            ):  # Digests must not run under selective recomputation, which counts operators.
+                mark = xxhash.xxh3_64_hexdigest(bytes_of(mask))
             if torch._C._current_graph_task_id() == -1:
                 self.forward[name].append((mark, tuple(mask.shape)))
             else:
                 self.again[name].append(mark)
+        return result
 
     def after(self, name: str, output: Any) -> None:
         """Drop the last mask of a module whose output is NaN: it stands for a module of another pipeline stage."""
-        found = tensors_of(output)
-        drawn = self.forward.get(name)
-        if drawn and found and bool(found[0].isnan().all()) and torch._C._current_graph_task_id() == -1:
+        tensors, drawn = tensors_of(output), self.forward.get(name)
+        if drawn and tensors and bool(tensors[0].isnan().all()) and torch._C._current_graph_task_id() == -1:
             drawn.pop()
 
 
 class _MaskRecorder(Recorder):
     def on_train_begin(self, trainer: Any) -> None:
         super().on_train_begin(trainer)
-        self.draws = self._leaving.enter_context(_MaskDigests(trainer.model))
+        self.draws = self.cleanup.enter_context(_MaskDigests(trainer.model))
         if trainer.run.model.divided.pipeline is not None:
-            self._leaving.callback(watch_outputs(list(trainer.model.named_modules()), self.draws.after))
+            self.cleanup.callback(watch_outputs(list(trainer.model.named_modules()), self.draws.after))
 
 
 def _check_dropout(each: Verification) -> CheckResult:
@@ -134,35 +132,35 @@ def _check_dropout(each: Verification) -> CheckResult:
     whole_rounds = batch.model_copy(update={"global_size": batch.global_size // size * size})
     watch = _MaskRecorder(stop_after=2)
     each.run(config.model_copy(update={"batch": whole_rounds}), watch, subject)
-    found = [
+    redrawn = [
         _issue("dropout", f"{name} draws otherwise when backward computes it again", name=name)
         for name, marks in watch.draws.again.items()
         if not {mark for mark, _ in watch.draws.forward[name]}.issuperset(marks)
     ]
-    own = [mesh.data_index, mesh.coordinate["tensor"], watch.draws.forward]
-    rows = mesh.world.gather_json(own, "masks of dropout")
-    return [*found, *_wrong_masks(rows, plain)], f"{sum(len(each) for row in rows for each in row[2].values())} masks"
+    masks = [mesh.data_index, mesh.coordinate["tensor"], watch.draws.forward]
+    rows = mesh.world.gather_json(masks, "masks of dropout")
+    return [*redrawn, *_wrong_masks(rows, plain)], f"{sum(len(each) for row in rows for each in row[2].values())} masks"
 
 
 def _wrong_masks(rows: Sequence[Any], plain: _MaskDigests) -> Iterator[Difference]:
     """Yield a difference for masks that are wrongly equal or unequal. `rows` has each rank's data index, tensor index and masks."""
-    seen: dict[str, tuple[Any, ...]] = {}
-    drawn: dict[tuple[Any, ...], str] = {}
+    draws: dict[str, tuple[Any, ...]] = {}
+    masks: dict[tuple[Any, ...], str] = {}
     for data, tensor, forward in rows:
         for name, marks in forward.items():
             whole = [shape for _, shape in plain.forward.get(name, [])]
             for call, (mark, shape) in enumerate(marks):
                 share = -1 if tuple(shape) in whole else tensor
-                place = (name, data, call, share)
-                other = seen.setdefault(mark, place)
-                if other != place:
+                draw = (name, data, call, share)
+                other = draws.setdefault(mark, draw)
+                if other != draw:
                     first, second = (
-                        f"data rank {each[1]}, microbatch {each[2] // max(1, len(whole))}" for each in (other, place)
+                        f"data rank {each[1]}, microbatch {each[2] // max(1, len(whole))}" for each in (other, draw)
                     )
                     who = f"{name} draws" if other[0] == name else f"{other[0]} and {name} draw"
                     shares = f" (shares {other[3]} and {share})" if share >= 0 else ""
                     yield _issue("dropout", f"{who} alike in {first} and {second}{shares}", name=name)
-                elif drawn.setdefault(place, mark) != mark:
+                elif masks.setdefault(draw, mark) != mark:
                     yield _issue("dropout", f"{name} draws otherwise on tensor ranks that compute it alike", name=name)
 
 

@@ -1,14 +1,11 @@
-"""Records a run in the user's layout, and compares it with the plain process.
-
-Each rank compares local values: outputs of its modules, whole or its share of them, and whole gradients and parameters as it reads
-them. A difference on some ranks is thereby attributed to these ranks.
-"""
+"""Records a run in the user's layout, and compares it with the plain process. Each rank compares local values: outputs of its
+modules, whole or its share of them, gradients and parameters, so that a difference on some ranks is attributed to these ranks."""
 
 import copy
 import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +23,11 @@ from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.small_copy import deviation, whole_passes_in_float64
 from zeromesh.trainer.models.tensor_trial import part_of
 from zeromesh.trainer.verification.certificate import Difference, PassRecord
-from zeromesh.trainer.verification.reference import PlainRun, tensors_of, train_plainly
+from zeromesh.trainer.verification.reference import PlainRun, tensors_of
 from zeromesh.trainer.verification.shrink import SmallRun, exact
 from zeromesh.units.unit import all_buckets
 from zeromesh.zero.hooks import watch_outputs
 
-MakeTrainer = Callable[..., Any]
-"""A function that creates a trainer from the arguments of `zeromesh.Trainer`."""
 _ROUNDING = 4.0
 """The allowed error of the user's layout, as a multiple of the error of a plain process in the same precision."""
 _EPSILONS = 8.0
@@ -53,16 +48,13 @@ class Recorder(Callback):
         self.average: dict[str, Tensor] = {}
         self.began = False
         """True once training has begun; an earlier error is a refusal of the configuration, and no finding."""
-        self._leaving = ExitStack()
-
-    def close(self) -> None:
-        """Remove the patches of this process and the hooks of the model."""
-        self._leaving.close()
+        self.cleanup = ExitStack()
+        """Removes the patches of this process and the hooks of the model."""
 
     def on_train_begin(self, trainer: Any) -> None:
         self.began = True
         if trainer.config.precision.compute == "float64":
-            self._leaving.enter_context(whole_passes_in_float64())
+            self.cleanup.enter_context(whole_passes_in_float64())
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         self.losses.append(float(metrics["loss"]))
@@ -72,7 +64,7 @@ class Recorder(Callback):
             trainer.request(save=self._saves, stop=True)
 
     def on_train_end(self, trainer: Any) -> None:
-        self.close()
+        self.cleanup.close()
         self.parameters = {name: each.cpu().clone() for name, each in trainer.state_dict()}
         if trainer.config.ema.decay:
             self.average = {name: each.cpu().clone() for name, each in trainer.state_dict(ema=True)}
@@ -81,9 +73,9 @@ class Recorder(Callback):
 class Observer(Recorder):
     """A callback that compares every step with the plain process, by hooks on modules. `differences` are of this rank alone."""
 
-    def __init__(self, plain: PlainRun, bound: float = EXACT) -> None:
+    def __init__(self, plain: PlainRun) -> None:
         super().__init__()
-        self.plain, self.bound = plain, bound
+        self.plain = plain
         self.differences: list[Difference] = []
         self.gradient_sizes: dict[str, float] = defaultdict(float)
         self.parameter_sizes: dict[str, float] = defaultdict(float)
@@ -101,7 +93,7 @@ class Observer(Recorder):
             for name, module in trainer.model.named_modules()
             if name and not any(isinstance(each, Stub) for each in module.modules())
         ]
-        self._leaving.callback(watch_outputs(whole, self._keep_outputs))
+        self.cleanup.callback(watch_outputs(whole, self._keep_outputs))
         loss = trainer.run.model.loss
         compute_loss = loss.compute
 
@@ -117,16 +109,16 @@ class Observer(Recorder):
         self._outputs, self._sums = {}, []
 
     def on_pre_optimizer_step(self, trainer: Any, step: int) -> None:
-        wanted = self.plain.steps[step - 1].gradients
-        whole = float(torch.stack([each.norm() for each in wanted.values()]).norm()) if wanted else 0.0
-        for name, gradient in wanted.items():
+        gradients = self.plain.steps[step - 1].gradients
+        norm = float(torch.stack([each.norm() for each in gradients.values()]).norm()) if gradients else 0.0
+        for name, plain in gradients.items():
             try:
-                found = trainer.gradient(name)
+                gradient = trainer.gradient(name)
             except PhaseError:
                 return  # The gradient was consumed inside backward.
-            size = float("inf") if found is None else deviation(found.cpu(), gradient, whole)
+            size = float("inf") if gradient is None else deviation(gradient.cpu(), plain, norm)
             self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
-            self._note("gradient", name, size, place=self.plain.places[name])
+            self._note("gradient", name, size)
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
         self._compare_microbatches(trainer)
@@ -134,71 +126,71 @@ class Observer(Recorder):
 
     def on_step_end(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         super().on_step_end(trainer, step, metrics)
-        wanted = self.plain.steps[step - 1]
-        for kind, found, number in (("loss", self.losses[-1], wanted.loss), ("norm", self.norms[-1], wanted.norm)):
-            if kind == "loss" or found == found:
-                self._note(kind, "", relative(found, number))
+        plain, norm = self.plain.steps[step - 1], self.norms[-1]
+        self._note("loss", "", relative(self.losses[-1], plain.loss))
+        if norm == norm:
+            self._note("norm", "", relative(norm, plain.norm))
 
     def on_train_end(self, trainer: Any) -> None:
         super().on_train_end(trainer)
-        for name, wanted in self.plain.average.items():
-            self._note("average", name, deviation(self.average[name], wanted, 1e-12))
+        for name, average in self.plain.average.items():
+            self._note("average", name, deviation(self.average[name], average, 1e-12))
 
-    def _note(self, kind: str, name: str, size: float, *, place: int = 0, microbatch: int = -1) -> None:
-        if not size <= self.bound:
-            step = 0 if kind == "initial" else self.step
-            self.differences.append(
-                Difference(kind=kind, step=step, name=name, size=size, place=place, microbatch=microbatch)
-            )
+    def _note(self, kind: str, name: str, size: float, microbatch: int = -1) -> None:
+        if not size <= EXACT:
+            step, plain = 0 if kind == "initial" else self.step, self.plain
+            place = (plain.forward_order if kind == "output" else plain.backward_order).get(name, 0)
+            values: dict[str, Any] = {"step": step, "size": size, "place": place, "microbatch": microbatch}
+            self.differences.append(Difference(kind=kind, name=name, **values))
 
     def _keep_outputs(self, name: str, output: Any) -> None:
         # Modules that backward recomputes are not recorded again.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._outputs.setdefault(name, []).append(tensors_of(output))
 
-    def _compare_masters(self, trainer: Any, wanted: Mapping[str, Tensor], kind: str, step: int) -> None:
+    def _compare_masters(self, trainer: Any, plain: Mapping[str, Tensor], kind: str, step: int) -> None:
         """Compare the master weights that this rank updates: its shards and its copies of replicated ones."""
         rate = trainer.config.optimizer.lr * step
         for bucket in all_buckets(trainer.engine.units):
             master = bucket.master.load(torch.device("cpu"))
             for piece in bucket.layout.pieces(bucket.interval):
                 name, part = piece.spec.name, piece.in_parameter
-                own = master[piece.in_shard.start : piece.in_shard.end]
-                whole = part_of(wanted[name], piece.spec.region).reshape(-1)[part.start : part.end]
-                size = deviation(own, whole, rate * part.length**0.5)
+                shard = master[piece.in_shard.start : piece.in_shard.end]
+                plain_shard = part_of(plain[name], piece.spec.region).reshape(-1)[part.start : part.end]
+                size = deviation(shard, plain_shard, rate * part.length**0.5)
                 self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
-                self._note(kind, name, size, place=self.plain.places.get(name, 0))
+                self._note(kind, name, size)
 
     def _compare_microbatches(self, trainer: Any) -> None:
         """Compare the sums of losses and the outputs of modules of this rank's microbatches."""
-        turns, plain = rank_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
+        indices, plain = rank_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
         # A wrong loss is attributed to the last module, since it may have correct outputs of all modules.
-        plain_order = self.plain.order
-        head = max((name for name in plain_order if name), key=plain_order.__getitem__, default="")
-        for (total, count), turn in zip(self._sums, turns, strict=False):
-            wanted, targets = plain.sums[turn]
-            size = float("inf") if count != targets else relative(total, wanted)
-            self._note("loss", head, size, microbatch=turn)
+        head = next(reversed(self.plain.forward_order), "")
+        for (total, count), index in zip(self._sums, indices, strict=False):
+            plain_total, plain_count = plain.sums[index]
+            size = float("inf") if count != plain_count else relative(total, plain_total)
+            self._note("loss", head, size, index)
         for name, calls in self._outputs.items():
-            expected = len(plain.outputs[turns[0]].get(name, ())) if turns else 0
+            expected = len(plain.outputs[indices[0]].get(name, ())) if indices else 0
             if not expected or len(calls) != expected * trainer.run.plan.accumulation:
                 continue
-            for call, found in enumerate(calls[: expected * len(turns)]):
-                turn = turns[call // expected]
-                whole = plain.outputs[turn][name][call % expected]
-                for own, all_ in zip(found, whole, strict=True) if len(found) == len(whole) else ():
-                    share = _local_part(trainer, name, all_, own)
-                    if share is not None:
+            for call, outputs in enumerate(calls[: expected * len(indices)]):
+                index = indices[call // expected]
+                wholes = plain.outputs[index][name][call % expected]
+                for output, whole in zip(outputs, wholes, strict=True) if len(outputs) == len(wholes) else ():
+                    plain_output = _local_part(trainer, name, whole, output)
+                    if plain_output is not None:
                         self.compared += 1
-                        size = deviation(own.cpu(), share, 1e-9 * share.numel() ** 0.5)
-                        self._note("output", name, size, place=plain_order.get(name, 0), microbatch=turn)
+                        size = deviation(output.cpu(), plain_output, 1e-9 * plain_output.numel() ** 0.5)
+                        self._note("output", name, size, index)
 
 
 @dataclass(kw_only=True)
 class Verification:
     """The passes of one verification on this rank."""
 
-    make: MakeTrainer
+    make: Callable[..., Any]
+    """Creates a trainer from the arguments of `zeromesh.Trainer`."""
     mesh: Mesh
     config: TrainerConfig
     inputs: UserInputs
@@ -208,7 +200,7 @@ class Verification:
     checks: dict[str, str] = field(default_factory=dict)
     plain: PlainRun = field(init=False)
     """The plain process's run in float64."""
-    own: Recorder = field(init=False)
+    recorder: Recorder = field(init=False)
     """The records of the run in the user's precision."""
     failed: Exception | None = None
     """The exception that ended a run in the user's layout."""
@@ -216,7 +208,7 @@ class Verification:
     def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
         """Train a copy of the subject's model, by default the small run's, by `config`, without output."""
         given, subject = self.inputs, subject or self.subject
-        with closing(recorder), redirect_stdout(io.StringIO()):
+        with recorder.cleanup, redirect_stdout(io.StringIO()):
             trainer = self.make(
                 copy.deepcopy(subject.model),
                 config,
@@ -233,43 +225,38 @@ class Verification:
                 if recorder.began or not (isinstance(error, ZeromeshError) and isinstance(error, ValueError)):
                     self.failed = error
                     step = len(recorder.losses) + 1
-                    said = f"the run ends in step {step}, and rank {self.mesh.rank} says: {summary(error)}"
+                    what = f"the run ends in step {step}, and rank {self.mesh.rank} says: {summary(error)}"
                     self.differences += getattr(recorder, "differences", [])
-                    self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=said))
+                    self.differences.append(Difference(kind="error", step=step, name="", size=0.0, detail=what))
                 raise
 
     def exact_pass(self) -> None:
         """Train in float64, once with every output and gradient recorded, and once as the user trains, without hooks."""
         config = exact(self.subject.config)
-        self.plain = plain = train_plainly(self.subject, config, self.inputs, rank_microbatches(config, self.mesh))
+        plain = self.plain = PlainRun(self.subject, config, self.inputs).train(rank_microbatches(config, self.mesh))
         observer, recorder = Observer(plain), Recorder()
         self.run(config, observer)
         self.run(config, recorder)
         self.differences += observer.differences
-        self.differences += differences_of(recorder, plain, config.optimizer.lr, run="while nobody watched")
-        self.passes["exact"] = _record(
-            observer,
-            plain,
-            EXACT,
-            gradients=dict(observer.gradient_sizes),
-            parameters=dict(observer.parameter_sizes),
-            outputs=observer.compared,
-        )
+        self.differences += differences_of(recorder, plain, run="while nobody watched")
+        gradients, parameters = dict(observer.gradient_sizes), dict(observer.parameter_sizes)
+        sizes = {"gradients": gradients, "parameters": parameters, "outputs": observer.compared}
+        self.passes["exact"] = _record(observer, plain, EXACT, **sizes)
 
     def user_precision_pass(self) -> None:
         """Train in the user's precision. The error against float64 may be 4 times that of a plain process in this precision."""
-        config, rate = self.subject.config, self.subject.config.optimizer.lr
+        config = self.subject.config
         wide = exact(config).model_copy(update={"optimizer": config.optimizer})
-        true, plain = (train_plainly(self.subject, each, self.inputs) for each in (wide, config))
-        recorder = self.own = Recorder()
+        true, plain = (PlainRun(self.subject, each, self.inputs).train() for each in (wide, config))
+        recorder = self.recorder = Recorder()
         self.run(config, recorder)
         compute = config.precision.compute
         least = _EPSILONS * torch.finfo(getattr(torch, compute)).eps
         bounds = dict.fromkeys(("loss", "norm", "parameter"), max(EXACT, least))
-        for kind, _, _, size in relative_errors_of(plain, true, rate):
+        for kind, _, _, size in relative_errors_of(plain, true):
             bounds[kind] = max(bounds[kind], _ROUNDING * size + least)
         parameters = {}
-        for kind, step, name, size in relative_errors_of(recorder, true, rate):
+        for kind, step, name, size in relative_errors_of(recorder, true):
             if kind == "parameter":
                 parameters[name] = size
             if not size <= bounds[kind]:
@@ -280,37 +267,33 @@ class Verification:
         self.passes[compute] = _record(recorder, plain, max(bounds.values()), parameters=parameters)
 
 
-def _record(recorder: Recorder, plain: PlainRun, bound: float, **compared: Any) -> PassRecord:
-    return PassRecord(
-        losses=recorder.losses,
-        plain_losses=plain.losses,
-        norms=recorder.norms,
-        plain_norms=plain.norms,
-        bound=bound,
-        **compared,
-    )
+def _record(run: Recorder, plain: PlainRun, bound: float, **compared: Any) -> PassRecord:
+    figures: dict[str, Any] = {
+        "losses": run.losses,
+        "plain_losses": plain.losses,
+        "norms": run.norms,
+        "plain_norms": plain.norms,
+    }
+    return PassRecord(**figures, bound=bound, **compared)
 
 
 def relative_errors_of(
-    found: Recorder | PlainRun, plain: PlainRun, rate: float, *, first: int = 0
+    run: Recorder | PlainRun, plain: PlainRun, first: int = 0
 ) -> Iterator[tuple[str, int, str, float]]:
     """Yield kind, step, name and relative difference of the losses, norms and last parameters of a run that began after step
     `first` of the plain process."""
-    last = len(plain.steps)
-    for kind, own, wanted in (("loss", found.losses, plain.losses), ("norm", found.norms, plain.norms)):
-        for step, (one, other) in enumerate(zip(own, wanted[first:], strict=True), start=first + 1):
-            if kind == "loss" or one == one:
-                yield kind, step, "", relative(one, other)
-    for name, value in plain.parameters.items():
-        size = deviation(found.parameters[name], value, rate * last * value.numel() ** 0.5)
-        yield "parameter", last, name, size
+    last, rate = len(plain.steps), plain.config.optimizer.lr
+    for kind, values, plain_values in (("loss", run.losses, plain.losses), ("norm", run.norms, plain.norms)):
+        for step, (value, plain_value) in enumerate(zip(values, plain_values[first:], strict=True), start=first + 1):
+            if kind == "loss" or value == value:
+                yield kind, step, "", relative(value, plain_value)
+    for name, tensor in plain.parameters.items():
+        yield "parameter", last, name, deviation(run.parameters[name], tensor, rate * last * tensor.numel() ** 0.5)
 
 
-def differences_of(
-    recorder: Recorder, plain: PlainRun, rate: float, *, run: str, first: int = 0
-) -> Iterator[Difference]:
+def differences_of(recorder: Recorder, plain: PlainRun, *, run: str, first: int = 0) -> Iterator[Difference]:
     """Yield the differences between the plain process and a run without hooks, as `relative_errors_of` does."""
-    for kind, step, name, size in relative_errors_of(recorder, plain, rate, first=first):
+    for kind, step, name, size in relative_errors_of(recorder, plain, first):
         if not size <= EXACT:
             yield Difference(kind=kind, step=step, name=name, size=size, run=run, detail=run)
 
@@ -321,40 +304,37 @@ def rank_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor's elements, for bitwise comparisons."""
-    found: bytes = tensor_bytes(tensor).numpy().tobytes()
-    return found
+    content: bytes = tensor_bytes(tensor).numpy().tobytes()
+    return content
 
 
-def relative(found: float, wanted: float) -> float:
+def relative(value: float, plain_value: float) -> float:
     """Return the relative difference of two numbers; infinite where one is not finite."""
-    if found == wanted:
-        return 0.0
-    size = abs(found - wanted) / max(abs(wanted), 1e-300)
+    size = 0.0 if value == plain_value else abs(value - plain_value) / max(abs(plain_value), 1e-300)
     return size if size == size else float("inf")
 
 
-def _local_part(trainer: Any, name: str, whole: Tensor, own: Tensor) -> Tensor | None:
-    """Return the part of the output `whole` that this rank's output `own` must equal: all of it, a part of the sequence, or of the
-    features of a divided layer; None if unknown, and for a module of another stage, whose output is NaN."""
+def _local_part(trainer: Any, name: str, whole: Tensor, local: Tensor) -> Tensor | None:
+    """Return the part of the output `whole` that this rank's output `local` must equal: all of it, a part of the sequence, or of
+    the features of a divided layer; None if unknown, and for a module of another stage, whose output is NaN."""
     divided: Divided = trainer.run.model.divided
-    if divided.pipeline is not None and bool(own.isnan().all()):
+    if divided.pipeline is not None and bool(local.isnan().all()):
         return None
-    if own.shape == whole.shape:
+    if local.shape == whole.shape:
         return whole
-    dims = [dim for dim, (here, all_) in enumerate(zip(own.shape, whole.shape, strict=False)) if here != all_]
-    if own.dim() != whole.dim() or len(dims) != 1 or divided.tensor is None:
+    dims = [dim for dim, sizes in enumerate(zip(local.shape, whole.shape, strict=False)) if len({*sizes}) > 1]
+    if local.dim() != whole.dim() or len(dims) != 1 or divided.tensor is None:
         return None
     dim = dims[0]
     shares, parts = divided.tensor.shares, divided.cuts.parts
-    if shares is not None and dim == 1 and whole.shape[1] == shares.exchange.size * own.shape[1]:
+    if shares is not None and dim == 1 and whole.shape[1] == shares.exchange.size * local.shape[1]:
         return whole.chunk(shares.exchange.size, dim=1)[shares.exchange.index]
     for leaf in ("weight", "bias", "base_layer.weight"):
         part = parts.get(f"{name}.{leaf}")
         if part is None or dim != whole.dim() - 1:
             continue
         for size, here, intervals in zip(part.region.shape, part.region.local_shape, part.region.dims, strict=True):
-            if (size, here) == (whole.shape[-1], own.shape[-1]) and size != here:
+            if (size, here) == (whole.shape[-1], local.shape[-1]) and size != here:
                 indices = torch.cat([torch.arange(each.start, each.end) for each in intervals])
                 return whole.index_select(dim, indices)
     return None

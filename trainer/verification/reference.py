@@ -1,16 +1,13 @@
-"""The reference of a verification: one plain PyTorch process with torch's own optimizers, short enough for a reader to check.
-
-It uses no part of the engine, no mesh, no distribution of batches and no chunked losses. Microbatches run one after the other;
-gradients are summed, clipped and applied once per step.
-"""
+"""The reference of a verification: one plain PyTorch process with torch's own optimizers, short enough for a reader to check. It
+uses no part of the engine, no mesh, no distribution of batches and no chunked losses."""
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +39,7 @@ Outputs = dict[str, list[list[Tensor]]]
 
 @dataclass(kw_only=True, slots=True)
 class PlainStep:
-    """The results of one step of the plain process. `gradients` are of the mean loss before clipping, `norm` is their norm."""
+    """The results of one step. `gradients` are of the mean loss before clipping, `norm` is their norm."""
 
     loss: float = 0.0
     norm: float = 0.0
@@ -55,50 +52,7 @@ class PlainStep:
     """The master weights after the step."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlainRun:
-    """The results of the plain process."""
-
-    initial: Mapping[str, Tensor]
-    steps: Sequence[PlainStep]
-    average: Mapping[str, Tensor]
-    """The averaged weights at the end; empty without `ema`."""
-    order: Mapping[str, int]
-    """The position of each module in the order of finished forwards."""
-    places: Mapping[str, int]
-    """The position of each parameter in the order of backward, assumed to reverse the order of finished forwards."""
-
-    @property
-    def losses(self) -> list[float]:
-        """The loss of each step."""
-        return [step.loss for step in self.steps]
-
-    @property
-    def norms(self) -> list[float]:
-        """The norm of the gradients of each step."""
-        return [step.norm for step in self.steps]
-
-    @property
-    def parameters(self) -> Mapping[str, Tensor]:
-        """The master weights after the last step."""
-        return self.steps[-1].parameters
-
-
-def train_plainly(
-    subject: SmallRun, config: TrainerConfig, inputs: UserInputs, watched: Collection[int] = ()
-) -> PlainRun:
-    """Train a copy of the subject's model with the precision of `config`. `watched` are the microbatches of each step whose module
-    outputs are recorded."""
-    model = whole_model(subject, config)
-    if config.model.attention is not None:
-        use_attention(model, config.model.attention, getattr(torch, config.precision.compute), torch.device("cpu"))
-    compute = getattr(torch, config.precision.compute)
-    with whole_passes_in_float64() if compute == torch.float64 else nullcontext():
-        return _Loop(model.train(), subject, config, inputs).run(watched)
-
-
 def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
-    """Return a copy of the model, with adapters if configured."""
     model = copy.deepcopy(subject.model)
     if config.model.lora is None:
         return model
@@ -110,10 +64,15 @@ def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
     return built.model
 
 
-class _Loop:
-    def __init__(self, model: nn.Module, subject: SmallRun, config: TrainerConfig, inputs: UserInputs) -> None:
-        self.model, self.subject, self.config = model, subject, config
+class PlainRun:
+    """Trains a copy of the subject's model with the precision of `config`, and has the results."""
+
+    def __init__(self, subject: SmallRun, config: TrainerConfig, inputs: UserInputs) -> None:
+        self.subject, self.config = subject, config
+        self.model = model = whole_model(subject, config).train()
         self.compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
+        if config.model.attention is not None:
+            use_attention(model, config.model.attention, self.compute, torch.device("cpu"))
         self.masters = {
             name: nn.Parameter(each.detach().to(master), requires_grad=each.requires_grad)
             for name, each in model.named_parameters()
@@ -132,42 +91,42 @@ class _Loop:
         self.schedule: LRSchedule | TorchSchedule = (
             schedule_of(config) if scheduler is None else TorchSchedule(scheduler, config.optimizer)
         )
-        self.loss = partial(loss_sum, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
+        self.users_loss = inputs.compute_loss
+        self.loss = partial(loss_sum, compute_loss=self.users_loss, smoothing=config.run.label_smoothing)
         scaled = config.precision.compute == "float16"
         self.scale = config.precision.loss_scale.initial_scale if scaled else 1.0
-        self.order: dict[str, None] = {}
-        self.outputs: Outputs = {}
-        self.keeps = False
+        self.forward_order: dict[str, int] = {}
+        """The position of each module in the order of finished forwards."""
+        self.outputs: Outputs | None = None
+        """The outputs of the current microbatch; None for one that is not watched."""
+        self.initial, self.average = _copies(self.masters), dict[str, Tensor]()
+        """The master weights before training, and their averages at the end; no averages without `ema`."""
 
-    def run(self, watched: Collection[int]) -> PlainRun:
-        initial, average = _copies(self.masters), dict[str, Tensor]()
-        end_watch = watch_outputs([each for each in self.model.named_modules() if each[0]], self._keep_outputs)
-        steps, ema = [], self.config.ema
-        for number in range(self.config.run.max_steps):
-            steps.append(self._step(number, watched))
-            if ema.decay and number + 1 >= ema.start_step and (number + 1) % ema.every_steps == 0:
-                # The first update of the average copies the weights.
-                average = {
-                    name: torch.lerp(average[name], value, 1 - ema.decay) if average else value.clone()
-                    for name, value in steps[-1].parameters.items()
-                }
+    def train(self, watched: Collection[int] = ()) -> Self:
+        """Train, and return the run. `watched` are the microbatches of each step whose module outputs are recorded."""
+        model = self.model
+        end_watch = watch_outputs([each for each in model.named_modules() if each[0]], self._keep_outputs)
+        with whole_passes_in_float64() if self.compute == torch.float64 else nullcontext():
+            self.steps = [self._step(number, watched) for number in range(self.config.run.max_steps)]
         end_watch()
-        order = {name: place for place, name in enumerate(self.order)}
+        self.losses, self.norms = [step.loss for step in self.steps], [step.norm for step in self.steps]
+        self.parameters = self.steps[-1].parameters
         last: dict[int, int] = {}
-        for name, module in self.model.named_modules():
+        for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
-                last[id(parameter)] = max(last.get(id(parameter), -1), order.get(name, -1))
-        places = {name: -last[id(parameter)] for name, parameter in self.model.named_parameters()}
-        return PlainRun(initial=initial, steps=steps, average=average, order=order, places=places)
+                last[id(parameter)] = max(last.get(id(parameter), -1), self.forward_order.get(name, -1))
+        self.backward_order = {name: -last[id(parameter)] for name, parameter in model.named_parameters()}
+        """The position of each parameter in the order of backward, assumed to reverse the order of finished forwards."""
+        return self
 
     def _step(self, number: int, watched: Collection[int]) -> PlainStep:
         step = PlainStep()
         batches = batches_of(self.subject, self.config, number)
-        counts = [count_of(self.model, batch) for batch in batches]
         sums = {name: torch.zeros_like(master) for name, master in self.trained.items()}
         by_samples = self.config.batch.average == "samples"
         samples = sum(map(_length, batches))
-        known = None if None in counts else sum(count or 0 for count in counts)
+        # A loss of the user's own says after forward how many targets it has.
+        known = 0 if self.users_loss else sum(count_of(self.model, batch) for batch in batches)
         for index, batch in enumerate(batches):
             moved = {
                 name: value.to(self.compute)
@@ -175,11 +134,11 @@ class _Loop:
                 else value
                 for name, value in batch.items()
             }
-            self.keeps, self.outputs = index in watched, {}
+            self.outputs = {} if index in watched else None
             total, count = self.loss(self.model, moved)
-            step.outputs.append(self.outputs)
+            step.outputs.append(self.outputs or {})
             step.sums.append((float(total.detach()), count))
-            share = _length(batch) / samples / max(1, count) if by_samples else 1 / max(1, known) if known else 1.0
+            share = _length(batch) / samples / max(1, count) if by_samples else 1 / known if known else 1.0
             if total.requires_grad:
                 torch.autograd.backward(total * (share * self.scale))
             for name, parameter in self.model.named_parameters():
@@ -187,15 +146,14 @@ class _Loop:
                     sums[name] += parameter.grad.to(sums[name].dtype)
                 parameter.grad = None
             step.loss += step.sums[-1][0] * share
-        targets = sum(count for _, count in step.sums)
-        late = 1 / max(1, targets) if known is None and not by_samples else 1.0
+        late = 1.0 if known or by_samples else 1 / max(1, sum(count for _, count in step.sums))
         step.loss *= late
         self._update(step, number, {name: each.mul_(late / self.scale) for name, each in sums.items()})
         return step
 
     def _keep_outputs(self, name: str, output: Any) -> None:
-        self.order.setdefault(name)
-        if self.keeps:
+        self.forward_order.setdefault(name, len(self.forward_order))
+        if self.outputs is not None:
             self.outputs.setdefault(name, []).append(tensors_of(output))
 
     def _update(self, step: PlainStep, number: int, gradients: dict[str, Tensor]) -> None:
@@ -216,24 +174,30 @@ class _Loop:
         self.optimizer.zero_grad()
         for name, parameter in self.model.named_parameters():
             parameter.data.copy_(self.masters[name].data)
-        step.parameters = _copies(self.masters)
+        step.parameters, ema = _copies(self.masters), self.config.ema
+        if ema.decay and number + 1 >= ema.start_step and (number + 1) % ema.every_steps == 0:
+            # The first update of the average copies the weights.
+            self.average = {
+                name: torch.lerp(self.average[name], value, 1 - ema.decay) if self.average else value.clone()
+                for name, value in step.parameters.items()
+            }
 
 
 def batches_of(subject: SmallRun, config: TrainerConfig, step: int) -> list[dict[str, Any]]:
     """Return the microbatches of step `step` (from 0), in the order of their samples."""
     size, micro = config.batch.global_size, config.batch.micro_size
-    found = []
+    batches = []
     for start in range(step * size, (step + 1) * size, micro):
         end = min(start + micro, (step + 1) * size)
         rows = [subject.samples[index % len(subject.samples)] for index in range(start, end)]
         if subject.collate is not None:
-            found.append(dict(subject.collate(rows)))
+            batches.append(dict(subject.collate(rows)))
         else:
-            found.append({name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]})
-    return found
+            batches.append({name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]})
+    return batches
 
 
-def count_of(model: nn.Module, batch: Mapping[str, Any]) -> int | None:
+def count_of(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """Return the number of targets of a batch: labels, without the first of each row for next-token prediction, or samples."""
     kind = _loss_unit(model)
     labels = batch.get("labels")
@@ -257,7 +221,7 @@ def loss_sum(
     inputs = {name: value for name, value in batch.items() if fields is None or name in fields}
     if fields is not None and "use_cache" in fields:
         inputs["use_cache"] = False
-    count = count_of(model, batch) or 0
+    count = count_of(model, batch)
     labels = inputs.get("labels")
     if not count and isinstance(labels, Tensor):
         inputs["labels"] = torch.zeros_like(labels)  # A mean over no targets is NaN.

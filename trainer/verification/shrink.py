@@ -1,11 +1,11 @@
 """The subject of a verification: the user's model and configuration, small enough for a plain process to train, and its samples.
-
-Small sizes keep the divisibility by tensor ranks, heads, key-value heads, experts and stages. The layout stays as it is.
-"""
+Small sizes keep the divisibility by tensor ranks, heads, key-value heads, experts and stages. The layout stays as it is."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.collate import IGNORED_LABEL, Collate
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.adapters import pretrained_of
@@ -25,120 +26,71 @@ from zeromesh.trainer.models.small_copy import InFloat64, first_copy, perturb
 from zeromesh.trainer.models.user_model import ForwardInputs, integer, text_part, unwrap
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
-STEPS = 5
 _MOST_PARAMETERS = 2_000_000
 """The most parameters of a model that is verified as it is; a larger one is made smaller."""
 _VOCABULARY = 128
 _LENGTH = 16
 _EPSILON = 1e-6
 """The least epsilon of the exact pass. Some gradients are zero except for rounding, which Adam would turn into whole steps."""
-_ROUNDS = 3
-_HEADS = (
-    "causal_lm",
-    "masked_lm",
-    "seq2seq_lm",
-    "token_classification",
-    "sequence_classification",
-    "question_answering",
-)
-_MICRO = 2
+_HEADS = ("causal_lm", "masked_lm", "seq2seq_lm", "question_answering")
+_CLASSES = ("token_classification", "sequence_classification")
+"""The heads whose inputs are known, without and with labels that are classes."""
+_MOST_MICRO = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmallRun:
-    """The small run that is trained twice: its model, configuration and samples."""
+    """The model, the configuration and the samples that the user's layout and the plain process train."""
 
     model: nn.Module
     """The model with its initial values, in float32 or in the dtype that it was given in."""
     config: TrainerConfig
-    """The configuration of the small run, in the user's precision."""
     samples: list[dict[str, Any]]
     collate: Collate | None
     notes: tuple[str, ...]
-    """Sentences about the changes to the model."""
+    """Sentences about the model and the samples."""
 
 
 def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, *, dropout: bool = False) -> SmallRun:
-    """Make the small run of `config`, with its files in `folder`. All ranks call it, and get the same.
-
-    `dropout` keeps dropout on.
-
-    Raises:
-        ConfigError: for a model that can neither be trained whole nor be made smaller, and for one with unknown inputs.
-    """
+    """Make the small run of `config`, with its files in `folder`, the same on all ranks, which all call it. `dropout` keeps dropout
+    on. Raises `ConfigError` for a model that can neither be trained whole nor be made smaller, and for one with unknown inputs."""
     model, notes = _small_model(config, inputs, mesh)
     perturb(model)
     off = () if dropout or not without_dropout(model) else ("dropout is off; --check dropout compares what is drawn",)
     small = small_config(config, mesh, folder, dropout=dropout)
-    wanted = STEPS * small.batch.global_size
+    count = small.run.max_steps * small.batch.global_size
     if inputs.train_dataset is not None and not notes:
         data: Any = inputs.train_dataset
-        found = list(islice((data[index] for index in range(len(data))) if hasattr(data, "__len__") else data, wanted))
-        return SmallRun(model=model, config=small, samples=found, collate=inputs.collate, notes=("its own data", *off))
+        rows = (data[index] for index in range(len(data))) if hasattr(data, "__len__") else data
+        given = list(islice(rows, count))
+        return SmallRun(model=model, config=small, samples=given, collate=inputs.collate, notes=("its own data", *off))
     length = _LENGTH + -_LENGTH % mesh.tensor.size
-    samples = _make_samples(model, small, wanted, length)
-    notes = (
-        *notes,
-        f"{counted(len(samples), 'sample')} of {length} random tokens, with other numbers of targets in each",
-        *off,
-    )
-    return SmallRun(model=model, config=small, samples=samples, collate=None, notes=notes)
+    samples = _make_samples(model, small, count, length)
+    data_note = f"{counted(len(samples), 'sample')} of {length} random tokens, with other numbers of targets in each"
+    return SmallRun(model=model, config=small, samples=samples, collate=None, notes=(*notes, data_note, *off))
 
 
 def small_config(config: TrainerConfig, mesh: Mesh, folder: Path, *, dropout: bool = False) -> TrainerConfig:
     """Return the configuration of the small run: five steps of two complete rounds of microbatches and an incomplete one."""
-    micro = min(config.batch.micro_size, _MICRO)
-    round_size = micro * mesh.data.size
-    values = config.model_dump(mode="json")
-    warmup, lora = config.schedule.warmup_of(config.run.max_steps), values["model"]["lora"]
-    changes: dict[str, dict[str, Any]] = {
-        "model": {"source": None, "config": None, "revision": None, "trust_remote_code": False},
-        "data": {"mixture": None, "train": "stdlib", "tokenizer": "bytes", "shuffle": False, "workers": 0},
-        "parallel": {"stages": None, "numa_binding": None},
-        "offload": {"directory": None},
-        "precision": {"tf32": False},
-        "batch": {
-            "global_size": (_ROUNDS - 1) * round_size + max(1, round_size - 1),
-            "micro_size": micro,
-            "eval_micro_size": None,
-            "last": "carry",
-        },
-        "run": {
-            "name": "verify",
-            "output_dir": str(folder),
-            "max_steps": STEPS,
-            "epochs": None,
-            "log_every": 1,
-            "eval_every": 0,
-            "eval_at_start": False,
-            "eval_at_end": False,
-            "metric": "loss",
-            "patience": 0,
-            "load_best": False,
-        },
-        "schedule": {
-            "warmup_steps": min(warmup, 1),
-            "warmup_ratio": None,
-            "decay_steps": None if config.schedule.decay_steps is None else min(config.schedule.decay_steps, 2),
-        },
-        "ema": {"start_step": min(config.ema.start_step, 1), "every_steps": min(config.ema.every_steps, 2)},
-        "checkpoint": {"every_steps": 0, "keep_best": 0, "resume": "never"},
-        "hub": {"push": False},
-        "tracking": {"backends": []},
-        "profile": {"steps": None, "memory": False, "allocations": False},
-    }
-    if lora is not None and not dropout:
-        changes["model"]["lora"] = {**lora, "dropout": 0.0}
-    for name, section in changes.items():
+    values, table = config.model_dump(mode="json"), Path(__file__).with_name("small_run.yaml")
+    for name, section in parse_yaml(table.read_text(encoding="utf-8"), where=table.name).items():
         values[name].update(section)
+    micro, schedule = min(config.batch.micro_size, _MOST_MICRO), config.schedule
+    complete = micro * mesh.data.size
+    values["batch"] |= {"global_size": 2 * complete + max(1, complete - 1), "micro_size": micro}
+    values["run"]["output_dir"] = str(folder)
+    values["schedule"]["warmup_steps"] = min(schedule.warmup_of(config.run.max_steps), 1)
+    values["schedule"]["decay_steps"] = schedule.decay_steps and min(schedule.decay_steps, 2)
+    values["ema"] |= {"start_step": min(config.ema.start_step, 1), "every_steps": min(config.ema.every_steps, 2)}
+    if config.model.lora is not None and not dropout:
+        values["model"]["lora"]["dropout"] = 0.0
     return TrainerConfig.model_validate(values)
 
 
 def exact(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration with float64 everywhere, so that rounding explains no difference."""
-    precision = config.precision.model_copy(
-        update={"compute": "float64", "master": "float64", "reduce": "float64", "linear": None}
-    )
+    roles = dict.fromkeys(("compute", "master", "reduce"), "float64")
+    precision = config.precision.model_copy(update={**roles, "linear": None})
     optimizer = config.optimizer.model_copy(update={"eps": max(config.optimizer.eps, _EPSILON)})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"precision": precision, "optimizer": optimizer, "model": model})
@@ -146,26 +98,25 @@ def exact(config: TrainerConfig) -> TrainerConfig:
 
 def without_dropout(model: nn.Module) -> bool:
     """Disable dropout and other random numbers of training in the model; returns True if it had any."""
-    found = []
+    rates = []
     for module in model.modules():
         for name, value in list(vars(module).items()):
             drops = "dropout" in name or name.endswith(("_pdrop", "layerdrop"))
             if isinstance(value, float) and (
                 drops or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
             ):
-                found.append(value)
+                rates.append(value)
                 setattr(module, name, 0.0)
     configs = {id(each): each for module in model.modules() if (each := vars(module).get("config")) is not None}
     for config in configs.values():
         for name in ("apply_spec_augment", "layerdrop"):
             if hasattr(config, name):
                 setattr(config, name, type(getattr(config, name))(0))
-    return any(found)
+    return any(rates)
 
 
 def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the model with its initial values, and notes on its reduction; no notes for an unchanged model."""
-    section, seed = config.model, config.run.seed
     if inputs.model is None:
         pinned = pin_sources(config, mesh, model_given=False).model
         if pinned.trust_remote_code:
@@ -173,22 +124,19 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
                 "a model whose code comes with it is verified as an object: give it to Trainer, and call verify()",
                 where="model.trust_remote_code",
             )
-        made, automatic, _ = read_configuration(pinned)
-        attention = {} if section.attention is None else {"attn_implementation": section.attention}
-
-        def from_config(small: Any) -> nn.Module:
-            built: nn.Module = automatic.from_config(small, dtype=torch.float32, trust_remote_code=False, **attention)
-            return built
-
-        return _first_working_copy(made, from_config, config, mesh)
+        whole, automatic, _ = read_configuration(pinned)
+        options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+        if config.model.attention is not None:
+            options["attn_implementation"] = config.model.attention
+        from_config = partial(automatic.from_config, **options)
+        return _first_working_copy(whole, from_config, config, mesh)
     given: Any = inputs.model
-    if not isinstance(given, nn.Module):
-        with torch.device("meta"):
-            given = given()
-    given = unwrap(given)[0]
+    is_function = not isinstance(given, nn.Module)
+    with torch.device("meta") if is_function else nullcontext():
+        given = unwrap(given() if is_function else given)[0]
     count = sum(parameter.numel() for parameter in given.parameters())
-    if count <= _MOST_PARAMETERS and not isinstance(inputs.model, nn.Module):
-        with seeded_cpu(seed, "verification"):
+    if count <= _MOST_PARAMETERS and is_function:
+        with seeded_cpu(config.run.seed, "verification"):
             return unwrap(inputs.model())[0], ()
     if count <= _MOST_PARAMETERS and not any(parameter.is_meta for parameter in given.parameters()):
         return copy.deepcopy(given).cpu(), ()
@@ -203,18 +151,13 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
 
 
 def _first_working_copy(
-    made: Any, build: Callable[[Any], nn.Module], config: TrainerConfig, mesh: Mesh
+    config_of_model: Any, build: Callable[[Any], nn.Module], config: TrainerConfig, mesh: Mesh
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the first small model that can be built and has a loss, and notes on its reduction."""
     layers = max(2, mesh.pipeline.size * config.parallel.chunks)
-    sizes = _sizes(made, mesh.tensor.size)
+    sizes = _sizes(text_part(config_of_model), mesh.tensor.size)
     headless = {name: size for name, size in sizes.items() if name != "head_dim"}
-    reductions: Sequence[tuple[dict[str, int], int]] = (
-        (sizes, layers),
-        (headless, layers),
-        (sizes, max(layers, 8)),
-        ({}, layers),
-    )
+    reductions = ((sizes, layers), (headless, layers), (sizes, max(layers, 8)), (dict[str, int](), layers))
 
     def require_loss(model: nn.Module) -> None:
         sample = _make_samples(model, config, 2, _LENGTH)[1]
@@ -224,29 +167,23 @@ def _first_working_copy(
             if loss is not None and not bool(torch.isfinite(loss)):
                 raise ValueError("its loss is not finite")
 
-    found = first_copy(made, build, reductions, require_loss, most=_MOST_PARAMETERS, seed=config.run.seed)
-    if not isinstance(found, list):
-        count = sum(each.numel() for each in found.parameters())
-        return found, (f"{type(found).__name__} of {count:,} parameters: {_reduction_note(made, found.config)}",)
-    raise ConfigError(
-        f"{type(made).__name__} cannot be made small: {'; '.join(dict.fromkeys(found))}. Give Trainer a small model of its "
-        f"class, of at most {_MOST_PARAMETERS:,} parameters, and call verify()",
-        where="verify",
-    )
-
-
-def _reduction_note(made: Any, small: Any) -> str:
-    parts = []
+    small = first_copy(config_of_model, build, reductions, require_loss, most=_MOST_PARAMETERS, seed=config.run.seed)
+    if isinstance(small, list):  # The reasons why no copy works.
+        raise ConfigError(
+            f"{type(config_of_model).__name__} cannot be made small: {'; '.join(dict.fromkeys(small))}. Give Trainer a small "
+            f"model of its class, of at most {_MOST_PARAMETERS:,} parameters, and call verify()",
+            where="verify",
+        )
+    parts, count = [], sum(each.numel() for each in small.parameters())
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
-        before, after = integer(text_part(made), name), integer(text_part(small), name)
+        before, after = (integer(text_part(each), name) for each in (config_of_model, small.config))
         if before is not None:
             parts.append(f"{name} {before:,}" + ("" if before == after else f" -> {after:,}"))
-    return ", ".join(parts)
+    return small, (f"{type(small).__name__} of {count:,} parameters: {', '.join(parts)}",)
 
 
-def _sizes(made: Any, ranks: int) -> dict[str, int]:
-    """Return small sizes that are divisible by `ranks` exactly where the whole ones are."""
-    text = text_part(made)
+def _sizes(text: Any, ranks: int) -> dict[str, int]:
+    """Return small sizes that are divisible by `ranks` exactly where those of the configuration `text` are."""
 
     def small(name: str, size: int) -> int:
         """Return `size` rounded up to a number with the remainder modulo `ranks` of the model's size `name`."""
@@ -279,11 +216,8 @@ def _sizes(made: Any, ranks: int) -> dict[str, int]:
 
 
 def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: int) -> list[dict[str, Tensor]]:
-    """Return `count` deterministic, distinct samples of `length` tokens for a model of transformers.
-
-    Raises:
-        ConfigError: for a task whose inputs are not known.
-    """
+    """Return `count` deterministic, distinct samples of `length` tokens. Some of the first tokens of a sample have no label, and in
+    one of eight samples no token has one. Raises `ConfigError` for a task whose inputs are not known."""
     inside = pretrained_of(model)
     name, head = type(inside).__name__, None
     if name.endswith("LMHeadModel"):
@@ -296,34 +230,29 @@ def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: i
         # The class name of a model ends with that of its automatic class.
         endings = {each.removeprefix("AutoModel"): head for head, each in AUTO_CLASSES.items()}
         head = next((head for ending, head in endings.items() if ending and name.endswith(ending)), None)
-    vocabulary = ForwardInputs.of(model, users_loss=False).vocab_size
-    if inside is None or head not in _HEADS or vocabulary is None:
+    takes = ForwardInputs.of(model, users_loss=False)
+    if inside is None or head not in (*_HEADS, *_CLASSES) or takes.vocab_size is None:
         raise ConfigError(
             f"nothing is known of what {type(model).__name__} is fed with; give train_dataset to Trainer, with a model that is "
             "small enough to be taken as it is, and call verify()",
             where="verify",
         )
-    separates = config.data.separates and "position_ids" in (ForwardInputs.of(model, users_loss=False).fields or ())
+    separates = config.data.separates and "position_ids" in (takes.fields or ())
     classes = integer(inside.config, "num_labels") or 2
-    generator, found = torch.Generator().manual_seed(1), []
+    generator, samples = torch.Generator().manual_seed(1), []
     for index in range(count):
-        sample: dict[str, Tensor] = {"input_ids": torch.randint(3, vocabulary, (length,), generator=generator)}
+        ids = torch.randint(3, takes.vocab_size, (length,), generator=generator)
+        sample, begin = {"input_ids": ids}, index % (length - 2)
         if separates:
             first = 3 + index % (length - 5)
             sample["position_ids"] = torch.cat((torch.arange(first), torch.arange(length - first)))
-        found.append({**sample, **_labels(head, sample["input_ids"], index, classes, generator)})
-    return found
-
-
-def _labels(head: str, ids: Tensor, index: int, classes: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Return the labels of a sample. Some of its first tokens have none, and in one of eight samples no token has one."""
-    length = len(ids)
-    if head == "sequence_classification":
-        return {"labels": torch.tensor(index % classes)}
-    if head == "question_answering":
-        return {"start_positions": torch.tensor(index % (length - 2)), "end_positions": torch.tensor(length - 1)}
-    chosen = (
-        torch.randint(0, classes, ids.shape, generator=generator) if head == "token_classification" else ids.clone()
-    )
-    left_out = length if index % 8 == 5 else index % (length - 2)
-    return {"labels": chosen.masked_fill(torch.arange(length) < left_out, IGNORED_LABEL)}
+        if head == "question_answering":
+            sample |= {"start_positions": torch.tensor(begin), "end_positions": torch.tensor(length - 1)}
+        elif head == "sequence_classification":
+            sample["labels"] = torch.tensor(index % classes)
+        else:
+            labels = torch.randint(0, classes, ids.shape, generator=generator) if head in _CLASSES else ids
+            unlabelled = torch.arange(length) < (length if index % 8 == 5 else begin)
+            sample["labels"] = labels.masked_fill(unlabelled, IGNORED_LABEL)
+        samples.append(sample)
+    return samples

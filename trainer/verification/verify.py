@@ -4,7 +4,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -24,12 +24,12 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.verification.certificate import Certificate, Difference, merged
 from zeromesh.trainer.verification.checks import CHECKS
-from zeromesh.trainer.verification.observe import MakeTrainer, Verification, bytes_of
+from zeromesh.trainer.verification.observe import Verification, bytes_of
 from zeromesh.trainer.verification.shrink import SmallRun, shrink
 
 
 def verify(
-    make: MakeTrainer,
+    make: Callable[..., Any],
     config: TrainerConfig,
     inputs: UserInputs,
     mesh: Mesh,
@@ -37,44 +37,37 @@ def verify(
     checks: Collection[str] = (),
     out: Path | None = None,
 ) -> Certificate:
-    """Train a small run of the user's model in the user's layout beside a plain process; all ranks call it.
-
-    `out` is the path of the certificate, which rank 0 writes; None: no file.
-
-    Raises:
-        ConfigError: for an unknown check, and for a model that cannot be made small.
-        StorageError: where the certificate cannot be written.
-    """
+    """Train a small run of the user's model in the user's layout beside a plain process, as `Trainer.verify` does. `out` is the
+    certificate's path, to which rank 0 writes; None: no file."""
     unknown = [name for name in checks if name not in CHECKS]
     if unknown:
         raise ConfigError(f"{', '.join(unknown)} cannot be checked; there are {', '.join(CHECKS)}", where="check")
     began = time.perf_counter()
-    with scratch_directory(config, mesh) as folder:
+    with _scratch_directory(config, mesh) as folder:
         subject = shrink(config, inputs, mesh, folder)
-        each = Verification(make=make, mesh=mesh, config=config, inputs=inputs, subject=subject)
+        verification = Verification(make=make, mesh=mesh, config=config, inputs=inputs, subject=subject)
         try:
-            each.exact_pass()
-            each.user_precision_pass()
+            verification.exact_pass()
+            verification.user_precision_pass()
             for name in checks:
-                found, each.checks[name] = CHECKS[name](each)
-                each.differences += found
-            own = [asdict(one) for one in each.differences]
-            rows = mesh.world.gather_json(own, "differences of all ranks")
+                differences, verification.checks[name] = CHECKS[name](verification)
+                verification.differences += differences
+            rows = mesh.world.gather_json([asdict(one) for one in verification.differences], "differences of all ranks")
         except Exception as error:
-            if error is not each.failed:
+            if error is not verification.failed:
                 raise
             # Other ranks stop after this error, so no collective can follow.
-            rows = [[]] * mesh.rank + [[asdict(one) for one in each.differences]]
-    differences = merged([[Difference(**{**found, "ranks": ()}) for found in row] for row in rows])
+            rows = [[]] * mesh.rank + [[asdict(one) for one in verification.differences]]
+    sorted_differences = merged([[Difference(**{**values, "ranks": ()}) for values in row] for row in rows])
     certificate = Certificate(
-        passed=not differences,
-        differences=differences,
+        passed=not sorted_differences,
+        differences=sorted_differences,
         layout=_layout(config, mesh),
         versions={each.__name__: each.__version__ for each in (zeromesh, torch, transformers)}
         | {"python": platform.python_version()},
         digests=_digests(subject),
-        passes=each.passes,
-        checks=each.checks,
+        passes=verification.passes,
+        checks=verification.checks,
         notes=subject.notes,
         seconds=time.perf_counter() - began,
     )
@@ -86,15 +79,13 @@ def verify(
 
 
 @contextmanager
-def scratch_directory(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
+def _scratch_directory(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
     """Create a temporary directory for the small runs, the same on all ranks, which is removed at the end."""
-    parent = Path(config.run.output_dir).expanduser()
-    made = ""
+    parent, name = Path(config.run.output_dir).expanduser(), ""
     if mesh.rank == 0:
         parent.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(prefix=".verify-", dir=parent)
-    name = Path(mesh.world.gather_bytes(made.encode(), "folder of the verification")[0].decode()).name
-    folder = parent / name
+        name = Path(tempfile.mkdtemp(prefix=".verify-", dir=parent)).name
+    folder = parent / mesh.world.gather_bytes(name.encode(), "folder of the verification")[0].decode()
     folder.mkdir(exist_ok=True)
     try:
         yield folder
@@ -106,20 +97,20 @@ def scratch_directory(config: TrainerConfig, mesh: Mesh) -> Iterator[Path]:
 def _layout(config: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
     axes = [f"{axis} {size}" for axis, size in zip(AXES, mesh.shape.sizes, strict=True) if size > 1]
     parallel, offload = config.parallel, config.offload.model_dump(mode="json")
-    found: dict[str, Any] = {
+    layout: dict[str, Any] = {
         "layout": f"{counted(mesh.world_size, 'rank')}: {' x '.join(axes) or 'one'}",
         "zero.stage": config.zero.stage,
         "precision": f"{config.precision.compute}, master {config.precision.master}, reduce {config.precision.reduce}",
     }
     if parallel.pipeline > 1:
-        found["schedule"] = f"{parallel.schedule}, {parallel.chunks} stages a rank"
+        layout["schedule"] = f"{parallel.schedule}, {parallel.chunks} stages a rank"
     if parallel.sequence:
-        found["sequence"] = "shared out to tensor ranks"
+        layout["sequence"] = "shared out to tensor ranks"
     tiers = {name: offload[name] for name in ("optimizer", "gradients", "parameters", "activations")}
     moved = [f"{name} {tier}" for name, tier in tiers.items() if tier not in ("none", "auto")]
     if moved:
-        found["offload"] = ", ".join(moved)
-    return found
+        layout["offload"] = ", ".join(moved)
+    return layout
 
 
 def _digests(subject: SmallRun) -> dict[str, str]:
@@ -128,8 +119,7 @@ def _digests(subject: SmallRun) -> dict[str, str]:
     data = [
         name.encode() + (bytes_of(each) if isinstance(each, Tensor) else repr(each).encode()) for name, each in values
     ]
-    text = subject.config.model_copy(
-        update={"run": subject.config.run.model_copy(update={"output_dir": "verify"})}
-    ).to_yaml()
+    run = subject.config.run.model_copy(update={"output_dir": "verify"})
+    text = subject.config.model_copy(update={"run": run}).to_yaml()
     parts = {"config": text.encode(), "weights": weights, "data": b"".join(data)}
     return {name: xxhash.xxh3_128_hexdigest(part) for name, part in parts.items()}

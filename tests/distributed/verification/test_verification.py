@@ -70,6 +70,11 @@ def test_what_is_wrong_is_found_and_named(workers: Workers, tmp_path: Path, faul
         assert "model.layers.1.mlp in step 1, microbatch 1 on rank 1" in found["located"]
 
 
+def test_a_loss_of_the_users_own_says_what_it_counts(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(2, f"{CASES}:users_loss", folder=str(tmp_path))[0]
+    assert found["passed"], found
+
+
 def test_a_large_model_of_ones_own_is_refused(workers: Workers, tmp_path: Path) -> None:
     said = workers.run(2, f"{CASES}:refused", folder=str(tmp_path))[0]
     assert "Sequential has 2,266,510 parameters" in said

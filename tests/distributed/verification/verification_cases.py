@@ -89,6 +89,17 @@ def small_llama(mesh: Mesh, folder: str, fault: str, checks: list[str], **sectio
         return _said(trainer.verify(checks=checks))
 
 
+def users_loss(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """A tiny Llama with a loss of the user's own, which is a mean over samples and not over labels."""
+
+    def compute(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        count = len(batch["input_ids"])
+        return model(**batch).logits.square().mean() * count, count
+
+    with Trainer(llama(), settings(folder), sentences(), compute_loss=compute) as trainer:
+        return _said(trainer.verify())
+
+
 def refused(mesh: Mesh, folder: str) -> str:
     """A model that is large and none of transformers."""
     model = nn.Sequential(nn.Linear(1500, 1500), nn.Linear(1500, 10))

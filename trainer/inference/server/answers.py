@@ -1,8 +1,7 @@
 """`Answer`: one client's request, from its submission to the last piece of text.
 
-transformers' serving code (`transformers.cli.serving`) separates tool calls and reasoning from plain text for the models whose
-output format it knows; the tokenizer's chat template turns messages into a prompt. Its request handlers are not used: they ignore
-fields silently, answer some bad requests with a traceback, and seed one generator for all requests.
+transformers' serving code separates tool calls and reasoning from text for the models whose output format it knows. Its request
+handlers are not used: they ignore fields silently, answer some bad requests with a traceback, and seed all requests together.
 """
 
 from __future__ import annotations
@@ -25,17 +24,9 @@ if TYPE_CHECKING:
 
 
 class Answer:
-    """Submits a request and streams its text in pieces; one event loop creates and uses it.
-
-    Args:
-        tokens: the prompt.
-        most: the default of `max_new_tokens`.
-        parser: separates tool calls and reasoning from text; None: all is text.
-
-    Raises:
-        ConfigError, DataError: for a request that the model cannot continue.
-        QueueFullError, PhaseError: for a full queue, and for a server that stops.
-    """
+    """Submits a request and streams its text in pieces; one event loop creates and uses it. `most` is the default of
+    `max_new_tokens`; `parser` separates tool calls and reasoning from text (None: all is text). Raises the errors of
+    `Generator.check_request` and `Inbox.submit`."""
 
     def __init__(
         self,
@@ -62,7 +53,6 @@ class Answer:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, progress)
 
     def cancel(self) -> None:
-        """Cancel the request, which frees its row of the batch."""
         self._inbox.cancel(self._number)
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -78,7 +68,7 @@ class Answer:
                 raise RequestError(500, f"the generator has failed: {progress}", code="generator_failed") from progress
             finish = progress.finish
             text = held + stream.add(progress.tokens, last=finish is not None)
-            stopped = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+            stopped = [index for stop in self._stops if (index := text.find(stop)) >= 0]
             if not stopped and finish == "not_finite":
                 raise RequestError(500, "the model's logits for this prompt are NaN or infinite", code="not_finite")
             if not stopped and finish == "cancelled":
@@ -119,11 +109,8 @@ def _parsed(events: list[Any], piece: Piece, calls: int) -> Piece:
 
 
 def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any:
-    """Return the response parser of transformers' serving code for this kind of model; None where it knows none.
-
-    Raises:
-        ConfigError: where that code has another interface than this module expects.
-    """
+    """Return the response parser of transformers' serving code for this kind of model; None where it knows none. Raises
+    `ConfigError` where that code has another interface than this module expects."""
     try:
         from transformers.cli.serving.utils import build_response_parser
     except ImportError as error:

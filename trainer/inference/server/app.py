@@ -12,7 +12,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,14 +33,7 @@ from zeromesh.errors import ConfigError, ZeromeshError, printable
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.trainer.generation.requests import Inbox
 from zeromesh.trainer.inference.server.answers import Answer, chat_tokens, response_parser
-from zeromesh.trainer.inference.server.schema import (
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    Piece,
-    RequestError,
-    Usage,
-)
+from zeromesh.trainer.inference.server.schema import ChatRequest, Completion, CompletionRequest, Piece, RequestError
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
@@ -57,8 +51,6 @@ _RETRY_SECONDS = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """The address at which the server listens, and the limits of a request."""
-
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
@@ -71,9 +63,14 @@ class ServerOptions:
     grace_seconds: float = 10.0
 
 
-def _address_error(options: ServerOptions, error: OSError | UnicodeError) -> ConfigError:
-    reason = getattr(error, "strerror", None) or error
-    return ConfigError(f"--host {options.host} --port {options.port}: {reason}; give another one")
+@contextmanager
+def _address_errors(options: ServerOptions, listener: socket.socket) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeError) as error:
+        listener.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--host {options.host} --port {options.port}: {reason}; give another one") from error
 
 
 def _most_open() -> int:
@@ -87,14 +84,8 @@ def _most_open() -> int:
 
 
 class HttpServer:
-    """Serves completions over HTTP. The constructor binds the address, so that a bad one is reported before a model is loaded.
-
-    Args:
-        name: the model's name in requests.
-
-    Raises:
-        ConfigError: for a public address without a token, or one that cannot be bound.
-    """
+    """Serves completions of the model `name` over HTTP. The constructor binds the address, so that a bad one is reported before a
+    model is loaded. Raises `ConfigError` for a public address without a token, or one that cannot be bound."""
 
     _served: Generator
 
@@ -105,12 +96,9 @@ class HttpServer:
                 "API key, or leave --host out"
             )
         self._socket = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-        try:
+        with _address_errors(options, self._socket):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((options.host, options.port))
-        except (OSError, UnicodeError) as error:
-            self._socket.close()
-            raise _address_error(options, error) from error
         self.failure: BaseException | None = None
         """The error that ended the generator, if any."""
         self.name = name
@@ -125,10 +113,8 @@ class HttpServer:
     def start(self, served: Generator) -> str:
         """Start to listen, and return the address. Raises `ConfigError` where another process listens there."""
         options, self._served = self._options, served
-        try:
+        with _address_errors(options, self._socket):
             self._socket.listen(_BACKLOG)
-        except OSError as error:
-            raise _address_error(options, error) from error
         config = uvicorn.Config(
             self.app,
             http=type("Connection", (_Connection,), {"head_seconds": options.receive_seconds, "most": _most_open()}),
@@ -152,7 +138,6 @@ class HttpServer:
         self._inbox.stop()
 
     def fail(self, error: BaseException) -> None:
-        """End all open answers with an error."""
         self.failure, self._stopping = error, True
         for answer in list(self._answers):
             answer.put(error)
@@ -194,8 +179,6 @@ class HttpServer:
 
         return guarded
 
-    # Routes
-
     async def _health(self, request: Request) -> Response:
         if self.failure is not None:
             raise RequestError(503, f"the generator has failed: {self.failure}", code="generator_failed")
@@ -220,8 +203,6 @@ class HttpServer:
         asked = await self._parsed_body(request, ChatRequest)
         tokens = await asyncio.to_thread(chat_tokens, self._served, asked)
         return self._reply(asked, tokens, response_parser(self._served, tokens, asked.tools))
-
-    # Shared by the routes
 
     async def _parsed_body(self, request: Request, kind: type[_Body]) -> _Body:
         """Return the validated body, which is within the size limit and names the served model; an error names the wrong field."""
@@ -268,12 +249,12 @@ class HttpServer:
 
         def body(*pieces: Piece, first: bool = False, usage: int | None = None) -> dict[str, Any]:
             """Return the body with a choice of each piece, and the usage after `usage` new tokens."""
-            found = dict[str, Any](head)
-            found["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
+            content: dict[str, Any] = {**head}
+            content["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
             if usage is not None:
-                prompt = len(tokens)
-                found["usage"] = Usage(prompt_tokens=prompt, completion_tokens=usage, total_tokens=prompt + usage)
-            return Completion(**found).model_dump(exclude_unset=True)
+                given = len(tokens)
+                content["usage"] = {"prompt_tokens": given, "completion_tokens": usage, "total_tokens": given + usage}
+            return Completion(**content).model_dump(exclude_unset=True)
 
         async def parts() -> AsyncIterator[str]:
             first, new = True, 0
@@ -384,18 +365,16 @@ def _access_refusal(headers: Headers, token: str | None) -> RequestError | None:
         return None
     if not _is_loopback(headers.get("host", "")):
         return RequestError(403, "the Host header names no address of this host", code="wrong_host")
-    scheme, _, place = headers.get("origin", "http://localhost").partition("://")
-    if scheme.lower() not in ("http", "https") or not _is_loopback(place):
+    scheme, _, address = headers.get("origin", "http://localhost").partition("://")
+    if scheme.lower() not in ("http", "https") or not _is_loopback(address):
         return RequestError(403, "web pages of other hosts are not answered", code="wrong_origin")
     return None
 
 
-_HOST_PORT = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9a-z.-]+))(?::\d{1,5})?", re.IGNORECASE | re.ASCII)
+_HOST_PORT = re.compile(r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([0-9a-z.-]+))(?::\d{1,5})?", re.IGNORECASE | re.ASCII)
 
 
-def _is_loopback(place: str) -> bool:
+def _is_loopback(address: str) -> bool:
     """Return True if `HOST:PORT` is loopback; a literal IPv6 address stands in brackets."""
-    found = _HOST_PORT.fullmatch(place)
-    if found is None or (found[1] is not None) != (":" in (found[1] or found[2])):
-        return False
-    return is_loopback(found[1] or found[2])
+    match = _HOST_PORT.fullmatch(address)
+    return match is not None and is_loopback(match[1] or match[2])

@@ -29,8 +29,8 @@ class RequestError(ZeromeshError):
         """Convert an error of the library into the error that the client receives; `param` names the field of the body."""
         if isinstance(error, cls):
             return error
-        full, stops = isinstance(error, QueueFullError), isinstance(error, PhaseError)
-        status, code = (429, "queue_full") if full else (503, "stopping") if stops else (400, None)
+        kinds = {QueueFullError: (429, "queue_full"), PhaseError: (503, "stopping"), ZeromeshError: (400, None)}
+        status, code = next(answer for kind, answer in kinds.items() if isinstance(error, kind))
         return cls(status, str(error), param=param, code=code)
 
     @classmethod
@@ -112,11 +112,9 @@ class Piece:
 
     @property
     def shown(self) -> bool:
-        """True if the piece has anything that a client sees."""
         return bool(self.text or self.reasoning or self.tool_calls or self.finish)
 
     def add(self, other: Piece) -> None:
-        """Append the piece that follows this one."""
         for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.finish = other.finish
@@ -146,19 +144,15 @@ class _Options(BaseModel):
 
     def fields(self, most: int) -> dict[str, Any]:
         """Return fields of `GenerationConfig`; `most` is the default of `max_new_tokens`."""
-        found: dict[str, Any] = {
-            "max_new_tokens": getattr(self, "max_completion_tokens", None) or self.max_tokens or most
-        }
-        if self.temperature is not None and self.temperature < _GREEDY_BELOW:
-            return found | {"do_sample": False}
-        draws = {"temperature": self.temperature, "top_p": self.top_p}
-        draws = {name: value for name, value in draws.items() if value is not None}
-        return found | ({"do_sample": True, **draws} if draws else {})
+        fields: dict[str, Any] = {}
+        fields["max_new_tokens"] = getattr(self, "max_completion_tokens", None) or self.max_tokens or most
+        draws = self.model_dump(include={"temperature", "top_p"}, exclude_none=True)
+        if draws.get("temperature", 1.0) < _GREEDY_BELOW:
+            return fields | {"do_sample": False}
+        return fields | ({"do_sample": True, **draws} if draws else {})
 
 
 class CompletionRequest(_Options):
-    """The body of `/v1/completions`."""
-
     kind: ClassVar[str] = "cmpl"
     object: ClassVar[str] = "text_completion"
     prompt: str | list[int]
@@ -205,8 +199,6 @@ class ChatMessage(BaseModel):
 
 
 class ChatRequest(_Options):
-    """The body of `/v1/chat/completions`."""
-
     kind: ClassVar[str] = "chatcmpl"
     most_messages: ClassVar[int] = 4096
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=most_messages)]
@@ -223,23 +215,24 @@ class ChatRequest(_Options):
 
     def choice(self, piece: Piece, *, first: bool, decode: Callable[[Sequence[int]], str]) -> Choice:
         """Return a piece as a choice of the answer; `decode` gives the text of tokens."""
-        said: dict[str, Any] = {"role": "assistant"} if first else {}
+        message: dict[str, Any] = {"role": "assistant"} if first else {}
         if piece.text or (first and not piece.tool_calls):
-            said["content"] = piece.text
+            message["content"] = piece.text
         if piece.reasoning:
-            said["reasoning_content"] = piece.reasoning
+            message["reasoning_content"] = piece.reasoning
         calls = piece.tool_calls
         if not self.stream:
-            said = {"content": None, "refusal": None, **said}
+            message = {"content": None, "refusal": None, **message}
             calls = [{name: value for name, value in call.items() if name != "index"} for call in calls]
         if calls:
-            said["tool_calls"] = calls
-        found: dict[str, Any] = {"delta" if self.stream else "message": ChoiceMessage(**said), "logprobs": None}
+            message["tool_calls"] = calls
+        logprobs = None
         if self.logprobs:
             texts = [decode([token]) for token in piece.tokens]
             rows = [
                 TokenLogprob(token=text, logprob=value, bytes=list(text.encode()), top_logprobs=[])
                 for text, value in zip(texts, piece.logprobs, strict=True)
             ]
-            found["logprobs"] = ChoiceLogprobs(content=rows, refusal=None)
-        return Choice(index=0, **found, finish_reason=piece.finish)
+            logprobs = ChoiceLogprobs(content=rows, refusal=None)
+        named: dict[str, Any] = {"delta" if self.stream else "message": ChoiceMessage(**message)}
+        return Choice(index=0, **named, logprobs=logprobs, finish_reason=piece.finish)

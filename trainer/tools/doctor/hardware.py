@@ -147,13 +147,12 @@ def accelerators() -> Iterator[Finding]:
     yield Finding("collectives", accelerator.collectives_library() or "torch names no library for these devices")
 
 
-def device(found: torch.device) -> Finding:
-    """Judge the memory of one device, and its support by torch's kernels."""
-    what, name = f"device {found.index}", accelerator.device_name(found)
-    architecture = accelerator.architecture(found) or found.type
+def device(each: torch.device) -> Finding:
+    what, name = f"device {each.index}", accelerator.device_name(each)
+    architecture = accelerator.architecture(each) or each.type
     try:
-        memory = accelerator.device_memory(found)
-        torch.ones(2, device=found).sum().item()
+        memory = accelerator.device_memory(each)
+        torch.ones(2, device=each).sum().item()
     except RuntimeError as error:
         return problem(
             what,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -56,9 +57,8 @@ def problem(what: str, found: str, means: str, do: str, *, when: bool = True, le
     return Finding(what, found, level, means, do) if when else Finding(what, found)
 
 
-def warning(what: str, found: str, means: str, do: str, *, when: bool = True) -> Finding:
-    """Return a finding that is a warning if `when`, and ok otherwise."""
-    return problem(what, found, means, do, when=when, level=Level.WARNING)
+warning = partial(problem, level=Level.WARNING)
+"""Returns a finding that is a warning if `when`, and ok otherwise."""
 
 
 def report_lines(part: str, findings: Sequence[Finding]) -> Iterator[str]:

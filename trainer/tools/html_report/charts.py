@@ -2,12 +2,14 @@
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import resources
 from itertools import accumulate, pairwise
 from math import isfinite, log, nan
 from statistics import median
 from typing import Any, NamedTuple
 
 from zeromesh.errors import ConfigError, counted, printable
+from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.tools.html_report.runs import RunRecord
 
@@ -20,8 +22,6 @@ except ImportError as error:
 
 __all__ = ["COLORS", "Chart", "Line", "chart_of", "charts_of", "get_plotlyjs", "go", "to_json_plotly"]
 
-COLORS = ("#2f7fd6", "#e2751d", "#35a869", "#c04fa9", "#22a3b3", "#cfa11f", "#7d66d2", "#d8525f", "#8a9a3b", "#86909c")
-"""Colors that are readable on both the light and the dark page."""
 MOST_POINTS, MOST_STACKED = 1200, 300
 """The largest numbers of points of a line and of a stacked area; a screen has fewer columns."""
 _SMOOTHED_FROM, _DOTS_UP_TO = 60, 40
@@ -40,43 +40,10 @@ _UNITS: dict[str, tuple[Callable[[float], str], str, str, str]] = {
 }
 """The format of a number in a legend, of ticks and of hover values in d3's notation, and the suffix of both."""
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
-_CURVES = (
-    ("lr", "Learning rate", "plain", ""),
-    ("grad_norm", "Gradient norm", "plain", "before clipping"),
-    ("tokens_per_second", "Throughput", "count", "tokens (of models without tokens, samples) a second, over all ranks"),
-    ("step_seconds", "Time of a step", "seconds", ""),
-    ("mfu", "Model FLOPs utilisation", "percent", "of the peak of all ranks"),
-    ("peak_memory_bytes", "Peak memory", "bytes", "the most that any rank has needed so far"),
-    ("loss_scale", "Loss scale", "plain", "of float16"),
-    ("_wait_seconds", "Waiting for offloaded bytes", "seconds", "of the first rank in a step"),
-    ("bubble", "Pipeline bubble", "percent", "part of a step in which ranks of the pipeline stood still"),
-    ("eval_runtime", "Time of an evaluation", "seconds", ""),
-    ("eval_samples_per_second", "Samples a second of evaluations", "plain", ""),
-    ("eval_steps_per_second", "Steps a second of evaluations", "plain", ""),
+_TABLES: dict[str, Any] = parse_yaml(
+    resources.files(__package__).joinpath("charts.yaml").read_text(encoding="utf-8"), where="charts.yaml"
 )
-"""The charts of a key, or of all keys with a suffix that begins with `_`: its name, the title, the unit, a note."""
-_AXIS = {"gridcolor": "#e6e9ee", "linecolor": "#5b6470", "zeroline": False, "automargin": True, "ticklabelstandoff": 4}
-LAYOUT: dict[str, Any] = {
-    "template": "none",
-    "font": {"family": 'system-ui, "Segoe UI", Roboto, "Noto Sans", sans-serif', "size": 12, "color": "#5b6470"},
-    "paper_bgcolor": "rgba(0,0,0,0)",
-    "plot_bgcolor": "rgba(0,0,0,0)",
-    "margin": {"l": 56, "r": 12, "t": 24, "b": 24},
-    "hovermode": "x unified",
-    "hoverlabel": {"namelength": -1},
-    "showlegend": True,
-    "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-    "xaxis": {**_AXIS, "showgrid": False, "showline": True, "unifiedhovertitle": {"text": "step %{x}"}},
-    "yaxis": {**_AXIS, "nticks": 6, "showline": False},
-}
-_TRACE_STYLES: dict[str, dict[str, Any]] = {
-    "line": {"mode": "lines", "line_width": 1.8},
-    "dashed": {"mode": "lines", "line_width": 1.8, "line_dash": "dash"},
-    "faint": {"mode": "lines", "line_width": 1, "opacity": 0.4, "showlegend": False},
-    "dots": {"mode": "lines+markers", "line_width": 1, "line_dash": "dot", "marker_size": 7, "cliponaxis": False},
-    "stack": {"mode": "none", "stackgroup": "all"},
-    "levels": {"mode": "none", "stackgroup": "all", "line_shape": "hv"},
-}
+COLORS, LAYOUT = _TABLES["colors"], _TABLES["layout"]
 
 
 class Line(NamedTuple):
@@ -101,18 +68,18 @@ class Chart(NamedTuple):
 
 def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
     """Return all charts for which the runs have values. Those over steps share one range of steps."""
-    found = [chart_of(*each) for each in _curves(runs) if any(any(line.values.values()) for line in each[-1])]
-    for place, run in enumerate(runs):
-        end, of = (f"-{place}", f": {run.name}") if len(runs) > 1 else ("", "")
+    charts = [chart_of(*each) for each in _curves(runs) if any(any(line.values.values()) for line in each[-1])]
+    for index, run in enumerate(runs):
+        end, of = (f"-{index}", f": {run.name}") if len(runs) > 1 else ("", "")
         for name, title, unit, note, parts, look in _stacks(run):
             some = {part.replace("_", " "): values for part, values in parts.items() if any(values.values())}
             lines = [Line(part, values, color, look) for color, (part, values) in enumerate(some.items())]
-            found += [chart_of(name + end, title + of, unit, note, lines)] if lines else []
+            charts += [chart_of(name + end, title + of, unit, note, lines)] if lines else []
     steps = {line["step"] for run in runs for line in run.lines}
-    for chart in found:
+    for chart in charts:
         if chart.over_steps and len(steps) > 1:
             chart.figure.update_xaxes(range=[min(steps), max(steps)], dtick=1 if len(steps) < 8 else None)
-    return found
+    return charts
 
 
 def thinned_indices(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
@@ -121,17 +88,17 @@ def thinned_indices(values: Sequence[float], most: int = MOST_POINTS) -> list[in
     if len(values) <= most:
         return list(range(len(values)))
     ends = [number * len(values) // (most // 4) for number in range(most // 4 + 1)]
-    found: set[int] = set()
+    indices: set[int] = set()
     for begin, end in pairwise(ends):
         inside = range(begin, end)
-        found |= {begin, min(inside, key=values.__getitem__), max(inside, key=values.__getitem__), end - 1}
-    return sorted(found)
+        indices |= {begin, min(inside, key=values.__getitem__), max(inside, key=values.__getitem__), end - 1}
+    return sorted(indices)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
     """Return centered moving averages over `window` values; fewer at both ends, so that the curve does not lag."""
     sums = [0.0, *accumulate(values)]
-    reaches = [min(window // 2, place, len(values) - 1 - place) for place in range(len(values))]
+    reaches = [min(window // 2, index, len(values) - 1 - index) for index in range(len(values))]
     return [(sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1) for at, reach in enumerate(reaches)]
 
 
@@ -139,33 +106,35 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, lis
     """Yield the line charts: name, title, unit, note, lines."""
     several = len(runs) > 1
     losses: list[Line] = []
-    for place, run in enumerate(runs):
+    for index, run in enumerate(runs):
         prefix, values, finite = f"{run.name}, " * several, run.columns.get(("loss",), {}), run.column("loss")
         if len(finite) >= _SMOOTHED_FROM:
-            losses.append(Line(f"{prefix}training", values, place, "faint"))
+            losses.append(Line(f"{prefix}training", values, index, "faint"))
             means = moving_average(list(finite.values()), max(5, len(finite) // 40))
-            losses.append(Line(f"{prefix}training, smoothed", values | dict(zip(finite, means, strict=True)), place))
+            losses.append(Line(f"{prefix}training, smoothed", values | dict(zip(finite, means, strict=True)), index))
         elif values:
-            losses.append(Line(f"{prefix}training", values, place))
+            losses.append(Line(f"{prefix}training", values, index))
         if evaluations := run.evaluation_losses():
             look = "dots" if len(evaluations) <= _DOTS_UP_TO else "line"
-            losses.append(Line(f"{prefix}evaluation", evaluations, place if several else 1, look))
+            losses.append(Line(f"{prefix}evaluation", evaluations, index if several else 1, look))
     note = "mean over the targets of a step" + "; bold: smoothed" * any(line.look == "faint" for line in losses)
     yield "loss", "Loss", "plain", note, losses
     paths = list(dict.fromkeys(keys for run in runs for keys in run.columns))
-    known = {"eval_loss", *(name for name, *_ in _CURVES)}
-    evaluated = [name for name, *_ in paths if name.startswith("eval_") and name not in known]
-    for name, title, unit, note in [*((name, name, "plain", "of evaluations") for name in evaluated), *_CURVES]:
+    evaluated = [
+        name for name, *_ in paths if name.startswith("eval_") and name not in {"eval_loss", *_TABLES["curves"]}
+    ]
+    curves = {name: (name, "plain", "of evaluations") for name in evaluated} | _TABLES["curves"]
+    for name, (title, unit, note) in curves.items():
         lines = []
-        for place, run in enumerate(runs):
-            own = [keys for keys in paths if keys[0] == name or (name[0] == "_" and keys[0].endswith(name))]
-            for other, keys in enumerate(own):
+        for index, run in enumerate(runs):
+            columns = [keys for keys in paths if keys[0] == name or (name[0] == "_" and keys[0].endswith(name))]
+            for other, keys in enumerate(columns):
                 values = run.columns.get(keys, {})
                 words = [run.name if several else "", keys[0].removesuffix(name), *keys[1:]]
                 look = "dots" if name.startswith("eval_") and len(values) <= _DOTS_UP_TO else "line"
                 look = "dashed" if keys[-1] == "predicted" else look
                 label = ", ".join(filter(None, words)) or title.lower()
-                lines += [Line(label, values, place if several else other, look)] if values else []
+                lines += [Line(label, values, index if several else other, look)] if values else []
         yield name, title, unit, note, lines
 
 
@@ -208,7 +177,7 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
     if stacked:
         steps = sorted({step for line in lines for step in line.values})
         tops = [(step, sum(line.values.get(step, 0.0) for line in lines)) for step in steps]
-        steps = [steps[place] for place in thinned_indices([top for _, top in tops], MOST_STACKED)]
+        steps = [steps[index] for index in thinned_indices([top for _, top in tops], MOST_STACKED)]
     values = [value for _, value in tops] or [0.0]
     notes, high, factor = [note] if note else [], max(values), 1.0
     usual = median(values)
@@ -226,8 +195,8 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
     for line in lines:
         finite = {step: value for step, value in line.values.items() if isfinite(value)}
         good, bad = list(finite), [step for step in line.values if step not in finite]
-        broken.update(bad := [bad[place] for place in thinned_indices(bad)])
-        xs = steps if stacked else sorted([*bad, *(good[place] for place in thinned_indices(list(finite.values())))])
+        broken.update(bad := [bad[index] for index in thinned_indices(bad)])
+        xs = steps if stacked else sorted([*bad, *(good[index] for index in thinned_indices(list(finite.values())))])
         ys = [float(f"{line.values.get(x, 0.0) / factor:.7g}") for x in xs]
         last = shown([nan, *finite.values()][-1])
         if line.look == "levels":
@@ -244,7 +213,7 @@ def chart_of(name: str, title: str, unit: str, note: str, lines: Sequence[Line])
             legendgroup=str(line.color),
             line_color=color,
             fillcolor=color,
-            **_TRACE_STYLES[line.look],
+            **_TABLES["looks"][line.look],
         )
     if broken:
         notes.append(f"not finite in {counted(len(broken), 'step')} (red)")

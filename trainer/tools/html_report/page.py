@@ -50,7 +50,6 @@ def _escaped(content: object) -> str:
 
 
 def page_of(runs: Sequence[RunRecord]) -> str:
-    """Return the page of one run, or of several side by side."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
     charts = charts_of(runs)
     sections = {
@@ -112,8 +111,8 @@ def _file(name: str) -> str:
 
 def _for_each_run(runs: Sequence[RunRecord], make: Callable[[RunRecord], Html | None]) -> list[Html]:
     """Return the results of `make` for all runs, with the run's name above each if there are several runs."""
-    made = [(run, content) for run in runs if (content := make(run)) is not None]
-    return [each for run, content in made for each in ([element("h3", run.name)] * (len(runs) > 1) + [content])]
+    parts = [(run, content) for run in runs if (content := make(run)) is not None]
+    return [each for run, content in parts for each in ([element("h3", run.name)] * (len(runs) > 1) + [content])]
 
 
 def table_of(columns: Sequence[object], rows: Sequence[Sequence[object]], numbers: Sequence[int] = ()) -> Html | None:
@@ -147,7 +146,7 @@ def _summary_of(run: RunRecord) -> dict[str, object]:
     unit = "samples" if last.get("unit") == "samples" else "tokens"
     section, facts = run.config.get("run"), run.starts[-1] if run.starts else {}
     most = as_number(section.get("max_steps")) if isinstance(section, dict) else None
-    found: dict[str, object] = {"steps": f"{last['step']:,}" + (f" / {most:,.0f}" if most else "")} if last else {}
+    figures: dict[str, object] = {"steps": f"{last['step']:,}" + (f" / {most:,.0f}" if most else "")} if last else {}
     for name, column, pick, shown in (
         ("last loss", run.columns.get(("loss",), {}), lambda values: values[-1], "{:.4f}".format),
         ("best eval loss", run.evaluation_losses(), min, "{:.4f}".format),
@@ -156,7 +155,7 @@ def _summary_of(run: RunRecord) -> dict[str, object]:
         ("step time", run.column("step_seconds"), median, human_seconds),
         ("peak memory", run.column("peak_memory_bytes"), max, human_bytes),
     ):
-        found[name] = shown(pick(list(column.values()))) if any(column.values()) else None
+        figures[name] = shown(pick(list(column.values()))) if any(column.values()) else None
     parameters, parts = as_number(facts.get("parameters")), {}
     for keys, values in run.columns.items():
         if keys[0] == "start":
@@ -167,7 +166,7 @@ def _summary_of(run: RunRecord) -> dict[str, object]:
         max((at for at in times if begin <= at < end), default=begin) - begin for begin, end in pairwise([*begins, inf])
     )
     versions = packages if isinstance(packages := facts.get("versions"), dict) else {}
-    found |= {
+    figures |= {
         "ranks": run.shape and run.shape.world_size,
         "start": sentence(parts) if parts else None,
         "parameters": parameters and human_count(parameters),
@@ -176,7 +175,7 @@ def _summary_of(run: RunRecord) -> dict[str, object]:
         "versions": ", ".join(f"{name} {each}" for name, each in versions.items()) or None,
         "skipped steps": sum(bool(line.get("skipped")) for line in run.lines) or None,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def _mesh(run: RunRecord) -> Html | None:
@@ -239,13 +238,13 @@ def _checkpoints(run: RunRecord) -> Html | None:
 
 
 def _notes(run: RunRecord) -> Html | None:
-    found = [element("li", remark, class_="bad") for remark in run.remarks]
+    items = [element("li", remark, class_="bad") for remark in run.remarks]
     for start in run.starts[-_NOTES:] if len(run.starts) > 1 or any(start["step"] for start in run.starts) else ():
         seconds = as_number(start.get("time"))
         known = seconds is not None and 0 <= seconds < _YEAR_9999
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds)) if known else "at an unknown time"
         what = f"resumed after step {start['step']:,}" if start["step"] else "began"
-        found.append(element("li", f"{when}: {what} on {start.get('host', 'an unknown host')}"))
+        items.append(element("li", f"{when}: {what} on {start.get('host', 'an unknown host')}"))
     causes: dict[str, list[int]] = {}
     for line in run.lines:
         if line.get("skipped"):
@@ -253,10 +252,10 @@ def _notes(run: RunRecord) -> Html | None:
     for cause, steps in list(causes.items())[:_NOTES]:
         some = ", ".join(f"{step:,}" for step in steps[:_STEPS_NAMED])
         more = f" and {len(steps) - _STEPS_NAMED:,} more" if len(steps) > _STEPS_NAMED else ""
-        found.append(element("li", f"No update in {plural(len(steps), 'step')} {some}{more}: {cause}", class_="bad"))
+        items.append(element("li", f"No update in {plural(len(steps), 'step')} {some}{more}: {cause}", class_="bad"))
     if len(causes) > _NOTES:
-        found.append(element("li", f"{len(causes) - _NOTES:,} more causes of steps without an update are left out."))
-    return element("ul", found, class_="notes") if found else None
+        items.append(element("li", f"{len(causes) - _NOTES:,} more causes of steps without an update are left out."))
+    return element("ul", items, class_="notes") if items else None
 
 
 def _configuration(run: RunRecord) -> Html | None:

@@ -27,8 +27,6 @@ StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
 
 @dataclass(kw_only=True, slots=True)
 class RunRecord:
-    """The parsed contents of a run's directory."""
-
     name: str
     path: Path
     remarks: list[str] = field(default_factory=list)
@@ -62,14 +60,14 @@ class RunRecord:
     def whole_lines(self, name: str) -> list[dict[str, Any]]:
         """Return the lines of a file of JSON lines; the first broken ones become remarks."""
         broken: list[str] = []
-        found: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
         if (self.path / name).exists():
             with self.reading(name) as path:
-                found = read_metrics(path, broken)
+                rows = read_metrics(path, broken)
         self.remarks += broken[:_BROKEN_SHOWN]
         if len(broken) > _BROKEN_SHOWN:
             self.remarks.append(f"{counted(len(broken) - _BROKEN_SHOWN, 'more line')} of {name} cannot be read")
-        return found
+        return rows
 
     def column(self, *keys: str) -> dict[int, float]:
         """Return the finite numbers of a path of keys, by step."""
@@ -92,11 +90,7 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read the runs in these directories, and give them distinct names.
-
-    Raises:
-        ConfigError: with all paths that are no run's directory.
-    """
+    """Read the runs in these directories, and give them distinct names. Raises `ConfigError` with all paths that are no run's."""
     problems = []
     for path in paths:
         if not path.is_dir():
@@ -176,9 +170,9 @@ def as_number(value: Any) -> float | None:
 def settings_of(run: RunRecord) -> dict[str, tuple[str, str | None]]:
     """Return each key of a run's configuration: its value, never a secret, and its default where that differs."""
     defaults = {".".join(keys): value for keys, value in leaves(TrainerConfig().model_dump(mode="json"))}
-    found = {}
+    settings = {}
     for keys, value in leaves(run.config):
         path = ".".join(keys)
         default = quote(path, defaults[path]).strip("'") if path in defaults else "(none)"
-        found[path] = quote(path, value).strip("'"), None if value == defaults.get(path, ...) else default
-    return found
+        settings[path] = quote(path, value).strip("'"), None if value == defaults.get(path, ...) else default
+    return settings
