@@ -22,7 +22,7 @@ from rich.text import Text
 
 from zeromesh.errors import ConfigError, StorageError, counted, printable, ranks_text
 from zeromesh.files import read_whole, refusals, write_whole
-from zeromesh.telemetry.event_ring import FOLDER, REQUEST
+from zeromesh.telemetry.status_board import REQUEST, TRACE_FOLDER
 from zeromesh.trainer.formatting import print_lines, table_lines, wrapped
 from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, read_ranks, recent, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics, strict
@@ -169,8 +169,8 @@ def run_trace(options: argparse.Namespace) -> int:
     found = _snapshot(options.run)
     if not found.verdict:
         _request_rings(options.run, [row["rank"] for row in found.ranks])
-    rings, remarks = read_rings(options.run / FOLDER)
-    out = options.out or options.run / FOLDER / "trace.json.gz"
+    rings, remarks = read_rings(options.run / TRACE_FOLDER)
+    out = options.out or options.run / TRACE_FOLDER / "trace.json.gz"
     memory = read_metrics(options.run / METRICS) if (options.run / METRICS).exists() else []
     trace = trace_of(rings, memory, options.steps)
     if options.steps is not None and all(event["ph"] == "M" for event in trace["traceEvents"]):
@@ -198,7 +198,7 @@ def _request_rings(run: Path, ranks: list[int]) -> None:
     deadline, late = time.monotonic() + _ANSWER_SECONDS, ranks
     while late and time.monotonic() < deadline:
         time.sleep(0.1)
-        rings = {rank: run / FOLDER / f"rank-{rank}.ring" for rank in late}
+        rings = {rank: run / TRACE_FOLDER / f"rank-{rank}.ring" for rank in late}
         late = [rank for rank, ring in rings.items() if not ring.exists() or ring.stat().st_mtime_ns < asked]
     if late:
         sys.stderr.write(f"zeromesh: {ranks_text(late)} did not answer within {_ANSWER_SECONDS:g} seconds\n")

@@ -9,7 +9,7 @@ from torch import nn
 
 from zeromesh.errors import counted
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import Figures, added
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState, settings_of

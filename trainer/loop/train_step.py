@@ -21,7 +21,7 @@ from zeromesh.offload.accelerator import is_accelerator, read_scalars
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
 from zeromesh.rng import Streams
-from zeromesh.telemetry.event_ring import MEETING, Activity
+from zeromesh.telemetry.status_board import MEETING, Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.data.loader import BatchLoader

@@ -19,8 +19,8 @@ from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import device_name, is_accelerator
 from zeromesh.offload.memory.ledger import cpu_name
-from zeromesh.telemetry.event_ring import FOLDER
 from zeromesh.telemetry.state_monitor import StateMonitor
+from zeromesh.telemetry.status_board import TRACE_FOLDER
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import (
@@ -107,7 +107,7 @@ class RunDirectory:
 
         def write_ring() -> None:
             with suppress(OSError):  # Nothing depends on this file, and later writes report a full disk.
-                mesh.watch.ring.write(self.path / FOLDER / f"rank-{mesh.rank}.ring", header)
+                mesh.watch.ring.write(self.path / TRACE_FOLDER / f"rank-{mesh.rank}.ring", header)
 
         mesh.watch.on_request = write_ring
         try:

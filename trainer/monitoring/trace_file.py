@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import StorageError
-from zeromesh.telemetry import event_ring as codes
-from zeromesh.telemetry.event_ring import DETAIL, STEP_SHIFT, UNIT_BITS, Activity, read_ring
+from zeromesh.telemetry import status_board as codes
+from zeromesh.telemetry.status_board import DETAIL, STEP_SHIFT, UNIT_BITS, Activity, read_ring
 
 STEPS, PHASES, DOING, LAUNCHES = range(1, 5)
 _ROWS = {STEPS: "steps", PHASES: "phases, collectives and waits", DOING: "what it does", LAUNCHES: "launches"}
@@ -174,7 +174,7 @@ def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
                 if nested and nested[-1].name.startswith("wait: "):
                     nested[-1].facts |= {"waited for rank": detail - 1} if detail else {}
                     nested.pop().end = at
-            elif mark == codes.MICROBATCH:
+            elif mark == codes.NEW_MICROBATCH:
                 facts["microbatch"] = detail
             continue
         step, kind = code >> STEP_SHIFT, Activity(code >> UNIT_BITS & (1 << codes.ACTIVITY_BITS) - 1)

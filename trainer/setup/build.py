@@ -25,7 +25,7 @@ from zeromesh.offload.accelerator import (
     pick_device,
 )
 from zeromesh.options import ZeroOptions
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, paths_of

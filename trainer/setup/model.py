@@ -23,7 +23,7 @@ from zeromesh.offload import Tier, Tiers, tensor_bytes, trim_heap
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, ParallelOptions, divide
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig

@@ -45,7 +45,7 @@ from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fus
 from zeromesh.optim.gradients import GradientReducer, gradient_of
 from zeromesh.options import Placement, ScalerSettings, UpdateOn, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 

@@ -29,7 +29,7 @@ from zeromesh.pipeline.schedule import (
     message_sent_by,
     simulate,
 )
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 
 
 class StageRunner(Protocol):

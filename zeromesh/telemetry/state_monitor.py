@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from zeromesh.files import write_whole
-from zeromesh.telemetry.event_ring import REQUEST, Activity
-from zeromesh.telemetry.status_board import TOTALS, TRACE_REQUEST, RankNote
+from zeromesh.telemetry.status_board import REQUEST, TOTALS, TRACE_REQUEST, Activity, RankNote
 from zeromesh.telemetry.watchdog import Watchdog
 
 _WINDOW = 10

@@ -29,7 +29,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from zeromesh.offload import WaitTime
-from zeromesh.telemetry.event_ring import BEGIN, END, EventRing
+from zeromesh.telemetry.status_board import BEGIN, END, EventRing
 
 Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Traffic by axis and collective: `calls`, `bytes` and `seconds`."""

@@ -13,17 +13,23 @@ from typing import Protocol
 
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
 from zeromesh.files import longest_disk_call
-from zeromesh.telemetry import event_ring
-from zeromesh.telemetry.event_ring import STEP_SHIFT, UNIT_BITS, Activity, EventRing, phrase_of
 from zeromesh.telemetry.status_board import (
     HISTORY,
     MICROBATCH,
+    NEW_MICROBATCH,
     PROGRESS,
     SINCE,
     STATE,
+    STEP_SHIFT,
+    UNIT_BITS,
+    WAIT,
+    WAITED,
+    Activity,
+    EventRing,
     RankNote,
     RankStatus,
     StatusBoard,
+    phrase_of,
 )
 
 _ANNOUNCED = ("gather of ", "all-gather of ", "reduction of gradients")
@@ -162,7 +168,7 @@ class Watchdog:
     def begin_microbatch(self, number: int) -> None:
         """Post the start of a microbatch of the step, counted from 0."""
         self.board.own[MICROBATCH] = number + 1
-        self.ring.add(event_ring.MICROBATCH | (number + 1))
+        self.ring.add(NEW_MICROBATCH | (number + 1))
 
     def count_step(self, seconds: Mapping[str, float]) -> None:
         """Post the seconds of the phases of a finished step. The rest of the time since the last call was between steps."""
@@ -339,7 +345,7 @@ class Watchdog:
     ) -> None:
         self.refuse()
         since = time.monotonic_ns()
-        self.ring.add(event_ring.WAIT | self.ring.name(what), since)
+        self.ring.add(WAIT | self.ring.name(what), since)
         began, seconds, look_at, say_at = time.perf_counter(), 0.0, 0.0, 0.0
         patience: Patience | None = None
         missing = behind() if behind is not None else []
@@ -368,7 +374,7 @@ class Watchdog:
             raise
         finally:
             self.waited += time.perf_counter() - began
-            self.ring.add(event_ring.WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
+            self.ring.add(WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
             if say_at:
                 self.board.write(RankNote.WAIT, 0)
 

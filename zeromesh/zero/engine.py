@@ -35,7 +35,7 @@ from zeromesh.optim.fused_optimizer import GroupRules, Hyperparameters
 from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.options import ZeroOptions
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.build import Built, build_units, make_trainable, open_tiers, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelCuts, plan_model
