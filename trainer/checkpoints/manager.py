@@ -65,10 +65,10 @@ class RunCheckpoints:
         self._note = note
         self._sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
         self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
-        self._saver = Saver(self.store, self._mesh, engine.ledger)
+        self.saver = Saver(self.store, self._mesh, engine.ledger)
         self._frozen = FrozenWeights(engine, config.checkpoint.frozen, note)
         # Without periodic checkpoints, the directory is made when a callback first asks for one.
-        if self._saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
+        if self.saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
             self.store.clean()
         self._linked = linked
         self._metrics: dict[int, float] = {}
@@ -77,11 +77,6 @@ class RunCheckpoints:
         """Remaining attempts of the last step's save; None before the last step."""
         self.latest: int | None = None
         """The step of the newest checkpoint that this process has written or read."""
-
-    @property
-    def in_flight(self) -> int | None:
-        """The step of the checkpoint that is being written, equal on all ranks."""
-        return self._saver.in_flight
 
     # Resuming
 
@@ -169,7 +164,7 @@ class RunCheckpoints:
         if self._section.every_steps:
             away = {each.name for each in self._frozen.referenced().tensors}
             tensors = self._engine.checkpoint_state.tensors()
-            self._saver.require_room([each for each in tensors if each.name not in away])
+            self.saver.require_room([each for each in tensors if each.name not in away])
 
     def rehearse(self, state: Callable[[], TrainerState]) -> None:
         """Write the small files of a checkpoint into a temporary folder, to fail early. Raises `StorageError` on all ranks for a
@@ -192,7 +187,7 @@ class RunCheckpoints:
         self._keep_metric(state)
         content = content_of(self._engine, self._processing_class, state, self._kept_steps, self._frozen.referenced())
         try:
-            self._saver.begin(state.step, content)
+            self.saver.begin(state.step, content)
         except (CheckpointError, StorageError) as error:
             self._count_failure(str(error))
             return False
@@ -214,18 +209,18 @@ class RunCheckpoints:
         if self.latest != state.step:
             return
         self._keep_metric(state)
-        saved = self._saver.amend(state.step, EVALUATED, state.to_json(), self._kept_steps)
+        saved = self.saver.amend(state.step, EVALUATED, state.to_json(), self._kept_steps)
         if saved.failure:
             self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
         self._warn_of_old(saved.warning)
 
     def poll(self) -> None:
         """Complete the save in flight if it is done, between two steps. Raises as `save` does."""
-        self._report_save(self._saver.poll())
+        self._report_save(self.saver.poll())
 
     def finish(self) -> None:
         """Wait for the save in progress. Raises as `save` does."""
-        self._report_save(self._saver.finish())
+        self._report_save(self.saver.finish())
 
     def __enter__(self) -> Self:
         return self
@@ -233,12 +228,12 @@ class RunCheckpoints:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Abort and remove an unfinished save after an error in a single-rank run, which may continue."""
         if error is not None and self._mesh.world_size == 1:
-            self._saver.give_up()
+            self.saver.give_up()
 
     def close(self) -> None:
         """Wait for the save in flight and the removal of old checkpoints. Raises as `save` does."""
         self.finish()
-        self._warn_of_old(self._saver.remove_old(self._section.timeout_seconds))
+        self._warn_of_old(self.saver.remove_old(self._section.timeout_seconds))
 
     def _warn_of_old(self, problem: str) -> None:
         if problem:
@@ -273,7 +268,7 @@ class RunCheckpoints:
         self._note(f"WARNING: {why}; {kept}. {then}")
 
     def _release(self, bucket: Bucket) -> None:
-        self._saver.release(self._engine.checkpoint_state.bucket_number(bucket))
+        self.saver.release(self._engine.checkpoint_state.bucket_number(bucket))
 
     def _kept_steps(self) -> set[int]:
         """Return the steps whose checkpoints `keep_last` and `keep_best` keep; called on rank 0 alone."""

@@ -16,8 +16,8 @@ from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState, setti
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
-from zeromesh.trainer.data.feed import Feed, RunData
-from zeromesh.trainer.data.loader import BatchLoader, Workers
+from zeromesh.trainer.data.feed import RunData
+from zeromesh.trainer.data.loader import BatchLoader, Feed, Workers
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.formatting import Detail

@@ -20,22 +20,21 @@ import torch
 
 from zeromesh.errors import ConfigError, DataError, NonFiniteError, counted, some
 from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
+from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, description_of, goal_of, value_of
 from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.collate import IGNORED_LABEL
-from zeromesh.trainer.data.feed import Feed
-from zeromesh.trainer.data.loader import BatchLoader
+from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
-from zeromesh.trainer.monitoring.rank_waits import Stragglers
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, sentence, strict
-from zeromesh.trainer.monitoring.step_stats import StepResult, rank_figures
+from zeromesh.trainer.monitoring.step_stats import StepResult, Stragglers, rank_figures
 from zeromesh.trainer.monitoring.tracking import Tracking
 
 Samples = Callable[[RunContext], list[dict[str, Any]]]
@@ -69,6 +68,11 @@ def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
     request, ends = StopRequest(show), (signal.SIG_DFL, signal.default_int_handler)
     with handled_signals([each for each in STOP_SIGNALS if signal.getsignal(each) in ends], request.receive):
         yield request
+
+
+def _comes_after(step: int, every: int | str) -> bool:
+    """Return True if what is due every so many steps is due after `step`, counted from 1. For `every` 0 or `epoch` none is."""
+    return isinstance(every, int) and every > 0 and step % every == 0
 
 
 @dataclass(kw_only=True)
@@ -188,7 +192,9 @@ class TrainingLoop:
                 f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on"
             )
         if run.finished:
-            evaluates = run.data.eval is not None and (section.eval_at_end or section.evaluates_after(state.step))
+            evaluates = run.data.eval is not None and (
+                section.eval_at_end or _comes_after(state.step, section.eval_every)
+            )
             progress.owes_evaluation = evaluates and state.eval_loss is None
             owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
             length = "run.max_steps" if section.epochs is None else "run.epochs"
@@ -210,7 +216,7 @@ class TrainingLoop:
             run.console,
             run.loader(feed, last=config.run.max_steps, state=resumed.stream or None) as self._loader,
             Tracking.open(config, mesh, path, step=progress.step, known=resumed.tracker, note=note) as self._tracking,
-            Profile(config.profile, path, run.model.require_engine(), note) as self._profile,
+            Profile(config.profile, path, run.model.require_engine(), progress.step + 1, note) as self._profile,
         ):
             run.start_times.end("files and trackers")
             self._take_steps()
@@ -252,12 +258,12 @@ class TrainingLoop:
         events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
-        with self._profile.step(number):
+        with self._profile.step(number) if number in self._profile.steps else nullcontext():
             result = run.model.stepper.train_step(
                 self._loader,
                 position,
                 number - 1,
-                run.model.optimizer.groups(factor, momentum),
+                hyperparameters(run.model.optimizer, factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
                 before_update=self._before_update if events.listens("on_pre_optimizer_step") else None,
                 stop_signal=self._request.signal,
@@ -336,12 +342,12 @@ class TrainingLoop:
         every, last = config.run, position + 1 == config.run.max_steps
 
         def due(steps: int | str) -> bool:
-            return not isinstance(steps, str) and bool(steps) and (last or number % steps == 0)
+            return _comes_after(0 if last else number, steps)
 
         judged = every.eval_every != "epoch"  # Otherwise the last checkpoint waits for the evaluation.
         return {
             "log": due(every.log_every) or (every.log_first_step and number == 1),
-            "evaluate": every.evaluates_after(number) or (last and judged and every.eval_at_end),
+            "evaluate": _comes_after(number, every.eval_every) or (last and judged and every.eval_at_end),
             "save": due(config.checkpoint.every_steps) and (judged or not last),
             "stop": last,
         }
@@ -365,7 +371,8 @@ class TrainingLoop:
         if self._writer is not None:
             self._writer.write({**line, **self._start})
             self._start = {}
-        self._tracking.log(line)
+        if run.config.tracking.backends:
+            self._tracking.log(line)
         run.console.step(line)
         self._last_written_step = line["step"]
 
@@ -397,7 +404,7 @@ class TrainingLoop:
             run.events.agree(run.mesh)
         if samples and not self._signal:
             self._sample()
-        if self._checkpoints.in_flight is not None:
+        if self._checkpoints.saver.in_flight is not None:
             self._checkpoints.poll()
         if run.events.control.should_save and not self._signal:
             self._save()
@@ -478,7 +485,7 @@ class TrainingLoop:
         run.events.control.should_save = False
         if self._is_over:
             self._save_last()
-        if run.progress.step not in (checkpoints.latest, checkpoints.in_flight):
+        if run.progress.step not in (checkpoints.latest, checkpoints.saver.in_flight):
             self._on_save_due = checkpoints.save(self._state(), wait=run.events.reads_checkpoints)
         self._announce_save()
 
@@ -486,7 +493,7 @@ class TrainingLoop:
         """Save the state after the last step, before an evaluation during which the process may be killed."""
         run, checkpoints = self.run, self._checkpoints
         if run.config.checkpoint.every_steps:
-            self._on_save_due |= run.progress.step not in (checkpoints.latest, checkpoints.in_flight)
+            self._on_save_due |= run.progress.step not in (checkpoints.latest, checkpoints.saver.in_flight)
             checkpoints.save_last(self._state())
         checkpoints.finish()
 

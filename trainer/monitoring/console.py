@@ -98,7 +98,8 @@ class Console(AbstractContextManager["Console"]):
                 self._progress.update(self._task, numbers=self._numbers)
             # Lines of a log file are not wrapped, whatever width rich assumes.
             width = self._rich.width if self._is_terminal else None
-            self._rich.print(Text("\n".join(wrapped(printable_lines(line).split("\n"), width))), soft_wrap=True)
+            text = line if line.isprintable() else printable_lines(line)
+            self._rich.print(Text("\n".join(wrapped(text.split("\n"), width))), soft_wrap=True)
             self._rich.file.flush()
 
     @_never_raising

@@ -33,16 +33,19 @@ class Profile(AbstractContextManager["Profile"]):
     a line."""
 
     def __init__(
-        self, section: ProfileSection, directory: Path, engine: ZeroEngine, note: Callable[[str], None]
+        self, section: ProfileSection, directory: Path, engine: ZeroEngine, first: int, note: Callable[[str], None]
     ) -> None:
-        first, last = section.steps or (0, -1)
-        self.steps = range(first, last + 1)
-        """The profiled steps, counted from 1."""
+        """`first` is the process's first step. On rank 0 the second one also leaves a file with the changes of bytes by purpose, as
+        the first one allocates persistent memory."""
+        begin, end = section.steps or (0, -1)
+        self._traced = range(begin, end + 1)
+        self._second = first + 1 if engine.mesh.rank == 0 and section.step_figures else 0
+        self.steps = {*self._traced, self._second}
+        """The profiled steps, counted from 1, which run inside `step`."""
         self._section = section
         self._folder = directory / FOLDER
         self._engine = engine
         self._mesh = engine.mesh
-        self._first = 0
         self._note = note
         self._recorded: list[int] = []
         self._open = ExitStack()
@@ -56,16 +59,11 @@ class Profile(AbstractContextManager["Profile"]):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile step `number` in the block, if it is one of `steps`.
-
-        On rank 0 the second step of a process also leaves a file with the changes of bytes by purpose, since the first one
-        allocates persistent memory.
-        """
+        """Profile step `number`, one of `steps`, in the block."""
         with ExitStack() as stack:
-            self._first = self._first or number
-            if number == self._first + 1 and self._mesh.rank == 0 and self._section.step_figures:
+            if number == self._second:
                 stack.enter_context(self._record_memory(number))
-            if number in self.steps:
+            if number in self._traced:
                 if self._profiler is None:
                     activities, memory = profiler_activities(self._mesh.device), self._section.memory
                     made = profile(activities=activities, record_shapes=memory, profile_memory=memory)
@@ -74,7 +72,7 @@ class Profile(AbstractContextManager["Profile"]):
                 self._recorded.append(number)
                 stack.enter_context(self._mesh.recorder.range("step", str(number)))
             yield
-        if self._profiler is not None and number == self.steps[-1]:
+        if self._profiler is not None and number == self._traced[-1]:
             self._stop()
             self._mesh.wait_for_all_ranks("writing of traces")
 

@@ -1,10 +1,9 @@
-"""The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`); and slow ranks.
+"""The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`).
 
     read_ranks(path)   the rows, checked
     blames(rows)       the ranks at the end of all chains of waits, and their current activity
     recent(rows)       seconds per step by rank and phase, over the latest steps
     verdicts(rows)     sentences about the slowest rank and its cause, or about the link
-    Stragglers         the same judgement during a run, of the seconds at work alone
 
 The last rank to enter a collective waits for no peer, so its communication is the link's time. The least communication of any rank
 is therefore attributed to the link, and the excess of the others to waiting for late ranks.
@@ -13,7 +12,7 @@ is therefore attributed to the link, and the excess of the others to waiting for
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +150,7 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
         return []
     step = max(sum(each.values()) for each in parts.values())
     least = max(_LEAST_FRACTION * step, _LEAST_SECONDS)
-    slow, most, usual = _slowest({rank: sum(each[part] for part in BUSY) for rank, each in parts.items()})
+    slow, most, usual = slowest({rank: sum(each[part] for part in BUSY) for rank, each in parts.items()})
 
     def median_of_others(part: str) -> float:
         return statistics.median(each[part] for rank, each in parts.items() if rank != slow)
@@ -181,57 +180,8 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
     return lines or [f"no rank is late: a step takes {1e3 * step:,.0f} ms, of which the link has {1e3 * link:,.0f} ms"]
 
 
-def _slowest(busy: Mapping[int, float]) -> tuple[int, float, float]:
+def slowest(busy: Mapping[int, float]) -> tuple[int, float, float]:
     """Return the rank that was at work for the longest, its seconds, and the median of the others' seconds."""
     slow = max(busy, key=busy.__getitem__)
     others = [seconds for rank, seconds in busy.items() if rank != slow]
     return slow, busy[slow], statistics.median(others or [busy[slow]])
-
-
-_WINDOW = 10
-"""The least number of steps that are compared together."""
-_FACTOR = 1.5
-_LEAST_DELAY = 0.05
-"""The least delay per step, in seconds, that is reported."""
-_SILENT_STEPS = 100
-"""The least number of steps between two lines about the same rank."""
-
-
-@dataclass(slots=True)
-class Stragglers:
-    """Compares the ranks' seconds at work in steps, without their waits for one another.
-
-    Work between steps, such as evaluations and checkpoints, is not counted, nor is the first step with its setup.
-    """
-
-    _busy_seconds: list[float] = field(default_factory=list)
-    """This rank's seconds at work in each step since the last comparison."""
-    _last_note: dict[int, int] = field(default_factory=dict)
-    _begun: bool = False
-
-    def add(self, seconds: float, waited: float) -> None:
-        """Add a step of `seconds`, `waited` of which were spent waiting for other ranks."""
-        if self._begun:
-            self._busy_seconds.append(max(0.0, seconds - waited))
-        self._begun = True
-
-    @property
-    def busy(self) -> float:
-        """The mean seconds per step that this rank was at work since the last comparison."""
-        return sum(self._busy_seconds) / max(1, len(self._busy_seconds))
-
-    def compare(self, step: int, busy: Sequence[float]) -> str | None:
-        """Compare `busy` of all ranks every `_WINDOW` steps; returns a line about a slow rank, unless it has had one recently."""
-        steps = len(self._busy_seconds)
-        if steps < _WINDOW:
-            return None
-        self._busy_seconds = []
-        slow, most, usual = _slowest(dict(enumerate(busy)))
-        silent = step - self._last_note.get(slow, -_SILENT_STEPS) < _SILENT_STEPS
-        if silent or most < max(_FACTOR * usual, usual + _LEAST_DELAY):
-            return None
-        self._last_note[slow] = step
-        return (
-            f"rank {slow} is slow: over {steps} steps it was at work for {1000 * most:.0f} ms a step, the others "
-            f"for {1000 * usual:.0f} ms, and waited for it"
-        )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
-from functools import partial
 from typing import Any
 
 from zeromesh.environment import LaunchEnvironment, available_cores
 from zeromesh.errors import ConfigError, counted
 from zeromesh.offload import TierChoice, accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import BatchRules, is_library
+from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
@@ -145,7 +144,8 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     rules = BatchRules(
         collate=inputs.collate,
         fields=forward.fields,
-        drop_fields=partial(forward.prune, unused=config.data.remove_unused, library=is_library(inputs.collate)),
+        named=forward.named,
+        unused=config.data.remove_unused,
     )
     if is_stream(dataset):
         raise ConfigError(

@@ -41,7 +41,7 @@ from zeromesh.offload import (
 )
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.optim.class_optimizer import make_optimizers
-from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
+from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, hyperparameters, moment_names
 from zeromesh.optim.gradients import GradientReducer, gradient_of
 from zeromesh.options import Placement, ScalerSettings, UpdateOn, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
@@ -179,7 +179,7 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
         waits=WaitTime(),
         memory=partial(tiers.buffer, device=device),
     )
-    group = {**settings.groups()[1], "lr": 0.0}
+    group = {**hyperparameters(settings)[1], "lr": 0.0}
 
     def compute(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
         master, gradient, *moments = tensors
@@ -232,7 +232,7 @@ class OptimizerStep:
         self._ready: list[Bucket] = []
         """Summed buckets that wait for an update inside this backward."""
         self._retired_units: set[int] = set()
-        self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
+        self.groups: Sequence[Hyperparameters] = hyperparameters(options.optimizer)
         """The hyperparameters of each parameter group for the next update."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
         """Buckets that backward has reduced for an update, with the norms of their gradients."""

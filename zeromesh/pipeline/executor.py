@@ -93,8 +93,7 @@ class Executor:
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> list[_Moment]:
         """Carry out this rank's part of a schedule.
 
-        Returns the beginning of the run, then the start and end of each action, without the waiting before the action; an empty
-        list for a single stage.
+        Returns the beginning of the run, then the start and end of each action, without the waiting before the action.
 
         Raises:
             LayoutError: for a schedule of another number of ranks, or one that cannot be carried out.
@@ -103,11 +102,6 @@ class Executor:
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
-        if schedule.stages == 1:  # A single stage sends nothing and waits for no rank.
-            for action in schedule.actions[rank]:
-                self.group.watch.begin_microbatch(action.microbatch)
-                runner.run(action, ())
-            return []
         if schedule not in self._orders:
             self._orders[schedule] = message_order(schedule, rank)
         messages, ends = self._orders[schedule]

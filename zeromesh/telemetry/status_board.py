@@ -1,10 +1,10 @@
 """The present activity of every rank, on a board that all ranks read, and the latest events of this rank, in a ring.
 
-A rank has a row of 64-bit words on the board: its process id, a progress counter, its activity, unit and step, and the latest events
-that all ranks post in one order; and notes, short texts such as its error. Ranks of one host share the rows as memory
+A rank has a row of 64-bit words on the board: its process id, a progress counter, its activity, unit and step, and the latest
+events that all ranks post in one order; and notes, short texts such as its error. Ranks of one host share the rows as memory
 (`shared_rows`); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`, twice a second and at errors). Reads
-are consistent: step, activity and unit are one word, a note has a stamp that is 0 while it is written, and an event is checked again
-after it was read. This relies on the store order of x86.
+are consistent: step, activity and unit are one word, a note has a stamp that is 0 while it is written, and an event is checked
+again after it was read. This relies on the store order of x86.
 
     ring.add(code)                      # stores the time and a word; takes a few hundred nanoseconds
     ring.add(BEGIN | ring.name("data"))

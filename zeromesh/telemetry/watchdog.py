@@ -12,7 +12,7 @@ from functools import partial
 from typing import Protocol
 
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
-from zeromesh.files import longest_disk_call
+from zeromesh.files import DISK_CALLS, longest_disk_call
 from zeromesh.telemetry.status_board import (
     HISTORY,
     MICROBATCH,
@@ -128,7 +128,7 @@ class Watchdog:
             if (request := self.board.trace_request()) != answered:
                 answered = request
                 self.on_request()
-            call = longest_disk_call()
+            call = longest_disk_call() if DISK_CALLS else None
             if call is None or call.in_all < period:
                 self.board.write(RankNote.DISK, 0)
                 continue

@@ -7,8 +7,9 @@ import pytest
 
 from zeromesh.trainer.monitoring import step_metrics
 from zeromesh.trainer.monitoring.plan_check import PlanCheck, comparison_lines
-from zeromesh.trainer.monitoring.rank_waits import Stragglers, blames, sentences, verdicts
+from zeromesh.trainer.monitoring.rank_waits import blames, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, now, process_began, sentence
+from zeromesh.trainer.monitoring.step_stats import Stragglers
 
 MIB = 1 << 20
 
