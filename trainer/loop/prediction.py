@@ -1,8 +1,4 @@
-"""Outputs of a model for an evaluation set, gathered from all ranks in the dataset's order, for `compute_metrics` and `predict`.
-
-Each rank encodes the outputs of its microbatches, and every rank gathers all of them in the order of the dataset, so that metrics
-do not depend on the layout. No samples are padded to a common number and dropped again.
-"""
+"""Outputs of a model for an evaluation set, gathered from all ranks in the dataset's order, for `compute_metrics` and `predict`."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -74,12 +70,8 @@ class Collector:
             self.nbytes += sum(map(len, gathered))
 
     def result(self) -> EvalPrediction:
-        """Return all samples: `predictions` as the model returned them, without the loss, and `label_ids` as in the batches, each
-        output as one array.
-
-        Raises:
-            DataError: where microbatches gave different kinds of outputs.
-        """
+        """Return all samples: `predictions` as the model returned them, without the loss, and `label_ids`, each output as one
+        array. Raises `DataError` where microbatches gave different kinds of outputs."""
         filler = PADDING if self.generation is None else self.generation.padding
         try:
             whole = {

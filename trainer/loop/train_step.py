@@ -48,12 +48,9 @@ _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 
 
 class DeviceBatch(dict[str, Any]):
-    """A batch whose tensors are on the device inside `present`. `targets` is the number of targets that the host has counted; None:
-    the forward counts them.
-
-    transformers' models inspect masks and positions to decide if attention needs a mask at all. On an accelerator each such
-    question synchronizes the host with the device in every forward. The host answers instead, from the batch before its copy.
-    """
+    """A batch whose tensors are on the device inside `present`. transformers' models inspect masks and positions to decide if
+    attention needs a mask at all, which synchronizes an accelerator in every forward; the host answers instead, from the batch
+    before its copy."""
 
     def __init__(
         self,
@@ -64,8 +61,9 @@ class DeviceBatch(dict[str, Any]):
         copies: torch.Stream | None,
         before: Self | None = None,
     ) -> None:
-        """Floating-point inputs become `compute`, except labels. `copies` is the stream of copies to the device, from pinned
-        memory, which the host does not wait for; None: the device is the CPU. `before` is the previous batch."""
+        """Floating-point inputs become `compute`, except labels. `targets` is the number of targets; None: forward counts them.
+        `copies` is the stream of copies from pinned memory, which the host does not wait for; None: the device is the CPU. `before`
+        is the previous batch."""
         super().__init__(batch)
         self.targets = targets
         self._device, self._compute, self._copies = device, compute, copies
@@ -73,10 +71,8 @@ class DeviceBatch(dict[str, Any]):
         if before is not None:
             before._next = self
         self._copied: torch.Event | None = None
-        self._masks: dict[torch.Size, bool] = {}
-        """True for padding masks without padding, by shape."""
-        self._packed = False
-        """True if a row of `position_ids` packs several sequences."""
+        self._masks: dict[torch.Size, bool] = {}  # True for padding masks without padding, by shape.
+        self._packed = False  # True if a row of `position_ids` packs several sequences.
         self._on_device = is_accelerator(device)
 
     def send(self) -> None:
@@ -194,14 +190,9 @@ class Stepper:
         """Run step `step` (from 0) on the data of step `data_step`, with the update's hyperparameters; None for data without a
         target on any rank, which makes no update.
 
-        Args:
-            substep_end: called after each microbatch except the last one with targets.
-            before_update: called between the last backward and the update, to read or change gradients; may be None on some ranks.
-            stop_signal: the signal by which this rank was asked to stop after the step; 0: none.
-
-        Raises:
-            DataError: for a batch that cannot be trained on.
-            CollectiveError: when a peer is gone, late or in another collective.
+        `substep_end` is called after each microbatch except the last one with targets, and `before_update`, which may be None on
+        some ranks, between the last backward and the update. `stop_signal` asked this rank to stop after the step; 0: none. Raises
+        `DataError` for a batch that cannot be trained on, and `CollectiveError` when a peer is gone, late or in another collective.
         """
         engine, mesh = self._engine, self._mesh
         if engine is None:
@@ -298,12 +289,9 @@ class Stepper:
     def evaluate(
         self, loader: BatchLoader, should_continue: Callable[[int, int], bool], collector: Collector | None = None
     ) -> tuple[float, int] | None:
-        """Return the mean loss over a feed's dataset, each sample once, as if it were one batch, and the number of targets; the
-        loss is NaN without targets. Returns None once `should_continue` returns False.
-
-        `should_continue(done, total)` is called after each of this rank's microbatches, and returns the same on all ranks.
-        `collector` gathers the model's outputs, or the tokens that it generates.
-        """
+        """Return the mean loss over a feed's dataset, as if it were one batch (NaN without targets), and the number of targets;
+        None once `should_continue(done, total)`, called after each of this rank's microbatches, returns False, alike on all ranks.
+        `collector` gathers the model's outputs, or the tokens that it generates."""
         feed = loader.feed
         rounds = feed.plan.accumulation
         at_once = self._driver.evaluation_microbatches

@@ -90,18 +90,13 @@ class TrainingLoop:
     _tracking: Tracking = field(init=False)
     _profile: Profile = field(init=False)
     _stragglers: Stragglers = field(default_factory=Stragglers)
-    _signal: int = 0
-    """The signal by which some rank was asked to stop; 0: none."""
-    _end_reason: str = ""
-    """The reason for an early end of the run; empty if there is none."""
+    _signal: int = 0  # The signal by which some rank was asked to stop; 0: none.
+    _end_reason: str = ""  # The reason for an early end of the run; empty if there is none.
     _start: dict[str, Any] = field(default_factory=dict)
     """Seconds of the phases of startup, until a line of metrics has logged them."""
-    _line: Line | None = None
-    """The current step's line of metrics, until it is logged."""
-    _last_written_step: int = 0
-    """The latest step whose line is in the file."""
-    _on_save_due: bool = False
-    """True if the current step is saved and `on_save` is still to be called."""
+    _line: Line | None = None  # The current step's line of metrics, until it is logged.
+    _last_written_step: int = 0  # The latest step whose line is in the file.
+    _on_save_due: bool = False  # True if the current step is saved and `on_save` is still to be called.
     _evaluated: tuple[int, float | None, float | None] | None = None
     """The step, the loss and the value of `run.metric` of the latest evaluation."""
 
@@ -115,14 +110,8 @@ class TrainingLoop:
         return self.run.finished or bool(self._signal or self._end_reason)
 
     def fit(self) -> FitReport:
-        """Train up to the last step. An interrupted run is resumed; for a finished one only a note is shown.
-
-        Raises:
-            DataError: where there is no training data.
-            ConfigError: for a model without trainable parameters.
-            KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was asked to stop.
-            NonFiniteError: at the end, where more than half of all steps made no update.
-        """
+        """Train up to the last step. An interrupted run is resumed; for a finished one only a note is shown. Raises as
+        `Trainer.fit`, and `KeyboardInterrupt` or `SystemExit` after a step and its checkpoint, when some rank was asked to stop."""
         run, progress = self.run, self.run.progress
         if progress.report is not None:
             run.console.note(f"already finished at step {progress.step}; a new Trainer trains this model further")
@@ -265,7 +254,7 @@ class TrainingLoop:
                 number - 1,
                 hyperparameters(run.model.optimizer, factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
-                before_update=self._before_update if events.listens("on_pre_optimizer_step") else None,
+                before_update=self._before_update if events.listeners("on_pre_optimizer_step") else None,
                 stop_signal=self._request.signal,
             )
         if result is None:
@@ -354,7 +343,7 @@ class TrainingLoop:
 
     def _announce(self, event: str, line: Mapping[str, Any]) -> None:
         """Call callbacks with the step's line; values that they add are logged with the next step."""
-        if not self.run.events.listens(event):
+        if not self.run.events.listeners(event):
             return
         shown = dict(line)
         self.run.events.call(event, line["step"], shown)
@@ -362,10 +351,8 @@ class TrainingLoop:
         self.run.model.stepper.scalars.add(added)
 
     def _write(self, line: Line) -> None:
-        """Write the step's line, before callbacks run, so that no callback can prevent it. All ranks call it.
-
-        The line gets the values that losses, callbacks and `trainer.log` have added since the last one.
-        """
+        """Write the step's line, with the values that losses, callbacks and `trainer.log` have added since the last one, before
+        callbacks run, so that none can prevent it. All ranks call it."""
         run = self.run
         line |= run.model.stepper.scalars.take(run.mesh)
         if self._writer is not None:
@@ -498,7 +485,6 @@ class TrainingLoop:
         checkpoints.finish()
 
     def _announce_save(self) -> None:
-        """Call `on_save` for a new checkpoint, after the evaluation of its step, as transformers does."""
         if self._on_save_due:
             self._on_save_due = False
             self.run.events.call("on_save", self.run.progress.step)

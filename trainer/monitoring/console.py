@@ -1,7 +1,4 @@
-"""The display of a run: a progress bar on a terminal, a single updated line in a notebook, plain lines elsewhere.
-
-Display errors never end training: after a lost terminal or a closed pipe the console is silent.
-"""
+"""The display of a run: a progress bar on a terminal, a single updated line in a notebook, plain lines elsewhere."""
 
 import logging
 import math
@@ -37,7 +34,7 @@ class _Terminal(RichConsole):
 
 
 def _never_raising(method: Callable[Concatenate["Console", _P], None]) -> Callable[Concatenate["Console", _P], None]:
-    """Decorate a method of `Console`: a display error is logged, not raised, and from then on all its methods do nothing."""
+    """Decorate a method of `Console`: a display error is logged, not raised, and silences all its methods."""
 
     @wraps(method)
     def draw(console: "Console", /, *arguments: _P.args, **named: _P.kwargs) -> None:
@@ -53,12 +50,10 @@ def _never_raising(method: Callable[Concatenate["Console", _P], None]) -> Callab
 
 
 class Console(AbstractContextManager["Console"]):
-    """Shows a run on `stream` (standard output if None). Without `shown`, as on ranks above 0, it shows nothing.
-
-    A terminal gets a bar with steps, remaining time and the numbers of the last logged step, drawn at most a few times a second,
-    with notes above it. A notebook gets one line with the latest step or status. Other streams get a line per logged step, and a
-    status line after some silence. Methods may be called in any order, and none raises.
-    """
+    """Shows a run on `stream` (standard output if None); without `shown`, as on ranks above 0, nothing. A terminal gets a bar with
+    the numbers of the last logged step, drawn at most a few times a second, with notes above it, other streams a line per logged
+    step, and a status line after some silence. Methods may be called in any order, and none raises: after a lost terminal or a
+    closed pipe the console is silent."""
 
     def __init__(self, stream: TextIO | None = None, *, shown: bool = True, verbose: bool = False) -> None:
         """`verbose` shows details on terminals too; logs always have them."""
@@ -122,8 +117,7 @@ class Console(AbstractContextManager["Console"]):
 
     @_never_raising
     def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
-        """Start to show progress: `first_step` of `total_steps` are done, and the work after the last step takes about `after`
-        steps."""
+        """Show progress from now on: `first_step` steps are done, and the work after the last step takes about `after` steps."""
         self._end_status()
         self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
         self._after = after

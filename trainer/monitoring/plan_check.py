@@ -38,10 +38,8 @@ class PlanCheck:
         self._steps.append((seconds, phases))
 
     def record(self, memory: Mapping[str, Mapping[str, int]], peak: int) -> dict[str, Any]:
-        """Return the comparison for a line of metrics: `[predicted, measured]` of each term.
-
-        `memory` are measured bytes by tier and purpose, as in the line of a step, and `peak` those of the process.
-        """
+        """Return the comparison for a line of metrics, `[predicted, measured]` of each term. `memory` are measured bytes by tier
+        and purpose, as in the line of a step, and `peak` those of the process."""
         steps = self._steps[1:] or self._steps or [(0.0, {})]
         names = dict.fromkeys([*self.phases, *(name for _, phases in steps for name in phases)])
         phases = {
@@ -65,11 +63,7 @@ class PlanCheck:
 
 
 def comparison_table(record: Mapping[str, Any]) -> PlanTable:
-    """Return the terms of a record: the step and its phases, the peak memory, and bytes by tier and purpose.
-
-    Raises:
-        ValueError, LookupError, TypeError: for a malformed record.
-    """
+    """Return the terms of a record as a table. Raises `ValueError`, `LookupError` or `TypeError` for a malformed record."""
     terms: list[tuple[str, Callable[[float], str], Sequence[float]]] = [("step", human_seconds, record["seconds"])]
     terms += [(f"step: {name}", human_seconds, pair) for name, pair in dict(record["phases"]).items()]
     terms.append(("highest memory", human_bytes, record["peak"]))

@@ -1,8 +1,5 @@
-"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, and a memory timeline of one step.
-
-Beside operators, traces have the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each unit,
-collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
-"""
+"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, for Chrome's tracing page and
+ui.perfetto.dev, and a memory timeline of one step."""
 
 import gzip
 import json
@@ -78,12 +75,9 @@ class Profile(AbstractContextManager["Profile"]):
 
     @contextmanager
     def _record_memory(self, step: int) -> Iterator[None]:
-        """Write the changes of bytes by purpose in the block.
+        """Write the changes of bytes by purpose in the block; an event is a time, a tier, a purpose and its bytes from then on.
 
-            {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
-
-        An event is a time, a tier, a purpose and its bytes from then on. The ledger covers states, gathered parameters, gradients
-        and saved inputs of blocks, but no other activations.
+        {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
         """
         began = time.perf_counter()
         with self._engine.ledger.recording(_MOST_EVENTS) as changes:
@@ -98,11 +92,9 @@ class Profile(AbstractContextManager["Profile"]):
             write_whole(self._folder.with_name(STEP_MEMORY), json.dumps(content).encode(), sync=False)
 
     def _stop(self) -> None:
-        """Stop recording, and write the trace. A full disk does not end a run.
-
-        gloo's threads write the end of a profiled collective into the profiler's memory even after the profiler has freed it, so
-        collectives have to end first. After an error of a peer they may never end, and recording goes on until the process exits.
-        """
+        """Stop recording, and write the trace. gloo's threads write the end of a profiled collective into the profiler's memory
+        even after it was freed, so collectives have to end first. After an error of a peer they may never end, and recording goes
+        on."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -120,8 +112,8 @@ class Profile(AbstractContextManager["Profile"]):
 
 
 def _write(profiler: profile, path: Path) -> None:
-    """Write the compressed trace. Backward ranges of units get a separate row: they begin and end amid autograd's operators,
-    and viewers drop ranges that neither nest nor are disjoint."""
+    """Write the compressed trace. Backward ranges of units get a separate row, as viewers drop ranges that neither nest nor are
+    disjoint."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         plain, packed = Path(folder, "trace.json"), Path(folder, "trace.json.gz")
         profiler.export_chrome_trace(str(plain))

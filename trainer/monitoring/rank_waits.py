@@ -1,10 +1,5 @@
 """The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`).
 
-    read_ranks(path)   the rows, checked
-    blames(rows)       the ranks at the end of all chains of waits, and their current activity
-    recent(rows)       seconds per step by rank and phase, over the latest steps
-    verdicts(rows)     sentences about the slowest rank and its cause, or about the link
-
 The last rank to enter a collective waits for no peer, so its communication is the link's time. The least communication of any rank
 is therefore attributed to the link, and the excess of the others to waiting for late ranks.
 """
@@ -21,8 +16,7 @@ from zeromesh.files import read_whole
 
 Row = Mapping[str, Any]
 BUSY = ("data", "compute", "offload", "between")
-_LEAST_FRACTION, _LEAST_SECONDS = 0.15, 1e-3
-"""The fraction of a step, and the seconds, above which a wait is reported."""
+_LEAST_FRACTION, _LEAST_SECONDS = 0.15, 1e-3  # The fraction of a step, and the seconds, above which a wait is reported.
 _PHASE_TEXTS = {
     "data": "data",
     "compute": "computation",

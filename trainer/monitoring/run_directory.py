@@ -36,11 +36,7 @@ from zeromesh.trainer.monitoring.step_metrics import (
 
 
 class RunDirectory:
-    """The directory into which rank 0 writes a run's files.
-
-    Raises:
-        StorageError: in the constructor, if it cannot be written; existing files are kept then.
-    """
+    """The directory into which rank 0 writes a run's files. Raises `StorageError` at construction if it cannot be written."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
@@ -60,12 +56,8 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory against other runs inside the block; the lock ends with the process, even when killed. Temporary files
-        of killed processes are removed.
-
-        Raises:
-            StorageError: when another run has it.
-        """
+        """Lock the directory against other runs inside the block, until the process ends, and remove temporary files of killed
+        processes. Raises `StorageError` when another run has it."""
         if not self._writes:
             yield
             return
@@ -96,11 +88,9 @@ class RunDirectory:
     def open(
         self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
     ) -> Iterator[MetricsWriter | None]:
-        """Write the resolved configuration, without secrets, and yield the writer of metrics, which continues after `step`.
-
-        `facts` about the model go into the line of this start, beside the hardware and versions. Inside the block a file
-        has the activity of every rank, and each rank writes its latest events on request, and at any end of it.
-        """
+        """Write the resolved configuration, without secrets, and a line about this start, with `facts` about the model, and yield
+        the writer of metrics, which continues after `step`. Inside the block a file has the activity of every rank, and each rank
+        writes its latest events on request, and at the end."""
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
         header = {"rank": mesh.rank, "host": mesh.locations[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
         header["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names.get(mesh.rank, ())]

@@ -68,11 +68,8 @@ class StepStats:
 
     def line(self, result: StepResult, *, step: int, lr: float, tokens: int, peak: int) -> dict[str, Any]:
         """Return the line of a step in `metrics.jsonl`; `tokens` since the start of training, `peak` bytes of the rank with the
-        most.
-
-        `loss` is the mean over the targets of the global batch, `grad_norm` the norm before clipping, `mfu` model FLOPs
-        utilization, `phases` this rank's seconds by phase, and `memory` its peak bytes in the step, by tier and purpose.
-        """
+        most. `grad_norm` is the norm before clipping, `mfu` model FLOPs utilization; `phases` and `memory` are this rank's seconds
+        and peak bytes."""
         line: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
@@ -170,21 +167,16 @@ def traffic_table(figures: Figures, *, steps: int = 1) -> list[str]:
     return table_lines(("axis", "collective", *numbers), rows, numbers)
 
 
-_WINDOW = 10
-"""The least number of steps that are compared together."""
+_WINDOW = 10  # The least number of steps that are compared together.
 _FACTOR = 1.5
-_LEAST_DELAY = 0.05
-"""The least delay per step, in seconds, that is reported."""
-_SILENT_STEPS = 100
-"""The least number of steps between two lines about the same rank."""
+_LEAST_DELAY = 0.05  # The least delay per step, in seconds, that is reported.
+_SILENT_STEPS = 100  # The least number of steps between two lines about the same rank.
 
 
 @dataclass(slots=True)
 class Stragglers:
-    """Compares the ranks' seconds at work in steps, without their waits for one another.
-
-    Work between steps, such as evaluations and checkpoints, is not counted, nor is the first step with its setup.
-    """
+    """Compares the ranks' seconds at work in steps, without waits for one another, work between steps, and the first step with its
+    setup."""
 
     _busy_seconds: list[float] = field(default_factory=list)
     """This rank's seconds at work in each step since the last comparison."""

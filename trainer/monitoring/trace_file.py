@@ -1,9 +1,6 @@
 """Conversion of the event rings of all ranks (see `EventRing`) to one trace in Chrome's JSON format for https://ui.perfetto.dev.
 
-A rank is a process with rows: its steps; the phases of a step, with collectives and waits inside; its activity, by unit; and the
-launches of gathers and reductions. Slices have their step and microbatch; a wait names the last rank to arrive, where known, with
-an arrow from there. In collectives of `_TOGETHER`, the last arrival is computed from the begin times.
-
+A wait names the last rank to arrive, where known, with an arrow from there; in collectives of `_TOGETHER`, begin times tell it.
 Clocks of hosts are aligned by the median over steps of a moment that all ranks share once per step.
 """
 
@@ -23,8 +20,7 @@ from zeromesh.telemetry.status_board import DETAIL, STEP_SHIFT, UNIT_BITS, Activ
 STEPS, PHASES, DOING, LAUNCHES = range(1, 5)
 _ROWS = {STEPS: "steps", PHASES: "phases, collectives and waits", DOING: "what it does", LAUNCHES: "launches"}
 _TOGETHER = ("agreement over ", "all-reduce over ", "all-to-all over ", "broadcast over ")
-_ARROW_NS = 200_000
-"""The least nanoseconds of a wait with an arrow."""
+_ARROW_NS = 200_000  # The least nanoseconds of a wait with an arrow.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,11 +50,8 @@ class RankRing:
 
 
 def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
-    """Read the rings in a folder, by rank; returns them with remarks about those that are left out.
-
-    Raises:
-        StorageError: where there is none.
-    """
+    """Read the rings in a folder, by rank; returns them with remarks about those left out. Raises `StorageError` where there is
+    none."""
     rings, remarks = [], []
     for path in folder.glob("rank-*.ring"):
         try:
@@ -193,8 +186,8 @@ def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
 def _arrows(
     axes: Mapping[int, Mapping[str, Sequence[int]]], sliced: Mapping[int, Sequence[Slice]]
 ) -> Iterator[tuple[int, int, int, int, Slice]]:
-    """Yield the source rank, time and row of each arrow, and its target rank and slice: from the last rank of each collective of
-    `_TOGETHER` to each rank that waited, and from the rank that a recorded wait names."""
+    """Yield the source rank, time and row of each arrow, and its target rank and slice, by the begin times of collectives of
+    `_TOGETHER` and by recorded waits that name a rank."""
     found: dict[tuple[Any, ...], dict[int, Slice]] = defaultdict(dict)
     for rank, slices in sliced.items():
         counts: dict[tuple[Any, ...], int] = defaultdict(int)

@@ -66,15 +66,9 @@ def plan_config(
     host: int | None = None,
     more: bool = False,
 ) -> tuple[Plan, Plan | None]:
-    """Plan a configuration, or a trainer with its own model and data (`inputs`), for `ranks` ranks, `host` of them per host.
-
-    `given` are keys (`section.key` or `section.key=value`) that every layout keeps.
-
-    Returns the plan, and with `more` also the plan for one more rank, or for one more host where ranks fill hosts.
-
-    Raises:
-        ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
-    """
+    """Plan a configuration, or a trainer with its own model and data (`inputs`), for `ranks` ranks, `host` of them per host;
+    layouts keep the keys `given` (`section.key` or `section.key=value`). Returns the plan, and with `more` also that for one more
+    rank, or host where ranks fill hosts. Raises `ConfigError`, `DataError` or `LayoutError` for what cannot be planned."""
     machine = machine_here(device, host or min(ranks or 1, _CARDS))
     with closing(subject_of(config, inputs, device=machine.device.kind)) as subject:
         planner = Planner(subject, machine, host=host, fixed=fixed_fields(config, given))
@@ -125,11 +119,8 @@ def _auto_keys(config: TrainerConfig) -> frozenset[str]:
 
 
 def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, device: str = "cpu") -> Subject:
-    """Return the subject of a plan for a configuration, or for a trainer with its own model and data. The model may lack values.
-
-    Raises:
-        ConfigError, DataError: for a missing model, tokenizer or data, and for a task without text data.
-    """
+    """Return the subject of a plan for a configuration, or for a trainer with its own model and data. Raises `ConfigError` or
+    `DataError` for a missing model, tokenizer or data, and for a task without text data."""
     inputs = inputs or UserInputs()
     named = config.data.tokenizer or (BYTES if config.model.source is None else None)
     tokenizer = None if named is None or inputs.model is not None else load_tokenizer(named)

@@ -81,10 +81,8 @@ class Estimate:
 _OVERHEAD_LAUNCHES = 400
 """The overhead of the engine and the loop per forward or backward of a microbatch (random states, hooks, checks), in launches.
 Measured with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does this ahead."""
-_ESTIMATED_RANKS = 4
-"""The number of first pipeline ranks whose memory is estimated, beside the last one."""
-_PEAK_ROUNDS = 4
-"""The rounds of microbatches after which the memory of activations has reached its peak."""
+_ESTIMATED_RANKS = 4  # The number of first pipeline ranks whose memory is estimated, beside the last one.
+_PEAK_ROUNDS = 4  # The rounds of microbatches after which the memory of activations has reached its peak.
 
 
 _schedule_of = lru_cache(4096)(make_schedule)
@@ -124,11 +122,8 @@ class Estimator:
         """Peak bytes of activations by chunks and schedule."""
 
     def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
-        """Estimate a layout. Without `exact` a pipeline's time is a lower bound without simulation.
-
-        Raises:
-            ConfigError, LayoutError: for a layout that the model does not allow, or a machine without the required figures.
-        """
+        """Estimate a layout. Without `exact` a pipeline's time is a lower bound without simulation. Raises `ConfigError` or
+        `LayoutError` for a layout that the model does not allow, or a machine without the required figures."""
         return _LayoutCosts(self, layout).estimate(exact=exact)
 
     def options(self, layout: Layout) -> ZeroOptions:
@@ -221,15 +216,15 @@ class _LayoutCosts:
     def __init__(self, known: Estimator, layout: Layout) -> None:
         subject, self._machine, self._device = known.subject, known.machine, known.device
         self._known, self._layout, self._options = known, layout, known.options(layout)
-        self._ranks_on_host = min(known.host, layout.ranks)
-        """The number of ranks that compute on a host."""
+        self._ranks_on_host = min(known.host, layout.ranks)  # The number of ranks that compute on a host.
         self._hosts = max(1, math.ceil(layout.tensor * layout.shard / known.host))
         """The number of hosts over which the ranks of a shard and tensor group extend."""
         trace = subject.trace(layout.tensor, layout.micro, layout.sequence, layout.recompute)
         cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
-        self._chunks = known.stages(trace, cut, layout)
-        """The chunks of all stages, assigned round-robin to pipeline ranks."""
+        self._chunks = known.stages(
+            trace, cut, layout
+        )  # The chunks of all stages, assigned round-robin to pipeline ranks.
         choice = layout.activations
         moves = choice.leaves_device(self._device) and layout.recompute != "none"
         self._moved_inputs = choice.fraction if moves else 0.0

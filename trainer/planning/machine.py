@@ -1,9 +1,6 @@
 """Machines for a plan: their measured rates, the seconds that these predict, and machines by name, by size or from files.
 
-Every prediction is a formula of a few figures: products by the roofline, collectives by latency and bandwidth, updates and all
-other operators by the bytes that they move.
-
-Rates are per second, times in seconds, and sizes in bytes.
+Every prediction is a formula of a few figures. Rates are per second, times in seconds, and sizes in bytes.
 """
 
 from __future__ import annotations
@@ -141,11 +138,9 @@ class Machine(Section):
         return self.device.kind == "cpu"
 
     def product_seconds(self, product: Product) -> float:
-        """Return the seconds of one matrix product, alone on its host.
-
-        The formula is the roofline of Williams, Waterman and Patterson (2009): operations over their rate, or bytes over the
-        memory bandwidth, whichever is longer. Raises `ConfigError` for a dtype without a rate in the machine file.
-        """
+        """Return the seconds of one matrix product, alone on its host, by the roofline of Williams, Waterman and Patterson (2009):
+        operations over their rate, or bytes over the memory bandwidth, whichever is longer. Raises `ConfigError` for a dtype
+        without a rate."""
         rate = self.device.products.get(product.dtype)
         if rate is None:
             known = ", ".join(self.device.products)
@@ -160,16 +155,14 @@ class Machine(Section):
 
     def moved_seconds(self, nbytes: float, *, ranks_on_host: int = 1) -> float:
         """Return the seconds in which operators other than products read and write `nbytes`, without their launches, while
-        `ranks_on_host` ranks do so. CPU ranks share the host's memory bandwidth."""
+        `ranks_on_host` ranks do so, which on CPUs share the host's bandwidth."""
         rate = self.device.memory_bandwidth
         return nbytes / (min(rate, self.host.memory_bandwidth / ranks_on_host) if self.is_cpu else rate)
 
     def work_seconds(self, work: Work, *, ranks_on_host: int = 1) -> float:
         """Return the seconds of one pass through a part of a model, without exchanges, when `ranks_on_host` ranks compute at once.
-
         On a CPU products, moves and launches follow each other, and ranks share cores. On an accelerator the host launches ahead,
-        so that the longer of launching and computing counts.
-        """
+        so that the longer of launching and computing counts."""
         products = sum(map(self.product_seconds, work.products))
         moves = self.moved_seconds(work.moved, ranks_on_host=ranks_on_host)
         launches = work.operations * self.device.launch_seconds
@@ -247,10 +240,8 @@ class Machine(Section):
         return self.device.copies.latency_seconds + nbytes / rate
 
     def disk_seconds(self, read: float, written: float, *, ranks_on_host: int = 1) -> float:
-        """Return the seconds in which each of `ranks_on_host` ranks reads and writes so many bytes of their shared disk.
-
-        Raises `ConfigError` where the machine file has no disk.
-        """
+        """Return the seconds in which each of `ranks_on_host` ranks reads and writes so many bytes of their shared disk. Raises
+        `ConfigError` where the machine file has none."""
         if not read and not written:
             return 0.0
         if self.disk is None:
@@ -264,12 +255,9 @@ class Machine(Section):
     def update_seconds(
         self, elements: float, *, moments: int = 2, on: DeviceOrHost = "device", ranks_on_host: int | None = None
     ) -> float:
-        """Return the seconds in which one rank updates `elements` float32 elements with so many moments (2 for AdamW) on their
-        tier.
-
-        An update is limited by memory: it moves 12 bytes and 8 for each moment. Where its rate is not measured, the memory of the
-        device, or its share of the host's (`ranks_on_host`, by default all of a host), determines the rate.
-        """
+        """Return the seconds of one rank's update of `elements` float32 elements with so many moments (2 for AdamW) on their tier.
+        It is limited by memory, where its rate is not measured: of the device, or its share of the host's (`ranks_on_host`, by
+        default all of a host)."""
         per_element = self.update.device if on == "device" else self.update.host
         nbytes = _ADAMW_FIXED + _ADAMW_MOMENT * moments
         ranks = self.host.devices if ranks_on_host is None else ranks_on_host

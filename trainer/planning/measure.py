@@ -1,8 +1,4 @@
-"""Measures the machine of this launch in about a minute, with the kernels and collectives of a training run.
-
-All ranks call `measure_machine` together. While one rank measures, the others wait without computing; collectives and host memory
-are measured by as many ranks as have a core or a device each.
-"""
+"""Measures the machine of this launch in about a minute, with the kernels and collectives of a training run."""
 
 from __future__ import annotations
 
@@ -40,10 +36,8 @@ from zeromesh.trainer.tools.doctor import hardware
 from zeromesh.zero.hooks import hook_before
 
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-_CACHE_BYTES = 96 << 20
-"""Bytes that are larger than a processor's caches."""
-_WARMUP_STEPS = 4
-"""The number of steps until a process's heap has reached its final size."""
+_CACHE_BYTES = 96 << 20  # Bytes that are larger than a processor's caches.
+_WARMUP_STEPS = 4  # The number of steps until a process's heap has reached its final size.
 _WIDTH, _TENSORS_MOVED = 1024, 16
 """The width of the tensors of `bandwidth`, and how many of them its norm, GELU and addition read and write: 7 in forward (2, 2 and
 3), and 9 in backward (3 each)."""
@@ -93,13 +87,8 @@ TINY_SIZES = MeasureSizes(
 def measure_machine(
     mesh: ProcessMesh, directory: Path, say: Callable[[str], None], sizes: MeasureSizes | None = None
 ) -> Machine:
-    """Measure everything; all ranks call it, and rank 0 broadcasts the machine. Rank 0 passes progress to `say`.
-
-    `directory` is on the measured disk. `sizes` are by default those of the kind of device.
-
-    Raises:
-        StorageError: when the disk cannot be written.
-    """
+    """Measure everything; all ranks call it, and get the machine. Rank 0 passes progress to `say`. While one rank measures, the
+    others wait without computing. `directory` is on the measured disk. Raises `StorageError` when that cannot be written."""
     ranks_by_host: dict[str, list[int]] = {}
     for rank, location in enumerate(mesh.locations):
         ranks_by_host.setdefault(location.host, []).append(rank)
@@ -240,10 +229,8 @@ class _DeviceMeter:
         return torch.randn(shape, device=self.device).to(dtype)
 
     def _product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
-        """Return the operations per second of a linear layer's products, forward and for both gradients.
-
-        On a CPU several weight matrices alternate, so that none is cached at its next use, as with the layers of a model.
-        """
+        """Return the operations per second of a linear layer's products, forward and for both gradients. On a CPU several weights
+        alternate, so that none is cached at its next use."""
         given, grad = self._random(rows, inner, dtype=dtype), self._random(rows, columns, dtype=dtype)
         copies = 1 if self._on_device else max(1, _CACHE_BYTES // (inner * columns * dtype.itemsize))
         weights = itertools.cycle(self._random(columns, inner, dtype=dtype).repeat(copies, 1, 1).unbind())

@@ -23,16 +23,12 @@ from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.zero.memory_model import MemoryBytes
 
-_SIMULATED = 48
-"""The number of layouts whose schedules are simulated; the others are sorted by lower bounds."""
-_FRAGMENTATION = 0.05
-"""The fraction of an accelerator's memory lost to fragmentation."""
+_SIMULATED = 48  # The number of layouts whose schedules are simulated; the others are sorted by lower bounds.
+_FRAGMENTATION = 0.05  # The fraction of an accelerator's memory lost to fragmentation.
 _ENOUGH_FITTING = 12
 """The number of fitting layouts with offload, faster than all remaining candidates, after which the search ends."""
-_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-"""The candidate fractions of states that are offloaded."""
-_MICROS = (1, 2, 4, 8, 16, 32, 64)
-"""The candidate microbatch sizes, in samples."""
+_FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # The candidate fractions of states that are offloaded.
+_MICROS = (1, 2, 4, 8, 16, 32, 64)  # The candidate microbatch sizes, in samples.
 GIB = 1 << 30
 _DISK_BYTES = 1 << 42
 
@@ -114,11 +110,8 @@ class Planner:
         self._refused: dict[str, str] = {}
 
     def plan(self, ranks: int) -> Plan:
-        """Estimate every layout for `ranks` ranks.
-
-        Raises:
-            ConfigError: for ranks that fill no hosts, a model that cannot be traced, and ranks that no layout divides.
-        """
+        """Estimate every layout for `ranks` ranks. Raises `ConfigError` for ranks that fill no hosts, a model that cannot be
+        traced, and ranks that no layout divides."""
         if ranks > self._host and ranks % self._host:
             raise ConfigError(
                 f"{ranks} ranks do not fill hosts of {self._host}; give a multiple of {self._host}, or another --host"
@@ -240,11 +233,9 @@ class Planner:
                 yield PlanRow(estimate=estimate, why_not=why_not(estimate, room))
 
     def _offloaded(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
-        """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory.
-
-        Offload takes time, so layouts that fit need none, and no layout with offload is faster than its base: the base's time plus
-        that of each kind of offload alone is a lower bound of any combination.
-        """
+        """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory. Offload takes
+        time, so layouts that fit need none, and a layout's time plus that of each kind of offload alone is a lower bound of any
+        combination."""
         tiers: list[TierName] = [] if self._machine.is_cpu else ["host"]
         tiers += ["file"] if self._machine.disk else []
         seconds = sorted(row.estimate.seconds for row in rows if row.fits)

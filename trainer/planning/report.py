@@ -109,10 +109,8 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
-    """Return a page of HTML: a table of the first rows, their memory by purpose, and the seconds of their steps by phase.
-
-    Raises `ConfigError` without plotly.
-    """
+    """Return a page of HTML: a table of the first rows, their memory by purpose, and the seconds of their steps by phase. Raises
+    `ConfigError` without plotly."""
     from zeromesh.trainer.tools.html_report.page import document, table_of  # Importing plotly takes a while.
 
     charts = plan_charts(plan, shown=shown)

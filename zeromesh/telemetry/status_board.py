@@ -1,19 +1,14 @@
 """The present activity of every rank, on a board that all ranks read, and the latest events of this rank, in a ring.
 
-A rank has a row of 64-bit words on the board: its process id, a progress counter, its activity, unit and step, and the latest
-events that all ranks post in one order; and notes, short texts such as its error. Ranks of one host share the rows as memory
-(`shared_rows`); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`, twice a second and at errors). Reads
-are consistent: step, activity and unit are one word, a note has a stamp that is 0 while it is written, and an event is checked
-again after it was read. This relies on the store order of x86.
+A rank has a row of 64-bit words on the board, and notes, short texts such as its error. Ranks of one host share the rows as memory
+(`shared_rows`); those of several hosts publish theirs in the rendezvous store (`StoreBoard`). Reads are consistent: step, activity
+and unit are one word, a note has a stamp that is 0 while it is written, and an event is checked again after it was read. This
+relies on the store order of x86.
 
-    ring.add(code)                      # stores the time and a word; takes a few hundred nanoseconds
-    ring.add(BEGIN | ring.name("data"))
-    ring.write(path, {"rank": 0, ...})  # the header, with all names, and the words, of which `zeromesh trace` makes a timeline
-
-A word of the ring has the layout of `STATE` in a row of the board (step, kind, detail). The kinds below `BEGIN` are activities,
-with step and unit; the others have no step, and mostly a name as detail. Times are nanoseconds of the monotonic clock, which
-processes of a host share; the header has both clocks, and all ranks record `MEETING` events together, so that rings of hosts can be
-aligned.
+A word of the ring has the layout of `STATE` in a row (step, kind, detail). The kinds below `BEGIN` are activities, with step and
+unit; the others have no step, and mostly a name as detail, as in `ring.add(BEGIN | ring.name("data"))`. Times are nanoseconds of
+the monotonic clock, which processes of a host share; the header of a ring's file has both clocks, and all ranks record `MEETING`
+events together, so that `zeromesh trace` can align rings of hosts.
 """
 
 from __future__ import annotations
@@ -52,8 +47,7 @@ NO_ACTIVITY = 0xF0
 EVENTS = 1 << 15
 _PAIR = struct.Struct("<qq")
 _NAMES = 1 << 16
-_LONGEST = 1 << 25
-"""The most bytes of a ring file, unpacked; a larger file was not written by `EventRing`."""
+_LONGEST = 1 << 25  # The most bytes of a ring file, unpacked; a larger file was not written by `EventRing`.
 HISTORY = 256
 STREAMS = 3
 """The number of event streams, each in the same order on all ranks: gathers, reductions, and method calls."""
@@ -283,12 +277,9 @@ class Store(Protocol):
 
 
 class StoreBoard(StatusBoard):
-    """The board of ranks on several hosts, over the rendezvous store.
-
-    A daemon thread publishes this rank's row twice a second, so steps never wait for the store. Only a rank that has waited for a
-    while reads rows from the store. Rank 0 usually keeps the store: when it cannot be reached, rank 0 counts as gone, and the last
-    rows read stay valid.
-    """
+    """The board of ranks on several hosts, over the rendezvous store. A thread publishes this rank's row twice a second, so steps
+    never wait for the store; only a rank that has waited for a while reads rows from it. Rank 0 usually keeps the store: when it
+    cannot be reached, rank 0 counts as gone, and the last rows read stay valid."""
 
     PERIOD_SECONDS = 0.5
 
@@ -390,12 +381,8 @@ class EventRing:
 
 
 def read_ring(path: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """Return the header of a ring file, and its events: ascending times in nanoseconds, and words.
-
-    Raises:
-        OSError: for a file that cannot be read.
-        ValueError: for a file in another format.
-    """
+    """Return the header of a ring file, and its events: ascending times in nanoseconds, and words. Raises `OSError` for a file that
+    cannot be read, and `ValueError` for one in another format."""
     unpacking = zlib.decompressobj()
     try:
         content = unpacking.decompress(read_whole(path), _LONGEST)

@@ -1,8 +1,6 @@
 """`StepRecorder`: the seconds of a step by phase, the traffic between ranks, and named ranges for torch's profiler.
 
-    recorder.begin_step()
     with recorder.span(StepPhase.FORWARD): ...       # spans may lie inside each other
-    with recorder.range("gather", unit.name): ...    # a block that torch's profiler shows beside its operators
     recorder.take_seconds()    {"data": 0.004, "forward": 0.120, "backward": 0.251, "communication": 0.018, ...}
     recorder.take_traffic()    {"tensor": {"all-reduce": {"calls": 96, "bytes": 25165824, "seconds": 0.031}}, "shard": {...}}
 
@@ -12,8 +10,6 @@ tier comes from a counter and belongs to the phase `offload_wait` alone.
 Bytes are the least that a rank has to send: of `whole` bytes on n ranks, (n - 1) / n in an all-gather and a reduce-scatter, and
 twice that in an all-reduce. In shared memory nothing is sent; the number is what a network would have to carry. Seconds are those
 of this rank's main thread for starting collectives and waiting for them (on CUDA the host's), without overlapped communication.
-
-With `enabled = False` nothing is measured, at the cost of a flag test. Ranges are recorded only inside `profiling_ranges`.
 """
 
 from __future__ import annotations
@@ -63,12 +59,9 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class StepRecorder:
-    """Records the steps of one rank.
-
-    `mark` returns the present time, as seconds or as an event on a device's stream; `between(end, begin)` returns seconds, or None
-    if `end` is not reached yet. Device events are never waited for: work that the device has not finished at `take_seconds` counts
-    for the next step.
-    """
+    """Records the steps of one rank. `mark` returns the present time, as seconds or as an event on a device's stream; `between(end,
+    begin)` returns seconds, or None if `end` is not reached yet: what the device has not finished at `take_seconds` counts for the
+    next step."""
 
     def __init__(
         self, mark: Callable[[], Any] = time.perf_counter, between: Callable[[Any, Any], float | None] = operator.sub

@@ -58,11 +58,9 @@ class AsyncWork(Protocol):
 
 
 class Watchdog:
-    """Bounds waits for other ranks and explains their errors.
-
-    A wait ends with `CollectiveError` when a peer's process is gone, a peer has failed or posted another event than this rank, or
-    for `timeout_seconds` neither the wait's condition nor any peer's progress counter changed.
-    """
+    """Bounds waits for other ranks and explains their errors. A wait ends with `CollectiveError` when a peer's process is gone, a
+    peer has failed or posted another event than this rank, or for `timeout_seconds` neither the wait's condition nor any peer's
+    progress counter changed."""
 
     FIRST_SLICE, SLICE = timedelta(seconds=0.05), timedelta(seconds=0.25)
     """The time of one wait for a collective; after the first slice the board says that this rank waits."""
@@ -93,8 +91,9 @@ class Watchdog:
         self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
-        self._calls: list[tuple[int, str]] = []
-        """The numbers and names of the calls that this rank is in, innermost last."""
+        self._calls: list[
+            tuple[int, str]
+        ] = []  # The numbers and names of the calls that this rank is in, innermost last.
         self.operations_begun = 0
         """The number of collective operations that this rank has begun. If an error changes it, one may be half done."""
         self.waited = 0.0
@@ -120,8 +119,8 @@ class Watchdog:
         self._heartbeat.start()
 
     def _beat(self) -> None:
-        """Move this rank's progress counter while it waits for a disk, for the patience at most, and call `on_beat`. The disk
-        operation stays on the board, so that an error after the patience can name it."""
+        """Move this rank's progress counter while it waits for a disk, for the patience at most, and call `on_beat`. The board
+        shows the disk operation, so that an error after the patience can name it."""
         period, number, answered = min(0.25, self.timeout_seconds / 4), 0, self.board.trace_request()
         while not self.closed.wait(period):
             self.on_beat()
@@ -183,14 +182,10 @@ class Watchdog:
     def event(
         self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True, call: str = ""
     ) -> None:
-        """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`.
-
-        On one host every event is compared, since reading is free there. Across hosts only an event that is not `settled` (not as
-        recorded in an earlier pass) is: this rank then publishes it and waits for the peers' events.
-
-        Raises:
-            CollectiveError: when a peer has posted another event in its place.
-        """
+        """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`. On one host every event is
+        compared, since reading is free there. Across hosts only one that is not `settled` (not as recorded in an earlier pass) is:
+        this rank then publishes it and waits for the peers' events. Raises `CollectiveError` when a peer has posted another event
+        in its place."""
         self._doing = (activity, unit)
         state = (activity << UNIT_BITS) | (unit + 1)
         if activity is Activity.CALL:
@@ -216,13 +211,9 @@ class Watchdog:
 
     @contextmanager
     def call(self, name: str, peers: Sequence[int]) -> Iterator[None]:
-        """Mark the block as a call that all `peers` make, and wait at its start until all of them have made it.
-
-        A rank that leaves the block with an error tells it to those that still wait for it in the block.
-
-        Raises:
-            CollectiveError: naming the call, when a peer makes another one, does not come within the patience, or is gone.
-        """
+        """Mark the block as a call that all `peers` make, and wait at its start until all of them have made it. A rank that leaves
+        the block with an error tells it to those that still wait in it. Raises `CollectiveError`, naming the call, when a peer
+        makes another one, does not come within the patience, or is gone."""
         before = self._doing
         number = self._events.get(_CALLS, (-1, 0))[0] + 2
         self.board.write(RankNote.CALL, number, name)
@@ -308,11 +299,8 @@ class Watchdog:
         self._wait(done, peers, what, pause, behind=behind)
 
     def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Wait for an asynchronous collective.
-
-        Raises:
-            CollectiveError: also when the collective itself failed, with the peers' status on the board.
-        """
+        """Wait for an asynchronous collective. Raises `CollectiveError`, also when the collective itself failed, with the peers'
+        status."""
         self.operations_begun += 1
         piece = self.FIRST_SLICE
 
@@ -437,11 +425,7 @@ class Watchdog:
         return CollectiveError(f"rank {self._rank}: {what} failed: {lines or error}")
 
     def examine(self, peers: Sequence[int], what: str) -> None:
-        """Check the peers for one that is gone, has failed or does something else.
-
-        Raises:
-            CollectiveError: for such a peer, naming it.
-        """
+        """Raise `CollectiveError` for a peer that is gone, has failed or does something else."""
         for peer in self._others(peers):
             if failure := self.board.read(peer, RankNote.FAILURE)[1]:
                 why = f"failed with {failure}"
@@ -465,7 +449,7 @@ class Watchdog:
                     raise self._different_events(peer, stream, number, word, other)
 
     def _different_events(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
-        """Return the error for different events of one number; it names the first difference that both rows still hold."""
+        """Return the error for different events of one number, naming the first difference that both rows still hold."""
         if stream == _CALLS:
             calls = [(rank, self.board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
             both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
@@ -513,11 +497,8 @@ class Patience:
         self._seen, self._deadline, self._left_at = -1, 0.0, float("inf")
 
     def look(self) -> None:
-        """Check the peers; called a few times a second during the wait.
-
-        Raises:
-            CollectiveError: when a peer is gone, has failed, runs another operation or left the call, or none makes progress.
-        """
+        """Check the peers, a few times a second during the wait. Raises `CollectiveError` when one is gone, has failed, runs
+        another operation or left the call, or none makes progress."""
         watch, now = self._watch, time.perf_counter()
         watch.examine(self._others, self._what)
         inside = dict(watch._calls)

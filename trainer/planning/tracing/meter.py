@@ -15,8 +15,7 @@ from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
 from zeromesh.trainer.planning.tracing.operations import Product, TensorExchange, Work, call_without_values
 from zeromesh.zero.hooks import on_gradient_of
 
-_ALIGNMENT = 64
-"""The alignment of PyTorch's CPU allocator, in bytes."""
+_ALIGNMENT = 64  # The alignment of PyTorch's CPU allocator, in bytes.
 BEFORE, AFTER = "before", "after"
 """The names of the segments before the first block and after the last one, which includes the loss."""
 

@@ -71,12 +71,9 @@ class Work:
 def call_without_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_cpu: bool
 ) -> tuple[Any, Sequence[Tensor], Product | int | None]:
-    """Call an operator so that floating-point results have no values, and integer results do.
-
-    Returns the result, its tensors, and the cost: matrix products, or else the bytes that it moves; None for a view. A CPU has
-    instructions for products of 16-bit matrices alone: its other operators, fused attention included, convert to float32 and back,
-    and take as long as float32 ones.
-    """
+    """Call an operator so that floating-point results have no values, and integer results do. Returns the result, its tensors, and
+    the cost: matrix products, or else the bytes that it moves; None for a view. A CPU has instructions for products of 16-bit
+    matrices alone: its other operators, fused attention included, take as long as float32 ones."""
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
         return tensors[0].dtype == torch.bool or 1, (), None
@@ -204,11 +201,8 @@ _WEIGHTS = {_aten.mm: 1, _aten.addmm: 2, _aten.addmm_: 2, _aten._grouped_mm: 1, 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
     """Inside the block, force fused attention wherever the device would choose it, which PyTorch cannot tell without values, and
-    the device's chunk size of the loss.
-
-    The CPU's kernel represents those of accelerators, with equal memory and work. A patch is used because recomputation may run
-    in autograd's thread, where a dispatch mode of this thread is not active.
-    """
+    the device's chunk size of the loss. A patch is used because recomputation may run in autograd's thread, where no dispatch mode
+    of this thread is active."""
     rows = chunked_cross_entropy._ROW_ELEMENTS
     if device != "cpu":
         chunked_cross_entropy._ROW_ELEMENTS = chunked_cross_entropy._ROW_ELEMENTS_ACCELERATOR

@@ -88,11 +88,8 @@ class Tracer:
         self, batch: Mapping[str, Any], *, tensor: int = 1, sequence: bool = False, recompute: Mode = "none"
     ) -> Trace:
         """Trace a microbatch on one of `tensor` tensor ranks. `batch` holds real integers; of other tensors only shapes matter.
-
-        Raises:
-            ConfigError: for a model that cannot be run without values, with the operator or the reason.
-            LayoutError: for a model that cannot be divided so.
-        """
+        Raises `ConfigError` for a model that cannot be run without values, with the reason, and `LayoutError` for one that cannot
+        be divided so."""
         exchange = TracedExchange(tensor)
         with ExitStack() as undo:
             undo.callback(keep_attributes(self.model))
@@ -115,11 +112,8 @@ class Tracer:
         return Trace(segments=(found[BEFORE], *blocks, found[AFTER]))
 
     def plan(self, zero: ZeroOptions, tensor: int) -> ModelPlan:
-        """Divide the model of one tensor rank into units. Equal blocks have the same specs.
-
-        Raises:
-            LayoutError: for a model that cannot be divided so.
-        """
+        """Divide the model of one tensor rank into units; equal blocks have the same specs. Raises `LayoutError` where it cannot be
+        divided."""
         with ExitStack() as undo:
             divided = self._divide(TracedExchange(tensor), False, undo)
             # A mesh with pipeline chunks is assumed, for which small blocks are separate units.
@@ -201,10 +195,8 @@ def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> N
 
 
 def _remove_equal_blocks(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
-    """Remove all but two of equal blocks from module lists; returns (name, representative that stays) of every block, in order.
-
-    Blocks have the names of the whole model, representatives those of the shortened one.
-    """
+    """Remove all but two of equal blocks from module lists; returns the name of every block in the whole model, in order, and that
+    of its representative in the shortened one."""
     blocks = set(block_modules(model))
     found: list[tuple[str, str]] = []
     for path, module in list(model.named_modules()):
