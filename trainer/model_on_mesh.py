@@ -203,7 +203,6 @@ class PlacedModel(ModelOnMesh):
             raise PhaseError(self.unusable_reason())
 
     def unusable_reason(self) -> str:
-        """Return the reason why the model is unusable."""
         return f"this {self.owner} ended with {self.failure}; make a new one"
 
     def explain(self, error: BaseException) -> BaseException:
@@ -235,7 +234,6 @@ class PlacedModel(ModelOnMesh):
             self.console.close()
 
     def close(self) -> None:
-        """Release the model's files and shared memory."""
         if self.engine is not None:
             self.engine.close()
         self.divided.close()

@@ -49,8 +49,7 @@ class CallbackDispatcher:
         self._trainer = trainer
         self._callbacks: list[Callback | TrainerCallback] = []
         self.control = TrainerControl()
-        """The requests of this rank after the present step, which apply to all ranks. `should_training_stop` persists, and ends the
-        run with a checkpoint, as after the last step."""
+        """The requests of this rank after the present step. `should_training_stop` persists, and ends the run with a checkpoint."""
         self._state = TrainerState()
         self._arguments: TrainingArguments | None = None
         for callback in callbacks:
@@ -72,7 +71,6 @@ class CallbackDispatcher:
 
     @property
     def of_transformers(self) -> list[TrainerCallback]:
-        """The callbacks of transformers."""
         return [each for each in self._callbacks if not isinstance(each, Callback)]
 
     @property
@@ -90,8 +88,8 @@ class CallbackDispatcher:
         ]
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of all callbacks, and apply the flags that those of transformers change; errors get a note that
-        names the callback."""
+        """Call the method `event` of all listeners, and apply the flags that those of transformers change; errors name the
+        callback."""
         named: dict[str, Any] = {}
         known: frozenset[str] = frozenset()
         for callback in self.listeners(event):
@@ -194,7 +192,6 @@ class CallbackDispatcher:
         return {**found, _EXPORTED: exported} if exported else found
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore the callbacks' states from a checkpoint of an earlier process."""
         exported = states.get(_EXPORTED, {})
         for number, callback in enumerate(self._callbacks):
             name = type(callback).__name__

@@ -72,24 +72,20 @@ class Collector:
     def result(self) -> EvalPrediction:
         """Return all samples: `predictions` as the model returned them, without the loss, and `label_ids`, each output as one
         array. Raises `DataError` where microbatches gave different kinds of outputs."""
-        filler = PADDING if self.generation is None else self.generation.padding
+        whole: dict[str, Tree] = {}
+        tokens = PADDING if self.generation is None else self.generation.padding
         try:
-            whole = {
-                name: self._merge(name, padding) for name, padding in (("predictions", filler), ("label_ids", PADDING))
-            }
+            for name, padding in (("predictions", tokens), ("label_ids", PADDING)):
+                flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
+                structure = flat[0][1]
+                if any(other != structure for _, other in flat):
+                    raise ValueError(f"{name} of several structures")
+                columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+                del flat  # Each piece is released once it is copied.
+                whole[name] = pytree.tree_unflatten([_concatenate(column, padding) for column in columns], structure)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
         return EvalPrediction(**whole)
-
-    def _merge(self, name: str, padding: int) -> Tree:
-        """Return the output `name` of all samples as one tree of arrays; each piece is released once it is copied."""
-        flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
-        structure = flat[0][1]
-        if any(other != structure for _, other in flat):
-            raise ValueError(f"{name} of several structures")
-        columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-        del flat
-        return pytree.tree_unflatten([_concatenate(column, padding) for column in columns], structure)
 
 
 def _encode(tree: Tree) -> bytes:

@@ -20,14 +20,8 @@ from transformers import masking_utils
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload.accelerator import (
-    current_stream,
-    is_accelerator,
-    launching_on,
-    on_accelerator,
-    read_scalars,
-    record_event,
-)
+from zeromesh.offload import accelerator
+from zeromesh.offload.accelerator import is_accelerator, read_scalars
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.overrides import replaced
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
@@ -85,12 +79,12 @@ class DeviceBatch(dict[str, Any]):
         positions = self.get("position_ids")
         if isinstance(positions, Tensor) and positions.dim() == 2:
             self._packed = masking_utils.find_packed_sequence_indices(positions) is not None
-        with launching_on(self._copies):
+        with accelerator.launching_on(self._copies):
             for name, value in self.items():
-                if isinstance(value, Tensor) and not on_accelerator(value):
+                if isinstance(value, Tensor) and not accelerator.on_accelerator(value):
                     pinned = value if value.is_pinned() else value.pin_memory()
                     self[name] = pinned.to(self._device, non_blocking=True)
-        self._copied = record_event(self._copies)
+        self._copied = accelerator.record_event(self._copies)
 
     @contextmanager
     def present(self) -> Iterator[None]:
@@ -99,7 +93,7 @@ class DeviceBatch(dict[str, Any]):
         if self._next is not None:
             self._next.send()
         if self._copied is not None:
-            stream = current_stream(self._device)
+            stream = accelerator.current_stream(self._device)
             stream.wait_event(self._copied)
         for name, value in self.items():
             if not isinstance(value, Tensor):
@@ -135,7 +129,6 @@ class DeviceBatch(dict[str, Any]):
     def _ignores(
         self, ignored: Callable[..., Any], padding_mask: Tensor | None = None, *arguments: Any, **named: Any
     ) -> bool:
-        """Treat a mask without padding as no mask."""
         pads_nothing = None if padding_mask is None else self._masks.get(padding_mask.shape)
         if pads_nothing is None:
             return bool(ignored(padding_mask, *arguments, **named))

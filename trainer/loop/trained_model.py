@@ -29,7 +29,6 @@ _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough mem
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     of_zeromesh = isinstance(error, ZeromeshError) and not isinstance(error, StorageError)
@@ -49,8 +48,7 @@ class TrainedModel(PlacedModel):
     owner: ClassVar[str] = "trainer"
     steps_made: Callable[[], int]
     description: Mapping[str, Any]
-    """The model's class and configuration before its first forward, by `description_of`: a forward may write into its
-    configuration."""
+    """The model's class and configuration, by `description_of`, before a forward has written into it."""
     loss: Loss
     restore_modules: Callable[[], None]
     """Restores the attributes of modules that the run has changed."""
@@ -123,7 +121,6 @@ class TrainedModel(PlacedModel):
         vars(self.module)["save_pretrained"] = save_pretrained
 
     def gradient(self, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter; see `Trainer.gradient`."""
         if self.engine is None or not self.gradients_ready:
             raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
         # Unknown names are refused before any collective.
@@ -157,7 +154,6 @@ class TrainedModel(PlacedModel):
         self.stepper = Stepper(self.module, self.loss, self.mesh, master, None)
 
     def close(self) -> None:
-        """Release the run's files, shared memory and hooks."""
         self.restore_modules()
         super().close()
         self.engine = None

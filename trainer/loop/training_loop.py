@@ -102,7 +102,6 @@ class TrainingLoop:
 
     @property
     def _current_evaluation(self) -> tuple[float | None, float | None]:
-        """The loss and the metric of the evaluation after the current step; None without one."""
         return self._evaluated[1:] if self._evaluated and self._evaluated[0] == self.run.progress.step else (None, None)
 
     @property
@@ -161,7 +160,6 @@ class TrainingLoop:
         return progress.report
 
     def _resume(self) -> None:
-        """Resume from the newest checkpoint, if any."""
         run = self.run
         run.console.status("looking for checkpoints")
         state = self._checkpoints.resume(run.settings)
@@ -295,7 +293,7 @@ class TrainingLoop:
         lr = run.learning_rate_of(number - 1)
         line = run.stats.line(result, step=number, lr=lr, tokens=progress.tokens, peak=peak)
         if run.planned is not None:
-            run.planned.add(result.seconds, result.phases)
+            run.planned.steps.append((result.seconds, result.phases))
             if due["stop"]:
                 line["plan"] = run.planned.record(line["memory"], rank_figures(run.mesh)[0])
         if result.skipped and result.loss_scale == 1.0:
@@ -461,7 +459,6 @@ class TrainingLoop:
         self._tracking.log_samples(self.run.progress.step, lines)
 
     def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
-        """Append lines to another file beside that of the metrics."""
         if self._writer is not None:
             with MetricsWriter(self._writer.path.with_name(name)) as file:
                 for line in lines:

@@ -144,7 +144,6 @@ class Console(AbstractContextManager["Console"]):
 
     @_never_raising
     def advance(self, step: int) -> None:
-        """Show that `step` steps are done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, numbers=self._numbers, refresh=self._due())
 

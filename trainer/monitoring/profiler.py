@@ -26,8 +26,7 @@ _ROW_NUMBER = re.compile(r'(?<="tid": )[^,\s]+')
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """The profile of one run on one rank, a context manager; a run that ends early, in order, writes the steps so far. `note` shows
-    a line."""
+    """The profile of one run on one rank, a context manager; a run that ends early, in order, writes the steps so far."""
 
     def __init__(
         self, section: ProfileSection, directory: Path, engine: ZeroEngine, first: int, note: Callable[[str], None]

@@ -111,7 +111,6 @@ def _chain_ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
 
 
 def sentences(found: Sequence[Blame]) -> list[str]:
-    """Return one sentence for each blame."""
     lines = []
     for each in found:
         who, wait = ranks_text(each.waiting, 8), "wait" if len(each.waiting) > 1 else "waits"
@@ -137,8 +136,7 @@ def recent(rows: Sequence[Row]) -> dict[int, dict[str, float]]:
 
 
 def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> list[str]:
-    """Return sentences about the latest steps; none before the first. `traffic` is by axis and collective, as in
-    `metrics.jsonl`."""
+    """Return sentences about the latest steps; none before the first. `traffic` is as `communication` in `metrics.jsonl`."""
     parts = recent(rows)
     if len(parts) < 2:
         return []

@@ -23,16 +23,8 @@ from zeromesh.telemetry.state_monitor import StateMonitor
 from zeromesh.telemetry.status_board import TRACE_FOLDER
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.step_metrics import (
-    ENDED,
-    EVALUATIONS,
-    LOCK,
-    METRICS,
-    RANKS,
-    SAMPLES,
-    STARTS,
-    MetricsWriter,
-)
+from zeromesh.trainer.monitoring import step_metrics
+from zeromesh.trainer.monitoring.step_metrics import ENDED, MetricsWriter
 
 
 class RunDirectory:
@@ -61,7 +53,7 @@ class RunDirectory:
         if not self._writes:
             yield
             return
-        path = self.path / LOCK
+        path = self.path / step_metrics.LOCK
         with ExitStack() as stack:
             try:
                 file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
@@ -113,15 +105,15 @@ class RunDirectory:
             hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
             versions = {"zeromesh": __version__, "python": platform.python_version()}
             versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
-            with MetricsWriter(self.path / STARTS) as starts:
+            with MetricsWriter(self.path / step_metrics.STARTS) as starts:
                 start = {"step": step, "host": socket.gethostname(), **facts}
                 starts.write({**start, "hardware": hardware, "versions": versions})
-            for name in (EVALUATIONS, SAMPLES):
+            for name in (step_metrics.EVALUATIONS, step_metrics.SAMPLES):
                 if os.path.lexists(self.path / name):
                     MetricsWriter(self.path / name, keep_through=step).close()
             with (
-                MetricsWriter(self.path / METRICS, keep_through=step) as writer,
-                StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text),
+                MetricsWriter(self.path / step_metrics.METRICS, keep_through=step) as writer,
+                StateMonitor(mesh.watch, mesh.world.ranks, self.path / step_metrics.RANKS, clean=redaction.text),
             ):
                 yield writer
         finally:

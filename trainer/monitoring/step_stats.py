@@ -20,8 +20,8 @@ from zeromesh.trainer.monitoring.step_metrics import STEP_FIELDS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The result of a step over all ranks. `loss` is the mean over targets; `tokens` counts inputs; `cause` is the reason of a
-    skip."""
+    """The result of a step over all ranks. `loss` is the mean over targets; `tokens` counts inputs; `cause` is why a step was
+    skipped."""
 
     loss: float
     tokens: int

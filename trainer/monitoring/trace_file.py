@@ -77,7 +77,6 @@ def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
 
 
 def trace_content(trace: Mapping[str, Any], *, packed: bool) -> bytes:
-    """Return a trace as JSON bytes, with gzip if `packed`."""
     content = json.dumps(trace, separators=(",", ":")).encode()
     return gzip.compress(content, 6, mtime=0) if packed else content
 

@@ -54,17 +54,14 @@ class Estimate:
 
     @property
     def device_bytes(self) -> int:
-        """The peak bytes on the device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in the host's memory beside an accelerator, per rank."""
         return sum(self.host.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
         return sum(self.phases.values())
 
     def check(self) -> PlanCheck:
@@ -79,8 +76,7 @@ class Estimate:
 
 
 _OVERHEAD_LAUNCHES = 400
-"""The overhead of the engine and the loop per forward or backward of a microbatch (random states, hooks, checks), in launches.
-Measured with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does this ahead."""
+"""Launches that the engine and the loop add to a forward or backward, measured with `scripts/benchmarks/bench_plan.py`."""
 _ESTIMATED_RANKS = 4  # The number of first pipeline ranks whose memory is estimated, beside the last one.
 _PEAK_ROUNDS = 4  # The rounds of microbatches after which the memory of activations has reached its peak.
 
@@ -111,7 +107,6 @@ class Estimator:
     """Estimates the memory and the seconds of layouts of one subject on one machine."""
 
     def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
-        """`host` is the number of ranks per host."""
         self.subject, self.machine, self.host = subject, machine, host
         self.device = torch.device(machine.device.kind)
         self.collective_seconds = cache(machine.collective_seconds)
@@ -127,7 +122,6 @@ class Estimator:
         return _LayoutCosts(self, layout).estimate(exact=exact)
 
     def options(self, layout: Layout) -> ZeroOptions:
-        """Return the engine's options for a layout."""
         zero, staging = self.subject.zero, self.subject.zero.offload.staging_bytes
         if staging is None and not self.machine.is_cpu:
             staging = max(STAGING_BYTES, self.machine.device.memory_bytes // STAGING_SHARE)
@@ -142,7 +136,6 @@ class Estimator:
         return replace(zero, stage=layout.stage, accumulation=accumulation, prefetch=prefetch, offload=offload)
 
     def memory_model(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
-        """Return the memory of the states of a rank with these units."""
         tiers = layout.optimizer, layout.parameters
         key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
         if key not in self._memory:

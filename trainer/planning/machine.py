@@ -1,6 +1,6 @@
 """Machines for a plan: their measured rates, the seconds that these predict, and machines by name, by size or from files.
 
-Every prediction is a formula of a few figures. Rates are per second, times in seconds, and sizes in bytes.
+Every prediction is a formula of a few figures, which docs/machine-files.md describes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ DeviceOrHost = Literal["device", "host"]
 _TIME_SLICE_SECONDS = 2e-3
 """Seconds that a CPU rank in a collective waits for a peer without a core: a time slice of Linux's scheduler."""
 _ADAMW_FIXED, _ADAMW_MOMENT = 12, 8
-"""The bytes per element that a float32 update moves: the parameter is read and written and its gradient read; each moment is read
-and written."""
+"""Bytes per element that a float32 update moves: the parameter is read and written, its gradient read, a moment both."""
 
 
 class HostCopies(Section):
@@ -45,16 +44,10 @@ class DeviceRates(Section):
     """The rates of one rank's compute device: an accelerator, or its part of the processor."""
 
     kind: Text
-    """The type of the device in torch, such as `cpu`."""
     memory_bytes: Annotated[Bytes, Field(gt=0)]
-    """Bytes that torch can use; for a CPU, the host's memory."""
     memory_bandwidth: Positive
-    """Bytes per second that operators other than matrix products read and write."""
     launch_seconds: NotNegative
-    """Seconds to launch one operator, with Python's and autograd's overhead."""
     products: Annotated[dict[Text, Positive], Field(min_length=1)]
-    """Floating-point operations per second of matrix products, by dtype as in `precision.compute`; fused attention of a CPU counts
-    as float32."""
     copies: HostCopies | None = None
 
 
@@ -62,20 +55,16 @@ class HostRates(Section):
     """The resources that the ranks of one host share. Sizes are in bytes."""
 
     devices: Count
-    """The number of ranks per host."""
     cores: Count
     memory_bytes: Annotated[Bytes, Field(gt=0)]
     memory_bandwidth: Positive
-    """Bytes per second of all cores together."""
 
 
 class LinkRates(Section):
     """The latency and bandwidth between ranks by one transport."""
 
     latency_seconds: NotNegative
-    """Seconds of an empty message."""
     bandwidth: Positive
-    """Bytes per second that each rank sends and receives while all do; between hosts, a rank's share of its host's network."""
 
 
 class TransportRates(Section):
@@ -112,7 +101,6 @@ class LibraryBytes(Section):
     """The memory that torch and a rank's communicators take before a model is built."""
 
     device: Bytes = 0
-    """Bytes of an accelerator."""
     host: Bytes = 0
     """Bytes of the host per rank, buffers and fragmentation of the heap included."""
     shared: Bytes = 0
@@ -124,7 +112,6 @@ class Machine(Section):
 
     name: Text
     sources: Texts
-    """The sources of the figures."""
     device: DeviceRates
     host: HostRates
     links: LinkSet = Field(default_factory=LinkSet)
@@ -267,7 +254,6 @@ class Machine(Section):
         return elements * nbytes / (self.device.memory_bandwidth if on == "device" else shared)
 
     def to_yaml(self) -> str:
-        """Return the text of a machine file, which `read_machine` parses to an equal machine."""
         data = self.model_dump(mode="json", exclude_defaults=True)
         return yaml.dump(
             data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
@@ -356,7 +342,6 @@ def read_machine(path: Path) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """Write a machine file, and create its parent directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, machine.to_yaml().encode())
 

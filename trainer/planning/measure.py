@@ -39,8 +39,7 @@ _ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
 _CACHE_BYTES = 96 << 20  # Bytes that are larger than a processor's caches.
 _WARMUP_STEPS = 4  # The number of steps until a process's heap has reached its final size.
 _WIDTH, _TENSORS_MOVED = 1024, 16
-"""The width of the tensors of `bandwidth`, and how many of them its norm, GELU and addition read and write: 7 in forward (2, 2 and
-3), and 9 in backward (3 each)."""
+"""The width of the tensors of `bandwidth`; its norm, GELU and addition read and write 7 in forward, and 9 in backward."""
 _ROUNDS, _COUNT = 15, 4
 """The rounds of a collective, and its repetitions in each. The minimum of the rounds counts, as other load slows some down."""
 
@@ -116,8 +115,7 @@ def measure_machine(
     parts = mesh.world.gather_json(part, "bytes a second of memory")
     links = {"inside": _links(mesh, "inside", busy, sizes, measured), "between": {}}
     if len(hosts) > 1:
-        firsts = [ranks[0] for ranks in hosts]
-        links["between"] = _links(mesh, "between", firsts, sizes, measured)
+        links["between"] = _links(mesh, "between", [ranks[0] for ranks in hosts], sizes, measured)
     for link in links["between"].values():
         if mesh.rank == 0:
             link["bandwidth"] /= 1 if on_device else len(hosts[0])  # Ranks of a host share its network.
@@ -128,8 +126,13 @@ def measure_machine(
         "memory_bandwidth": sum(filter(None, parts)),
     }
     memory = accelerator.device_memory(mesh.device).total if on_device else machine_bytes()
+    name = accelerator.device_name(mesh.device) if on_device else cpu_name()
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    threads = "" if on_device else f" of {torch.get_num_threads()} threads"
+    ranks = f"{counted(mesh.world_size, 'rank')}{threads} on {counted(len(hosts), 'host')}"
     data = {
-        **_described(mesh, hosts),
+        "name": f"{name}, {len(hosts[0])} {'devices' if on_device else 'ranks'} a host",
+        "sources": [f"zeromesh plan --measure, {date}: {ranks}, torch {torch.__version__}"],
         "device": {"kind": mesh.device.type, "memory_bytes": memory, **(device or {})},
         "host": host,
         "links": links,
@@ -139,17 +142,6 @@ def measure_machine(
     }
     found = json.dumps(mesh.world.gather_json(data if mesh.rank == 0 else None, "measurements")[0])
     return Machine.model_validate(json.loads(found, parse_float=lambda number: float(f"{float(number):.4g}")))
-
-
-def _described(mesh: ProcessMesh, hosts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    on_device, date = is_accelerator(mesh.device), time.strftime("%Y-%m-%d", time.gmtime())
-    name = accelerator.device_name(mesh.device) if on_device else cpu_name()
-    threads = "" if on_device else f" of {torch.get_num_threads()} threads"
-    ranks = f"{counted(mesh.world_size, 'rank')}{threads} on {counted(len(hosts), 'host')}"
-    return {
-        "name": f"{name}, {len(hosts[0])} {'devices' if on_device else 'ranks'} a host",
-        "sources": [f"zeromesh plan --measure, {date}: {ranks}, torch {torch.__version__}"],
-    }
 
 
 def _links(
@@ -186,7 +178,6 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
 
 
 def _disk(directory: Path) -> dict[str, float]:
-    """Return the disk's bytes per second below a directory, and the seconds of an fsync."""
     file = nearest_directory(directory.expanduser().absolute()) / f".zeromesh-plan-{secrets.token_hex(8)}.tmp"
     try:
         times = hardware.measure(file)
@@ -202,7 +193,6 @@ class _DeviceMeter:
         self._seconds = partial(time_call, device=device)
 
     def rates(self) -> dict[str, Any]:
-        """Return the rates in the section `device` of a machine file."""
         products = {
             name: statistics.median(self._product(*shape, getattr(torch, name)) for shape in self._sizes.products)
             for name in self._sizes.dtypes
@@ -282,7 +272,6 @@ class _DeviceMeter:
         }
 
     def updates(self) -> dict[str, float]:
-        """Return the seconds per element of AdamW, on the device and on the host."""
 
         def taken(device: torch.device) -> float:
             count = min(self._sizes.elements, 1 << 22) if device.type == "cpu" else self._sizes.elements

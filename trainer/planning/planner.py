@@ -66,7 +66,6 @@ class PlanRow:
 
     @property
     def fits(self) -> bool:
-        """True if the layout fits in every tier."""
         return not self.why_not
 
 
@@ -91,7 +90,6 @@ class Plan:
 
     @property
     def best(self) -> PlanRow | None:
-        """The first row, if it fits."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
 
@@ -262,7 +260,11 @@ class Planner:
                 changed = made([change])
                 return math.inf if changed is None else max(0.0, changed.estimate.seconds - before)
 
-            least = [made(_largest_offload(part, tier) for part in parts) for tier in tiers]
+            def largest(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
+                on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
+                return (on or part)[-1]
+
+            least = [made(largest(part, tier) for part in parts) for tier in tiers]
             found += [each for each in least if each is not None and lowest]
             if not wanted or not any(each and each.estimate.device_bytes <= room.critical for each in least):
                 continue
@@ -277,11 +279,6 @@ class Planner:
                     insort(seconds, fits.estimate.seconds)
                     break
         return found
-
-
-def _largest_offload(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
-    on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
-    return (on or part)[-1]
 
 
 def _divisors(number: int) -> list[int]:

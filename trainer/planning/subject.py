@@ -73,12 +73,10 @@ class Subject:
         self._layouts = cache(_layouts_of)
 
     def close(self) -> None:
-        """Restore the values of the model."""
         self._tracer.close()
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that a pipeline can divide into stages."""
         return 0 if self._anatomy is None else self._anatomy.count
 
     def mesh_refusal(self, *, tensor: int = 1, pipeline: int = 1, data: int = 1) -> str:
@@ -88,8 +86,7 @@ class Subject:
         return refused or _refusal_of(lambda: self.units(tensor))[0]
 
     def refusal(self, layout: Layout) -> str:
-        """Return the reason why a run refuses a layout, for its mesh or for conflicting keys of the configuration; empty if it is
-        accepted."""
+        """Return the reason why a run refuses a layout, for its mesh or for keys that conflict; empty if it is accepted."""
         # No check of the configuration depends on the sizes of data axes.
         key = replace(layout, replicate=1, shard=1, accumulation=1)
         if key not in self._refusals:

@@ -60,13 +60,16 @@ class StateMonitor:
             if row.progress != before:
                 since = now
                 self._progress[rank] = (row.progress, now)
-            waits = watch.waits_for(rank)
+            waiting, text = watch.board.read(rank, RankNote.WAIT)
+            late, _, what = text.partition("|")
+            waits = {"for": what, "ranks": [int(each) for each in late.split()]}
+            waited = round(watch.board.seconds_since(rank, waiting), 2)
             found.append(
                 {"rank": rank, "pid": row.pid, "step": row.step, "microbatch": row.microbatch}
                 | {"activity": Activity(row.activity).name.lower(), "doing": doing, "seconds": round(row.seconds, 2)}
                 | {"seconds_without_progress": round(now - since, 1), "failure": self._clean(row.failure)}
                 | {"disk": self._clean(watch.board.read(rank, RankNote.DISK)[1]), "recent": self._recent(rank)}
-                | {"waits": waits and {"for": waits[1], "ranks": waits[0], "seconds": round(waits[2], 2)}}
+                | {"waits": {**waits, "seconds": waited} if waiting else None}
             )
         return found
 

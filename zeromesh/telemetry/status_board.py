@@ -119,8 +119,7 @@ ROW_WORDS = _NOTES_AT + sum(_NOTE_BYTES) // 8
 
 
 class RankStatus(NamedTuple):
-    """The last status that a rank published: its process id, a counter that moves while it works, step and microbatch (from 1; 0
-    before the first), activity and unit, the seconds since it began, and its error (empty if none)."""
+    """The last status that a rank published; `progress` moves while it works, and `failure` is its error, empty if none."""
 
     pid: int
     progress: int
@@ -176,7 +175,6 @@ class StatusBoard:
         return word if number > row[_EVENTS_AT + stream] - HISTORY else None
 
     def reached(self, rank: int, stream: int, number: int) -> bool:
-        """Return True if a rank has posted event `number`."""
         return bool(self._row(rank)[_EVENTS_AT + stream] > number)
 
     def row(self, rank: int) -> RankStatus:
@@ -331,7 +329,6 @@ class StoreBoard(StatusBoard):
         self._thread.join(timeout=2 * self.PERIOD_SECONDS)
 
     def publish(self) -> None:
-        """Publish this rank's row now; does nothing if the store cannot be reached."""
         with self._publishing:
             self.own[_PUBLISHED] += 1
             self.own[_CLOCK] = time.monotonic_ns()

@@ -13,24 +13,8 @@ from typing import Protocol
 
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
 from zeromesh.files import DISK_CALLS, longest_disk_call
-from zeromesh.telemetry.status_board import (
-    HISTORY,
-    MICROBATCH,
-    NEW_MICROBATCH,
-    PROGRESS,
-    SINCE,
-    STATE,
-    STEP_SHIFT,
-    UNIT_BITS,
-    WAIT,
-    WAITED,
-    Activity,
-    EventRing,
-    RankNote,
-    RankStatus,
-    StatusBoard,
-    phrase_of,
-)
+from zeromesh.telemetry import status_board
+from zeromesh.telemetry.status_board import STEP_SHIFT, UNIT_BITS, Activity, EventRing, RankNote, StatusBoard, phrase_of
 
 _ANNOUNCED = ("gather of ", "all-gather of ", "reduction of gradients")
 """Prefixes of the names of waits before which ranks post an event; a peer that has posted it does not count as missing."""
@@ -77,8 +61,8 @@ class Watchdog:
         compare_events: bool,
         one_order: bool = False,
     ) -> None:
-        """Start the watchdog. `compare_events`: compare all events, since reading is free. `one_order`: gathers and reductions
-        share one order, as on devices; on CPUs, reductions start as gradients arrive, between any gathers."""
+        """`compare_events`: compare all events, since reading is free. `one_order`: gathers and reductions share one order, as on
+        devices; on CPUs, reductions start as gradients arrive, between any gathers."""
         self.board = board
         self._rank = rank
         self.timeout_seconds = timeout_seconds
@@ -152,22 +136,22 @@ class Watchdog:
         """Post this rank's activity; `step` counts from 0."""
         own = self.board.own
         if step is not None:
-            self._step, own[MICROBATCH] = step + 1, 0
+            self._step, own[status_board.MICROBATCH] = step + 1, 0
         if self.broken is not None:
             self.refuse()
         self._doing = (activity, unit)
         state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
-        if own[STATE] != state:  # Repeated posts of one state keep its start time.
-            own[STATE], own[SINCE] = state, (now := time.monotonic_ns())
+        if own[status_board.STATE] != state:  # Repeated posts of one state keep its start time.
+            own[status_board.STATE], own[status_board.SINCE] = state, (now := time.monotonic_ns())
             self.ring.add(state, now)
-        own[PROGRESS] += 1
+        own[status_board.PROGRESS] += 1
         if self.on_post is not None:
             self.on_post()
 
     def begin_microbatch(self, number: int) -> None:
         """Post the start of a microbatch of the step, counted from 0."""
-        self.board.own[MICROBATCH] = number + 1
-        self.ring.add(NEW_MICROBATCH | (number + 1))
+        self.board.own[status_board.MICROBATCH] = number + 1
+        self.ring.add(status_board.NEW_MICROBATCH | (number + 1))
 
     def count_step(self, seconds: Mapping[str, float]) -> None:
         """Post the seconds of the phases of a finished step. The rest of the time since the last call was between steps."""
@@ -333,7 +317,7 @@ class Watchdog:
     ) -> None:
         self.refuse()
         since = time.monotonic_ns()
-        self.ring.add(WAIT | self.ring.name(what), since)
+        self.ring.add(status_board.WAIT | self.ring.name(what), since)
         began, seconds, look_at, say_at = time.perf_counter(), 0.0, 0.0, 0.0
         patience: Patience | None = None
         missing = behind() if behind is not None else []
@@ -362,7 +346,7 @@ class Watchdog:
             raise
         finally:
             self.waited += time.perf_counter() - began
-            self.ring.add(WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
+            self.ring.add(status_board.WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
             if say_at:
                 self.board.write(RankNote.WAIT, 0)
 
@@ -386,19 +370,12 @@ class Watchdog:
         self._heartbeat.join()
         self.board.close()
 
-    def state(self, rank: int) -> tuple[RankStatus, str]:
+    def state(self, rank: int) -> tuple[status_board.RankStatus, str]:
         """Return the last status of a rank, and its activity in words."""
         row = self.board.row(rank)
         return row, phrase_of(Activity(row.activity), row.unit, self.unit_names.get(rank, ()))
 
-    def waits_for(self, rank: int) -> tuple[list[int], str, float] | None:
-        """Return the late ranks, the operation and the seconds of a rank's present wait; None if it does not wait."""
-        since, text = self.board.read(rank, RankNote.WAIT)
-        ranks, _, what = text.partition("|")
-        return ([int(each) for each in ranks.split()], what, self.board.seconds_since(rank, since)) if since else None
-
     def describe(self, rank: int) -> str:
-        """Return the last status of a rank as a line of text."""
         row, doing = self.state(rank)
         call, disk = (self.board.read(rank, note)[1] for note in (RankNote.CALL, RankNote.DISK))
         more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
@@ -466,8 +443,8 @@ class Watchdog:
             where = f"rank {self._rank} is {self._phrase(own)} where rank {peer} was {self._phrase(other)}"
         else:
             where = (
-                f"ranks {self._rank} and {peer} have gone through different units further back than the last {HISTORY} "
-                f"events, which are all that is remembered, before both were {self._phrase(own)}"
+                f"ranks {self._rank} and {peer} have gone through different units further back than the last "
+                f"{status_board.HISTORY} events, which are all that is remembered, before both were {self._phrase(own)}"
             )
         return CollectiveError(
             f"ranks disagree on the order of units: {where} ({_at_step(self._step)}). Every rank must run the same modules "

@@ -129,7 +129,7 @@ def compared(*, forward: float = 0.2, peak: int = 100, master: int = 0) -> dict[
         peak=100 * MIB,
     )
     for seconds in (9.0, forward, forward):  # The first step does not count.
-        check.add(seconds + 0.1, {"forward": seconds, "backward": 0.1})
+        check.steps.append((seconds + 0.1, {"forward": seconds, "backward": 0.1}))
     device = {"moments": 10 * MIB, "activations": 7 * MIB, **({"master": master * MIB} if master else {})}
     return check.record({"device": device, "host": {"master": 20 * MIB}}, peak * MIB)
 

@@ -97,7 +97,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def work(self) -> Work:
-        """The work of the part of a segment that was begun last."""
         return self._spans[-1].work
 
     def segments(self) -> list[Segment]:

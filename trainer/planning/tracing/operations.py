@@ -32,8 +32,7 @@ class Product(NamedTuple):
     nbytes: int
     """Bytes read and written."""
     activation_bytes: int = 0
-    """The bytes of input and output of a product with a weight, which are kept if the weight's gradient is computed later; 0 for
-        other products."""
+    """Bytes of input and output of a product with a weight, kept until the weight's gradient is computed; else 0."""
 
 
 class TensorExchange(NamedTuple):
@@ -58,7 +57,6 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the products."""
         return sum(product.flops for product in self.products)
 
     def __add__(self, other: Work) -> Work:
@@ -149,19 +147,14 @@ def _call_with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _with_integers(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
-    """Return a result `made` as it is, or integers on the CPU if it is a new integer tensor on the meta device."""
+    """Return a result `made` as it is, or integers on the CPU if it is a new integer tensor on the meta device. Indices are
+    round-robin, so that experts get equally many tokens, and comparisons are unequal."""
     if made.is_floating_point() or made.is_complex() or not made.is_meta or any(made is each for each in given):
         return made
-    return _integers_for(func, args, made)
-
-
-def _integers_for(func: Any, args: Any, like: Tensor) -> Tensor:
-    """Return values for integers that depend on floating-point inputs: indices are round-robin, so that experts get equally many
-    tokens, and comparisons are unequal."""
-    if like.dtype == torch.bool or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-        return torch.zeros(like.shape, dtype=like.dtype)
+    if made.dtype == torch.bool or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return torch.zeros(made.shape, dtype=made.dtype)
     places = args[0].shape[-1] if args[0].dim() else 1
-    return (torch.arange(like.numel()) % max(1, places)).to(like.dtype).view(like.shape)
+    return (torch.arange(made.numel()) % max(1, places)).to(made.dtype).view(made.shape)
 
 
 def _bytes_moved(tensor: Tensor, least: int = 1) -> int:

@@ -56,7 +56,6 @@ class Trace:
 
     @property
     def work(self) -> Work:
-        """The total work, forward and backward."""
         return sum((each.forward + each.backward for each in self.segments), Work())
 
 
@@ -81,7 +80,6 @@ class Tracer:
         self._blocks = _remove_equal_blocks(model, self._undo)
 
     def close(self) -> None:
-        """Restore the values of the model."""
         self._undo.close()
 
     def trace(
@@ -169,7 +167,6 @@ def trace_microbatch(
 
 
 def free_gradient(parameter: Tensor) -> None:
-    """Free a gradient as soon as it is computed, as the engine does."""
     parameter.grad = None
 
 
