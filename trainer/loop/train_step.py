@@ -1,8 +1,7 @@
 """One optimizer step: fetch all its microbatches, count their targets once over all ranks, then run them.
 
-A loss is a sum and a count. Backward of every microbatch starts with 1 / the global count, so accumulation, data parallelism and
-ragged batches cannot change the scale of a gradient. Backward of a loss whose count is known only after forward starts with 1, and
-the update divides by the count.
+Backward of every microbatch starts with 1 / the global count; that of a loss whose count is known only after forward starts with 1,
+and the update divides by the count.
 """
 
 import math
@@ -164,8 +163,8 @@ class Stepper:
         self._computed: list[_Computed] = []
         self.scalars = UserScalars()
         """Values of losses and users to be logged."""
-        self.gradient_factor = 1.0
-        """The factor that turns accumulated gradients into those of the mean loss, between the last backward and the update."""
+        self.gradient_factor: float | None = None
+        """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
         self._copies = torch.Stream(mesh.device) if is_accelerator(mesh.device) else None
         """The stream of copies to the device, which overlap with computing."""
 
@@ -252,9 +251,12 @@ class Stepper:
             mesh.post(Activity.IDLE)
             return None
         factor = 1.0 if count is not None else 1.0 / targets
-        self.gradient_factor = factor / engine.loss_scale
         if before_update is not None:
-            before_update()
+            self.gradient_factor = factor / engine.loss_scale
+            try:
+                before_update()
+            finally:
+                self.gradient_factor = None
         outcome = engine.finish_step(
             factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
         )

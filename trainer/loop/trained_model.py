@@ -61,8 +61,6 @@ class TrainedModel(PlacedModel):
     optimizer: OptimizerSettings
     stepper: Stepper
     generations: int = 0
-    gradients_ready: bool = False
-    """True between the last backward of a step and its update, when `gradient` may be called."""
 
     def unusable_reason(self) -> str:
         steps = counted(self.steps_made(), "whole step")
@@ -121,13 +119,14 @@ class TrainedModel(PlacedModel):
         vars(self.module)["save_pretrained"] = save_pretrained
 
     def gradient(self, name: str) -> Tensor | None:
-        if self.engine is None or not self.gradients_ready:
+        factor = self.stepper.gradient_factor
+        if self.engine is None or factor is None:
             raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
         # Unknown names are refused before any collective.
         self.engine.state.nbytes_of([name])
         with self.mesh.call(f"trainer.gradient({name!r})"):
             gradient = self.engine.state.gradient(name)
-        return None if gradient is None else gradient.mul_(self.stepper.gradient_factor)
+        return None if gradient is None else gradient.mul_(factor)
 
     def make_whole(self) -> None:
         """Close the engine and gather the model on every rank, if all have memory for it; otherwise it stays partitioned."""

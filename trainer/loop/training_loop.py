@@ -1,7 +1,6 @@
 """One `fit`: resume from a checkpoint, train, log, evaluate, save, stop gracefully, and end with a report and a whole model.
 
-The first signal ends the run after the current step, the second one at once. SIGHUP, of a lost terminal, and SIGUSR1, which
-schedulers send on request, are treated as SIGTERM.
+The first signal ends the run after the current step, the second one at once. SIGHUP and SIGUSR1 are treated as SIGTERM.
 """
 
 import math
@@ -43,21 +42,21 @@ _REPEAT_SECONDS = 1.0
 """Seconds in which repeated signals count as one: a terminal and a launcher both forward the same Ctrl-C."""
 
 
+@dataclass(slots=True)
 class StopRequest:
     """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self.signal = 0
-        self._show = show
-        self._at = 0.0
+    show: Callable[[str], None]
+    signal: int = 0
+    at: float = 0.0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: record the first one, and let a second one end the process by its default action."""
         now = time.monotonic()
         if not self.signal:
-            self.signal, self._at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
-            self._show(f"{signal.Signals(number).name}: stopping after this step; a second one stops at once")
-        elif now - self._at > _REPEAT_SECONDS:
+            self.signal, self.at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
+            self.show(f"{signal.Signals(number).name}: stopping after this step; a second one stops at once")
+        elif now - self.at > _REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -245,6 +244,7 @@ class TrainingLoop:
         events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
+        pre_update = partial(events.call, "on_pre_optimizer_step", number)
         with self._profile.step(number) if number in self._profile.steps else nullcontext():
             result = run.model.stepper.train_step(
                 self._loader,
@@ -252,7 +252,7 @@ class TrainingLoop:
                 number - 1,
                 hyperparameters(run.model.optimizer, factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
-                before_update=self._before_update if events.listeners("on_pre_optimizer_step") else None,
+                before_update=pre_update if events.listeners("on_pre_optimizer_step") else None,
                 stop_signal=self._request.signal,
             )
         if result is None:
@@ -266,14 +266,6 @@ class TrainingLoop:
             self._finish_step(result, position)
         if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._is_over and not self._signal):
             self._end_epoch(position)
-
-    def _before_update(self) -> None:
-        model = self.run.model
-        model.gradients_ready = True
-        try:
-            self.run.events.call("on_pre_optimizer_step", self.run.progress.step + 1)
-        finally:
-            model.gradients_ready = False
 
     def _finish_step(self, result: StepResult, position: int) -> None:
         """Count and log a step, and then evaluate, save or stop as requested; `position` is the index of the step's data."""

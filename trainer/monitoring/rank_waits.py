@@ -25,17 +25,8 @@ _PHASE_TEXTS = {
 }
 _CAUSES = {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}
 """The causes of waits for a rank by its activity; others are computation."""
-
-
-_ROW_DEFAULTS = {
-    "rank": 0,
-    "pid": 0,
-    "step": 0,
-    "doing": "",
-    "failure": "",
-    "seconds": 0.0,
-    "seconds_without_progress": 0.0,
-}
+_ROW_DEFAULTS: dict[str, Any] = dict.fromkeys(("pid", "step", "seconds", "seconds_without_progress"), 0)
+_ROW_DEFAULTS |= {"doing": "", "failure": ""}
 
 
 def read_ranks(path: Path) -> list[dict[str, Any]]:

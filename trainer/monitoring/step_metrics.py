@@ -16,19 +16,11 @@ from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, read_whole, refusals, write_whole
 from zeromesh.trainer.config.yaml_reader import MAX_DEPTH
 
-METRICS = "metrics.jsonl"
-"""The file with a line per logged step, as `StepStats.line` makes it."""
-EVALUATIONS = "evaluations.jsonl"
-"""The file with a line per evaluation: its `step`, `eval_loss`, and its other values."""
-SAMPLES = "samples.jsonl"
-"""The file with a line per completion of a prompt of `run.prompts`: `step`, `prompt` and `completion`."""
-STARTS = "starts.jsonl"
-"""The file with a line per start or resume: `step` before it, `host` of rank 0, `hardware`, `parameters` of the model, names
-of the arguments that a script has `given`, and `versions` of packages."""
-RANKS = "ranks.json"
-"""The file with the present activity of every rank, which `StateMonitor` writes."""
-LOCK = "run.lock"
-"""The lock file: it names rank 0's process while it runs and after a kill; after any other end it has the outcome of the run."""
+METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
+STARTS, RANKS, LOCK = "starts.jsonl", "ranks.json", "run.lock"
+"""Files of a run's directory, which docs/guide.md describes. A line of `STARTS` has `step` before the start, `host` of rank 0,
+`hardware`, `parameters` of the model, arguments that a script has `given`, and `versions`. `LOCK` names rank 0's process while it
+runs and after a kill; after any other end it has the outcome of the run, which begins with `ENDED`."""
 ENDED = "ended"
 
 

@@ -1,11 +1,8 @@
 """The estimate of a layout: bytes by tier and purpose of the rank with the most, and seconds of a step by phase.
 
-    bytes      states by `zero/memory_model.py`, activations of the trace over the schedule's microbatches in flight, and libraries
-    seconds    the work of each stage at the machine's rates, combined by the simulator of schedules; communication between data
-               ranks as far as it is not hidden; the update; transfers from and to tiers
-
-On an accelerator, gathers and reductions overlap with computing, and only the excess counts. On CPUs the same cores compute and
-communicate, so both count.
+States are those of `zero/memory_model.py`, activations those of the trace, over the schedule's microbatches in flight. On an
+accelerator, gathers and reductions overlap with computing, and only the excess counts; on CPUs the same cores do both, so both
+count.
 """
 
 from __future__ import annotations

@@ -170,15 +170,13 @@ class Machine(Section):
     def collective_seconds(
         self, kind: str, nbytes: float, *, ranks: int, hosts: int = 1, ranks_on_host: int = 1
     ) -> float:
-        """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a
-        whole, while `ranks_on_host` ranks compute on each host.
+        """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a whole
+        (that is, after an all-gather, and before another), while `ranks_on_host` ranks compute on each host. Raises `ConfigError`
+        where the machine file has no such link.
 
-        `nbytes` is what each rank has after an all-gather, and before a reduce-scatter, an all-reduce or an all-to-all. The formula
-        is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of 1/n of the bytes, twice as
-        many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is the sum over
-        the networks of one host's ranks. All-reduces may have the latency of a tree instead, as NCCL chooses.
-
-        Raises `ConfigError` where the machine file has no such link.
+        The formula is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of 1/n of the bytes,
+        twice as many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is the sum over the
+        networks of one host's ranks. All-reduces may have the latency of a tree instead, as NCCL chooses.
         """
         if ranks == 1:
             return 0.0

@@ -5,11 +5,7 @@
     recorder.take_traffic()    {"tensor": {"all-reduce": {"calls": 96, "bytes": 25165824, "seconds": 0.031}}, "shard": {...}}
 
 Time belongs to the innermost open span, so the phases' seconds add up to those of the step. Time spent waiting for bytes of another
-tier comes from a counter and belongs to the phase `offload_wait` alone.
-
-Bytes are the least that a rank has to send: of `whole` bytes on n ranks, (n - 1) / n in an all-gather and a reduce-scatter, and
-twice that in an all-reduce. In shared memory nothing is sent; the number is what a network would have to carry. Seconds are those
-of this rank's main thread for starting collectives and waiting for them (on CUDA the host's), without overlapped communication.
+tier comes from a counter and belongs to the phase `offload_wait` alone. docs/mesh.md tells what bytes and seconds of traffic are.
 """
 
 from __future__ import annotations

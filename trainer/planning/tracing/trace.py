@@ -1,14 +1,8 @@
 """The trace of one microbatch: memory and work of each block, from a run of the user's model without values.
 
 Floating-point tensors are on the meta device and have a shape alone; integers are real, so that masks and positions are correct,
-and experts are chosen evenly. A dispatch mode sees every operator, and counts live bytes, as PyTorch's allocator would, and work:
-
-    live ^        ____/\\__/\\__                      before | block 0 | block 1 | after      forward
-         |    ___/            \\____               after | block 1 | block 0 | before      backward
-         |___/                     \\____
-
-Of equal blocks at most two run, so that tracing takes about a second at any depth. Gradients of parameters are freed at once, since
-the memory model of states counts them (`zero/memory_model.py`).
+and experts are chosen evenly. A dispatch mode sees every operator, and counts live bytes, as PyTorch's allocator would, and work.
+Of equal blocks at most two run. Gradients of parameters are freed at once, since the memory model of states counts them.
 """
 
 from __future__ import annotations
