@@ -42,8 +42,7 @@ def naming(callback: Any, event: str) -> Iterator[None]:
 
 
 class CallbackDispatcher:
-    """Caller of a trainer's callbacks; those of transformers share arguments, state and control. Raises `ConfigError` at
-    construction for an object that is no callback."""
+    """Caller of a trainer's callbacks. Raises `ConfigError` at construction for an object that is no callback."""
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
@@ -132,7 +131,18 @@ class CallbackDispatcher:
         elif event == "on_predict":
             named["metrics"] = dict(arguments[0])
         if event != "on_optimizer_step":  # The step counts only when it has ended.
-            self._update_state()
+            state, now = self._state, trainer.state
+            state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
+            state.num_train_epochs = max(1, math.ceil(now.epochs))
+            state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
+            state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
+            state.train_batch_size = trainer.run.config.batch.micro_size
+            state.log_history = now.log_history
+            state.compute_steps(self._arguments, now.max_steps)
+            if now.best_metric is not None:
+                state.best_metric, state.best_global_step = now.best_metric, now.best_step
+                best = now.best_checkpoint
+                state.best_model_checkpoint = None if best is None else str(link_of(Path(best)))
         steps = self._state.global_step
         rate = trainer.run.learning_rate_of(steps)
         return {
@@ -142,20 +152,6 @@ class CallbackDispatcher:
             "lr_scheduler": SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=steps),
             **named,
         }
-
-    def _update_state(self) -> None:
-        state, now = self._state, self._trainer.state
-        state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
-        state.num_train_epochs = max(1, math.ceil(now.epochs))
-        state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
-        state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
-        state.train_batch_size = self._trainer.run.config.batch.micro_size
-        state.log_history = now.log_history
-        state.compute_steps(self._arguments, now.max_steps)
-        if now.best_metric is not None:
-            state.best_metric, state.best_global_step = now.best_metric, now.best_step
-            best = now.best_checkpoint
-            state.best_model_checkpoint = None if best is None else str(link_of(Path(best)))
 
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Request actions after the present step, in addition to earlier requests."""

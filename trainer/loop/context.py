@@ -135,7 +135,6 @@ class RunProgress:
 
     @property
     def last_loss(self) -> float | None:
-        """The latest step's loss; None before the first step."""
         return self.losses[-1] if self.losses else self.resumed.loss
 
     def resume(self, state: TrainerState) -> None:

@@ -54,9 +54,8 @@ class DeviceBatch(dict[str, Any]):
         copies: torch.Stream | None,
         before: Self | None = None,
     ) -> None:
-        """Floating-point inputs become `compute`, except labels. `targets` is the number of targets; None: forward counts them.
-        `copies` is the stream of copies from pinned memory, which the host does not wait for; None: the device is the CPU. `before`
-        is the previous batch."""
+        """Floating-point inputs become `compute`, except labels. `targets`: their number; None: forward counts them. `copies`: the
+        stream of copies from pinned memory; None: the device is the CPU. `before` is the previous batch."""
         super().__init__(batch)
         self.targets = targets
         self._device, self._compute, self._copies = device, compute, copies

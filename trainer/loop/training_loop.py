@@ -76,8 +76,7 @@ def _comes_after(step: int, every: int | str) -> bool:
 
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """Trains a run in its locked directory, from its current step to the last one, or to one after which it is asked to stop.
-    `samples` generates the completions of `run.prompts`."""
+    """Trains a run in its locked directory; `samples` generates the completions of `run.prompts`."""
 
     run: RunContext
     directory: RunDirectory

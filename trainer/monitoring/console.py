@@ -50,10 +50,9 @@ def _never_raising(method: Callable[Concatenate["Console", _P], None]) -> Callab
 
 
 class Console(AbstractContextManager["Console"]):
-    """Shows a run on `stream` (standard output if None); without `shown`, as on ranks above 0, nothing. A terminal gets a bar with
-    the numbers of the last logged step, drawn at most a few times a second, with notes above it, other streams a line per logged
-    step, and a status line after some silence. Methods may be called in any order, and none raises: after a lost terminal or a
-    closed pipe the console is silent."""
+    """Shows a run on `stream` (standard output if None), and without `shown` nothing. A terminal gets a bar, drawn at most a few
+    times a second, with notes above it, other streams a line per logged step, and a status line after some silence. Methods may be
+    called in any order, and none raises: after a lost terminal or a closed pipe the console is silent."""
 
     def __init__(self, stream: TextIO | None = None, *, shown: bool = True, verbose: bool = False) -> None:
         """`verbose` shows details on terminals too; logs always have them."""

@@ -30,8 +30,7 @@ _ROW_DEFAULTS |= {"doing": "", "failure": ""}
 
 
 def read_ranks(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of `ranks.json`, in the order of ranks. Raises `OSError`, and `StorageError` for a file that is not as
-    `StateMonitor` writes it."""
+    """Return the rows of `ranks.json`, by rank. Raises `OSError`, or `StorageError` if it is not as `StateMonitor` writes it."""
     try:
         rows = [{**_ROW_DEFAULTS, **row, "rank": int(row["rank"])} for row in json.loads(read_whole(path))["ranks"]]
         for row in rows:

@@ -143,8 +143,7 @@ def require_free_names(values: Mapping[str, Any], whose: str) -> None:
 
 
 def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]:
-    """Return the largest peak memory of all ranks, in bytes, and every rank's `busy`, its seconds at work in a step; all ranks call
-    it."""
+    """Return the largest peak memory of all ranks, in bytes, and each rank's `busy` seconds; all ranks call it."""
     peak = device_memory(mesh.device).peak if is_accelerator(mesh.device) else peak_bytes()
     rows = mesh.world.gather_integers([peak, int(1e6 * busy)])
     return max(rows)[0], tuple([row[1] / 1e6 for row in rows])
@@ -175,8 +174,7 @@ _SILENT_STEPS = 100  # The least number of steps between two lines about the sam
 
 @dataclass(slots=True)
 class Stragglers:
-    """Compares the ranks' seconds at work in steps, without waits for one another, work between steps, and the first step with its
-    setup."""
+    """Compares the ranks' seconds at work in steps after the first, without waits for one another and work between steps."""
 
     _busy_seconds: list[float] = field(default_factory=list)
     """This rank's seconds at work in each step since the last comparison."""

@@ -28,8 +28,8 @@ _CARDS = 8
 
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:
-    """Return the machine with a name, a size or a file; by default the one measured here, or one with this host's accelerators.
-    `devices` is the number of cards per host where it is unknown. Raises `ConfigError` for a machine that is not known."""
+    """Return the machine with a name, a size or a file; by default one with this host's accelerators, or the one measured here.
+    `devices` is the number of cards per host where it is unknown. Raises `ConfigError` for an unknown machine."""
     if name is None and accelerator.current_accelerator() is not None:
         name = find_name(accelerator.device_name(accelerator.initialize()[0]))
     return find_machine(name, devices=devices)
@@ -90,8 +90,8 @@ def given_keys(config: TrainerConfig, free: Collection[str] | None = None) -> li
 def set_auto(
     config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment
 ) -> tuple[TrainerConfig, Estimate]:
-    """Replace `auto` by the values of the fastest plan that fits, and return its estimate too. Raises `ConfigError` where no layout
-    fits, and for a model or a machine that cannot be planned."""
+    """Replace `auto` by the values of the fastest plan that fits; returns its estimate too. Raises `ConfigError` where none
+    fits."""
     ranks, host, chosen = environment.world_size, environment.local_world_size, _auto_keys(config)
     more = {
         key for key in FIELDS if key.partition(".")[2] not in getattr(config, key.partition(".")[0]).model_fields_set

@@ -148,8 +148,7 @@ class Machine(Section):
 
     def work_seconds(self, work: Work, *, ranks_on_host: int = 1) -> float:
         """Return the seconds of one pass through a part of a model, without exchanges, when `ranks_on_host` ranks compute at once.
-        On a CPU products, moves and launches follow each other, and ranks share cores. On an accelerator the host launches ahead,
-        so that the longer of launching and computing counts."""
+        CPU ranks share cores. On an accelerator the host launches ahead, so the longer of launching and computing counts."""
         products = sum(map(self.product_seconds, work.products))
         moves = self.moved_seconds(work.moved, ranks_on_host=ranks_on_host)
         launches = work.operations * self.device.launch_seconds
@@ -240,9 +239,9 @@ class Machine(Section):
     def update_seconds(
         self, elements: float, *, moments: int = 2, on: DeviceOrHost = "device", ranks_on_host: int | None = None
     ) -> float:
-        """Return the seconds of one rank's update of `elements` float32 elements with so many moments (2 for AdamW) on their tier.
-        It is limited by memory, where its rate is not measured: of the device, or its share of the host's (`ranks_on_host`, by
-        default all of a host)."""
+        """Return the seconds of one rank's update of `elements` float32 elements with so many moments (2 for AdamW). Where its rate
+        is not measured, the memory limits it: of the device, or its share of the host's (`ranks_on_host`, by default all of a
+        host)."""
         per_element = self.update.device if on == "device" else self.update.host
         nbytes = _ADAMW_FIXED + _ADAMW_MOMENT * moments
         ranks = self.host.devices if ranks_on_host is None else ranks_on_host

@@ -99,8 +99,7 @@ class Planner:
     def __init__(
         self, subject: Subject, machine: Machine, *, host: int | None = None, fixed: Mapping[str, Any] | None = None
     ) -> None:
-        """`host` is the number of ranks per host, by default the machine's. `fixed` are the fields of layouts that the user has
-        set."""
+        """`host`: ranks per host, by default the machine's. `fixed`: the fields of layouts that the user has set."""
         self._subject, self._machine = subject, machine
         self._host = host or machine.host.devices
         self._fixed = dict(fixed or {})
@@ -231,9 +230,8 @@ class Planner:
                 yield PlanRow(estimate=estimate, why_not=why_not(estimate, room))
 
     def _offloaded(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
-        """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory. Offload takes
-        time, so layouts that fit need none, and a layout's time plus that of each kind of offload alone is a lower bound of any
-        combination."""
+        """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory. Layouts that fit
+        need no offload, and a layout's time plus that of each kind of offload alone is a lower bound of any combination."""
         tiers: list[TierName] = [] if self._machine.is_cpu else ["host"]
         tiers += ["file"] if self._machine.disk else []
         seconds = sorted(row.estimate.seconds for row in rows if row.fits)

@@ -126,7 +126,6 @@ class Subject:
         return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
     def segments(self, trace: Trace, stage: int, cut: Sequence[range]) -> list[Segment]:
-        """Return the traced segments of the blocks of one stage."""
         before, *blocks, after = trace.segments
         own = [blocks[index] for index in cut[stage]]
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]

@@ -132,7 +132,6 @@ class RankStatus(NamedTuple):
 
 
 def new_row() -> memoryview:
-    """Return an empty row in private memory."""
     return memoryview(bytearray(ROW_WORDS * 8)).cast("q")
 
 
@@ -269,9 +268,7 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
-    def clone(self) -> Store:
-        """Return another connection to the same store, for another thread."""
-        ...
+    def clone(self) -> Store: ...  # It is another connection, for another thread.
 
 
 class StoreBoard(StatusBoard):

@@ -78,8 +78,6 @@ class StepRecorder:
         self._nested: list[record_function] = []
         self._current: record_function | None = None
 
-    # Seconds
-
     def begin_step(self, waits: WaitTime | None = None) -> None:
         """Begin a step. `waits` counts the time that this rank waits for bytes of another tier."""
         self._open = [StepPhase.OTHER] if self.enabled else []
@@ -114,8 +112,6 @@ class StepRecorder:
         self._pieces.append((self._open[-1], self._last, now, waited - self._waited_before))
         self._last, self._waited_before = now, waited
 
-    # Traffic
-
     def account(self, axis: str, ranks: int) -> CommAccount:
         """Open the account of an axis or process set of `ranks` ranks; an existing one of that name is replaced."""
         account = self._accounts[axis] = CommAccount(self, axis, ranks)
@@ -129,8 +125,6 @@ class StepRecorder:
         """Return calls, bytes and seconds by axis and collective since the last call, without unused ones."""
         found = {axis: account.take() for axis, account in list(self._accounts.items()) if account.used}
         return {axis: collectives for axis, collectives in found.items() if collectives}
-
-    # Ranges of torch's profiler
 
     @contextmanager
     def profiling_ranges(self) -> Iterator[None]:

@@ -167,9 +167,8 @@ class Watchdog:
         self, activity: Activity, unit: int, peers: Sequence[int], *, settled: bool = True, call: str = ""
     ) -> None:
         """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`. On one host every event is
-        compared, since reading is free there. Across hosts only one that is not `settled` (not as recorded in an earlier pass) is:
-        this rank then publishes it and waits for the peers' events. Raises `CollectiveError` when a peer has posted another event
-        in its place."""
+        compared; across hosts only one that is not `settled` (not as recorded in an earlier pass): this rank then publishes it and
+        waits for the peers' events. Raises `CollectiveError` when a peer has posted another event in its place."""
         self._doing = (activity, unit)
         state = (activity << UNIT_BITS) | (unit + 1)
         if activity is Activity.CALL:
@@ -274,8 +273,8 @@ class Watchdog:
         looks: int = 200,
     ) -> None:
         """Wait until `done()`, a condition that peers make true in shared memory. `pause` sleeps for some seconds or until a
-        change; None: poll. `behind` returns the late ranks; None: the board tells them. Nothing is recorded of a wait that is over
-        within the first `looks`."""
+        change; None: poll. `behind` returns the late ranks; None: the board tells them. A wait that is over within `looks` leaves
+        no record."""
         self.operations_begun += 1
         for _ in range(looks):
             if done():

@@ -109,10 +109,15 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
             if func.overloadpacket.__name__ == "arange" and kwargs.get("dtype") is None:
                 wanted = torch.int64 if all(isinstance(each, int) for each in args) else wanted
             kwargs["device"] = "meta" if wanted.is_floating_point else "cpu"
+        try:
+            out = func(*args, **kwargs)
+        except NotImplementedError:
+            # Some CPU kernels that count integers, such as the experts of tokens, take floating-point inputs alone.
+            dtype = next(each.dtype for each in args if isinstance(each, Tensor))
+            wide = func(*pytree.tree_map_only(Tensor, Tensor.double, args), **kwargs)
+            out = pytree.tree_map_only(Tensor, lambda made: made.to(dtype), wide)
         return pytree.tree_map_only(
-            Tensor,
-            lambda made: _empty_like(made) if made.is_floating_point() or made.is_complex() else made,
-            _call_with_values(func, args, kwargs),
+            Tensor, lambda made: _empty_like(made) if made.is_floating_point() or made.is_complex() else made, out
         )
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
@@ -134,16 +139,6 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
         return back[id(tensor)] if id(tensor) in back else _with_integers(func, args, tensors, tensor)
 
     return pytree.tree_map_only(Tensor, from_meta, func(*args, **kwargs))
-
-
-def _call_with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    try:
-        return func(*args, **kwargs)
-    except NotImplementedError:
-        # Some CPU kernels that count integers, such as the experts of tokens, take floating-point inputs alone.
-        dtype = next(each.dtype for each in args if isinstance(each, Tensor))
-        out = func(*pytree.tree_map_only(Tensor, Tensor.double, args), **kwargs)
-        return pytree.tree_map_only(Tensor, lambda made: made.to(dtype), out)
 
 
 def _with_integers(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
