@@ -243,8 +243,8 @@ class TrainingLoop:
         events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
-        pre_update = partial(events.call, "on_pre_optimizer_step", number)
-        with self._profile.step(number) if number in self._profile.steps else nullcontext():
+        profile, pre_update = self._profile, partial(events.call, "on_pre_optimizer_step", number)
+        with profile.step(number) if number in profile.steps or number == profile.measured else nullcontext():
             result = run.model.stepper.train_step(
                 self._loader,
                 position,

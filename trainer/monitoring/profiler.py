@@ -34,10 +34,10 @@ class Profile(AbstractContextManager["Profile"]):
         """`first` is the process's first step. On rank 0 the second one also leaves a file with the changes of bytes by purpose, as
         the first one allocates persistent memory."""
         begin, end = section.steps or (0, -1)
-        self._traced = range(begin, end + 1)
-        self._second = first + 1 if engine.mesh.rank == 0 and section.step_figures else 0
-        self.steps = {*self._traced, self._second}
-        """The profiled steps, counted from 1, which run inside `step`."""
+        self.steps = range(begin, end + 1)
+        """The traced steps, counted from 1."""
+        self.measured = first + 1 if engine.mesh.rank == 0 and section.step_figures else 0
+        """The step whose changes of bytes are written; 0: none."""
         self._section = section
         self._folder = directory / FOLDER
         self._engine = engine
@@ -55,11 +55,11 @@ class Profile(AbstractContextManager["Profile"]):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile step `number`, one of `steps`, in the block."""
+        """Profile step `number`, one of `steps` or `measured`, in the block."""
         with ExitStack() as stack:
-            if number == self._second:
+            if number == self.measured:
                 stack.enter_context(self._record_memory(number))
-            if number in self._traced:
+            if number in self.steps:
                 if self._profiler is None:
                     activities, memory = profiler_activities(self._mesh.device), self._section.memory
                     made = profile(activities=activities, record_shapes=memory, profile_memory=memory)
@@ -68,7 +68,7 @@ class Profile(AbstractContextManager["Profile"]):
                 self._recorded.append(number)
                 stack.enter_context(self._mesh.recorder.range("step", str(number)))
             yield
-        if self._profiler is not None and number == self._traced[-1]:
+        if self._profiler is not None and number == self.steps[-1]:
             self._stop()
             self._mesh.wait_for_all_ranks("writing of traces")
 
