@@ -46,7 +46,7 @@ class Subject:
     def __init__(
         self, model: nn.Module, loss: Loss, config: TrainerConfig, batches: Batches, *, device: str = "cpu"
     ) -> None:
-        """`model` is whole, with or without values; `device` is the kind of device of the planned run."""
+        """`model` is whole, with or without values; `device` is the kind of device of the run."""
         self.config, self.device = config, device
         self.model_name = type(model).__name__
         self.parameters = sum(each.numel() for each in model.parameters())

@@ -53,7 +53,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Executes operators without values, and counts bytes and work."""
 
     def __init__(self, device: str) -> None:
-        """`device` is the kind of device of the run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_cpu = device == "cpu"
         self._live = 0
