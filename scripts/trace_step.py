@@ -2,8 +2,8 @@
 
 The calls of a step are also counted by kind of bookkeeping, with recording on and off, and its share of all calls is printed.
 `python scripts/trace_step.py` measures the checkout that Python imports; `scripts/structure_report.py --trace` compares several.
-`--functions` prints the functions that a step calls most instead. `--prompt` counts the calls of a prompt of 4 tokens on one rank,
-which a Llama of 4 blocks goes on from by 4 tokens.
+`--functions` also prints the functions that a step calls most, and `--files` the files that it enters. `--prompt` counts the calls
+of a prompt of 4 tokens on one rank, which a Llama of 4 blocks goes on from by 4 tokens.
 """
 
 import argparse
@@ -97,18 +97,21 @@ def main() -> None:
     """Start two ranks with recording on, then two with recording off, and print what rank 0 has counted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--functions", type=int, default=0, metavar="N", help="print the N functions called most")
+    parser.add_argument(
+        "--files", action="store_true", help="print the files that a step enters, and the calls of each"
+    )
     parser.add_argument("--prompt", action="store_true", help="count the calls of a prompt")
     options = parser.parse_args()
     if options.prompt:
         _count_of_prompt(options.functions)
         return
     if "RANK" in os.environ:
-        _count(options.functions)
+        _count(options.functions, files=options.files)
         return
     found: dict[str, Any] = {}
     for recording in ("on", "off"):
         with tempfile.TemporaryDirectory() as folder:
-            lines = _run_ranks(folder, recording, options.functions)
+            lines = _run_ranks(folder, recording, sys.argv[1:])
         print("\n".join(lines[:-1]), end="\n" if lines[1:] else "")
         counts = json.loads(lines[-1])
         if recording == "on":
@@ -119,7 +122,7 @@ def main() -> None:
     print(json.dumps(found))
 
 
-def _run_ranks(folder: str, recording: str, functions: int) -> list[str]:
+def _run_ranks(folder: str, recording: str, options: list[str]) -> list[str]:
     """The lines that rank 0 has printed at its end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -129,7 +132,7 @@ def _run_ranks(folder: str, recording: str, functions: int) -> list[str]:
     for rank in range(2):
         environment = os.environ | launch | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         environment |= {"TRACE_FOLDER": folder, "TRACE_RECORDING": recording}
-        command = [sys.executable, __file__, "--functions", str(functions)]
+        command = [sys.executable, __file__, *options]
         ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
     output = [process.communicate(timeout=300)[0] for process in ranks]
     if any(process.returncode for process in ranks):
@@ -138,7 +141,7 @@ def _run_ranks(folder: str, recording: str, functions: int) -> list[str]:
     return lines[lines.index("counts") + 1 :]
 
 
-def _count(functions: int) -> None:
+def _count(functions: int, *, files: bool) -> None:
     """Train four steps with a save after the third, go on from it, and print the counts of this rank."""
     torch.set_num_threads(1)
     counter = CallCounter()
@@ -159,6 +162,11 @@ def _count(functions: int) -> None:
     print("counts")
     for (path, name), count in counter.calls["step"].most_common(functions):
         print(f"{count:6} {path} {name}")
+    entered: Counter[str] = Counter()
+    for (path, _), count in counter.calls["step"].items():
+        entered[path] += count
+    for path, count in entered.most_common() if files else ():
+        print(f"{count:6} {path}")
     phases = ("step", "save", "load")
     found: dict[str, Any] = {f"files of a {phase}": len({path for path, _ in counter.calls[phase]}) for phase in phases}
     found |= {f"Python calls of a {phase}": counter.calls[phase].total() for phase in phases}

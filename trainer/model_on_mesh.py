@@ -1,7 +1,4 @@
-"""`ModelOnMesh`: the operations on a model whose parameters are divided over the ranks of a mesh, for training or generation.
-
-`PlacedModel` is the part of such a model on one rank.
-"""
+"""`ModelOnMesh`: the operations on a model whose parameters are divided over the ranks of a mesh, for training or generation."""
 
 from __future__ import annotations
 
@@ -206,7 +203,6 @@ class PlacedModel(ModelOnMesh):
             raise PhaseError(self.unusable_reason())
 
     def unusable_reason(self) -> str:
-        """Return the reason why the model is unusable."""
         return f"this {self.owner} ended with {self.failure}; make a new one"
 
     def explain(self, error: BaseException) -> BaseException:
@@ -215,11 +211,9 @@ class PlacedModel(ModelOnMesh):
 
     @contextmanager
     def guarded(self, call: str) -> Iterator[None]:
-        """Guard the collective call that `call` names, such as `trainer.fit()`; the block of an empty name is not collective.
-
-        An error during a collective operation makes the model unusable, and is reported to the other ranks. An error before any
-        collective operation has no effect. On a single rank only the current step is lost.
-        """
+        """Guard the collective call that `call` names, such as `trainer.fit()`; the block of an empty name is not collective. An
+        error during a collective operation makes the model unusable, and is reported to the other ranks; one before any has no
+        effect. On a single rank only the current step is lost."""
         self.require_sound()
         watch = self.mesh.watch
         begun = watch.operations_begun
@@ -240,7 +234,6 @@ class PlacedModel(ModelOnMesh):
             self.console.close()
 
     def close(self) -> None:
-        """Release the model's files and shared memory."""
         if self.engine is not None:
             self.engine.close()
         self.divided.close()
@@ -249,8 +242,8 @@ class PlacedModel(ModelOnMesh):
 def _tensors(
     placed: PlacedModel, call: str, *, ema: bool = False, form: Callable[[Named], Named] | None = None
 ) -> Named:
-    """Yield `(name, tensor)` of whole parameters. With `form`, yield its result for the tensors of a file, which are the
-    parameters, tied ones once, and the persistent buffers. An error of `form` is reported to the other ranks as one of the call."""
+    """Yield `(name, tensor)` of whole parameters; with `form`, its result for the tensors of a file: the parameters, tied ones
+    once, and the persistent buffers. An error of `form` is reported to the other ranks as one of the call."""
     found: Named
     with nullcontext() if placed.engine is None else placed.mesh.call(f"{placed.owner}.{call}()"):
         if placed.engine is not None:

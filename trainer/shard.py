@@ -352,7 +352,14 @@ def save(
     engine = engine_of(model)
     engine.require_same_parameters()
     progress = engine.progress()
-    groups = [] if optimizer is None else [_scalar_values(group) for group in optimizer.param_groups]
+    groups = [
+        {
+            name: each.item() if isinstance(each, torch.Tensor) else each
+            for name, each in group.items()
+            if name != "params"
+        }
+        for group in (() if optimizer is None else optimizer.param_groups)
+    ]
     made = TrainerState(
         step=progress["updates"] if step is None else step,
         samples=0,
@@ -361,19 +368,17 @@ def save(
         **progress,
         callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
     )
-    store = CheckpointStore(Path(directory).expanduser())
-    saver = Saver(store, engine.mesh, engine.ledger)
+    saver = Saver(CheckpointStore(Path(directory).expanduser()), engine.mesh, engine.ledger)
     try:
         away = placed_of(model).source.referenced()
-        content = content_of(engine, None, made, lambda: set() if alone else set(store.steps()), away)
+        content = content_of(engine, None, made, lambda: set() if alone else set(saver.store.steps()), away)
         saver.begin(made.step, _content_without(content, without))
     except CheckpointError as error:
         raise StorageError(str(error)) from error
-    saved = saver.finish()
-    if saved is None or saved.failure:
+    if (saved := saver.finish()) is None or saved.failure:
         why = saved.failure if saved else "no save ran"
         raise StorageError(f"the checkpoint of step {made.step} was not written: {why}")
-    return store.path(made.step)
+    return saver.store.path(made.step)
 
 
 def _content_without(content: SaveContent, names: Collection[str]) -> SaveContent:
@@ -440,8 +445,3 @@ def load(
             f"{path} has weights and no checkpoint; load them into the model before shard() partitions it"
         )
     return None
-
-
-def _scalar_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-    return {name: value for name, value in values.items() if name != "params"}

@@ -16,12 +16,9 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 
 class TorchSchedule:
-    """The learning rate of a torch scheduler in each step, and the momentum, which `OneCycleLR` and `CyclicLR` change too. The
-    scheduler acts on a dummy optimizer of one parameter, with the class and settings of the run's.
-
-    Raises:
-        ConfigError: if the factory returns no scheduler, one that needs a metric, or one that sets a momentum of an SGD without it.
-    """
+    """The learning rate of a torch scheduler in each step, and the momentum, which `OneCycleLR` and `CyclicLR` change too. It acts
+    on a dummy optimizer of one parameter, of the run's class and settings. Raises `ConfigError` if the factory returns no
+    scheduler, one that needs a metric, or one that sets a momentum of an SGD without it."""
 
     def __init__(self, make: MakeScheduler, settings: OptimizerSection) -> None:
         optimizer = torch_optimizer(settings, [torch.zeros(1, requires_grad=True)])

@@ -30,7 +30,7 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
-_RUNNING_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
+DISK_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
 """The running disk calls of each thread, outermost first: operation, path and start time."""
 _NO_LOCK_ERRNOS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
 
@@ -137,7 +137,7 @@ class DiskWait:
 def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record for the length of the block that this thread waits for a disk; blocks may be nested."""
     thread = threading.get_ident()
-    calls = _RUNNING_CALLS.setdefault(thread, [])
+    calls = DISK_CALLS.setdefault(thread, [])
     calls.append((what, path, time.monotonic()))
     try:
         yield
@@ -148,13 +148,13 @@ def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     finally:
         calls.pop()
         if not calls:
-            del _RUNNING_CALLS[thread]
+            del DISK_CALLS[thread]
 
 
 def longest_disk_call() -> DiskWait | None:
     """Return the disk call that runs longest, among the innermost one of each thread; None if no thread waits for a disk."""
     now = time.monotonic()
-    found = [(calls[0][2], *calls[-1]) for calls in map(list, list(_RUNNING_CALLS.values())) if calls]
+    found = [(calls[0][2], *calls[-1]) for calls in map(list, list(DISK_CALLS.values())) if calls]
     if not found:
         return None
     outer, what, path, since = min(found, key=lambda call: call[3])

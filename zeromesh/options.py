@@ -89,17 +89,6 @@ class OptimizerSettings(keys.OptimizerKeys):
     members: tuple[tuple[str, ...], ...] = ()
     """The parameter names of each group, for user-defined groups; a parameter in no group is never updated."""
 
-    def groups(self, lr_factor: float = 1.0, momentum: float | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the settings of decayed parameters and of the others for a step whose schedule multiplies the learning rate by
-        `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
-        common = {
-            "lr": self.lr * lr_factor,
-            "betas": self.betas if momentum is None else (momentum, self.betas[1]),
-            "eps": self.eps,
-            "momentum": self.momentum if momentum is None else momentum,
-        }
-        return {**common, "weight_decay": self.weight_decay}, {**common, "weight_decay": 0.0}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerSettings(keys.ScalerKeys):

@@ -16,7 +16,7 @@ from torch import nn
 PATCHES = {
     "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
     "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: traces a device's kernel.
-    # loop/device_batch.py: the host computes the answer from the batch, since the library would wait for the device.
+    # loop/train_step.py: the host computes the answer from the batch, since the library would wait for the device.
     "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "5.23.0",
     "transformers.masking_utils._ignore_causal_mask_sdpa": "5.23.0",
     "transformers.masking_utils.fast_all": "5.23.0",

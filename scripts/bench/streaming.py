@@ -29,7 +29,7 @@ from zeromesh.offload import (
     WaitTime,
 )
 from zeromesh.offload.io.transfer import StagingPool
-from zeromesh.optim.fused_optimizer import fused_update
+from zeromesh.optim.fused_optimizer import fused_update, hyperparameters
 from zeromesh.options import OptimizerSettings
 
 _CPU = torch.device("cpu")
@@ -148,7 +148,7 @@ def _update(row: StreamRow, tensors: list[torch.Tensor]) -> None:
 def _repeat(tensors: Sequence[torch.Tensor], times: int) -> None:
     """The optimizer's computing, so many times."""
     master, first, second, grad = tensors
-    group = OptimizerSettings(lr=1e-4, weight_decay=0.1).groups()[0]
+    group = hyperparameters(OptimizerSettings(lr=1e-4, weight_decay=0.1))[0]
     for _ in range(times):
         fused_update("adamw", group, master, grad, [first, second], 3)
 

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zeromesh import Trainer
-from zeromesh.telemetry.event_ring import BEGIN, Activity, EventRing
-from zeromesh.telemetry.status_board import StatusBoard, new_row
+from zeromesh.telemetry.status_board import BEGIN, Activity, EventRing, StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
 from zeromesh.trainer.callbacks import Callback
 from zeromesh.trainer.config.load import load_config

@@ -1,11 +1,8 @@
 """Dispatch of a run's events to its callbacks, and their requests.
 
-Callbacks of transformers get transformers' objects: `TrainingArguments` derived from the configuration, a `TrainerState` that
-follows the run, and a `TrainerControl` with the run's next actions as flags, which they may change. No other change affects the
-run. Events have the order and the arguments of transformers' Trainer.
-
-The real optimizer and scheduler are partitioned, or do not exist. Their stand-ins have the learning rate alone, and there is no
-stand-in for data loaders: access to a missing attribute raises an error.
+Callbacks of transformers get transformers' objects, in the order and with the arguments of its Trainer. The flags of the
+`TrainerControl` are the run's next actions; no other change affects the run. The optimizer and the scheduler are stand-ins that
+have the learning rate alone, as the real ones are partitioned, or do not exist.
 """
 
 import math
@@ -31,8 +28,7 @@ from zeromesh.trainer.config.foreign_names import training_arguments
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import ending_children
 
-_EXPORTED = "TransformersCallbacks"
-"""The key of the states of transformers' callbacks in a checkpoint."""
+_EXPORTED = "TransformersCallbacks"  # The key of the states of transformers' callbacks in a checkpoint.
 
 
 @contextmanager
@@ -46,15 +42,13 @@ def naming(callback: Any, event: str) -> Iterator[None]:
 
 
 class CallbackDispatcher:
-    """Caller of a trainer's callbacks; those of transformers share arguments, state and control. Raises `ConfigError` at
-    construction for an object that is no callback."""
+    """Caller of a trainer's callbacks. Raises `ConfigError` at construction for an object that is no callback."""
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[Any]) -> None:
         self._trainer = trainer
         self._callbacks: list[Callback | TrainerCallback] = []
         self.control = TrainerControl()
-        """The requests of this rank after the present step, which apply to all ranks. `should_training_stop` persists, and ends the
-        run with a checkpoint, as after the last step."""
+        """The requests of this rank after the present step. `should_training_stop` persists, and ends the run with a checkpoint."""
         self._state = TrainerState()
         self._arguments: TrainingArguments | None = None
         for callback in callbacks:
@@ -76,7 +70,6 @@ class CallbackDispatcher:
 
     @property
     def of_transformers(self) -> list[TrainerCallback]:
-        """The callbacks of transformers."""
         return [each for each in self._callbacks if not isinstance(each, Callback)]
 
     @property
@@ -84,16 +77,24 @@ class CallbackDispatcher:
         """True if a callback of transformers overrides `on_save`, which may read the checkpoint, which then has to be complete."""
         return any(type(each).on_save is not TrainerCallback.on_save for each in self.of_transformers)
 
+    def listeners(self, event: str) -> list[Callback | TrainerCallback]:
+        """Return the callbacks that handle an event: those of ours that override it, and all of transformers."""
+        base = getattr(Callback, event)
+        return [
+            each
+            for each in self._callbacks
+            if not isinstance(each, Callback) or getattr(getattr(each, event), "__func__", None) is not base
+        ]
+
     def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of all callbacks, and apply the flags that those of transformers change; errors get a note that
-        names the callback."""
+        """Call the method `event` of all listeners, and apply the flags that those of transformers change; errors name the
+        callback."""
         named: dict[str, Any] = {}
         known: frozenset[str] = frozenset()
-        for callback in self._callbacks:
+        for callback in self.listeners(event):
             if isinstance(callback, Callback):
-                if self._overrides(callback, event):
-                    with naming(callback, event), ending_children():
-                        getattr(callback, event)(self._trainer, *arguments)
+                with naming(callback, event), ending_children():
+                    getattr(callback, event)(self._trainer, *arguments)
                 continue
             if not named:
                 named = self._event_arguments(event, *arguments)
@@ -102,7 +103,8 @@ class CallbackDispatcher:
                 answer = getattr(callback, event)(self._arguments, self._state, self.control, **named)
             if answer is not None:
                 self.control = answer
-        if added := {name: value for name, value in named.get("logs", {}).items() if name not in known}:
+        if logs := named.get("logs"):
+            added = {name: value for name, value in logs.items() if name not in known}
             self._trainer.run.model.stepper.scalars.add(added)
 
     def _event_arguments(self, event: str, *arguments: Any) -> dict[str, Any]:
@@ -129,7 +131,18 @@ class CallbackDispatcher:
         elif event == "on_predict":
             named["metrics"] = dict(arguments[0])
         if event != "on_optimizer_step":  # The step counts only when it has ended.
-            self._update_state()
+            state, now = self._state, trainer.state
+            state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
+            state.num_train_epochs = max(1, math.ceil(now.epochs))
+            state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
+            state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
+            state.train_batch_size = trainer.run.config.batch.micro_size
+            state.log_history = now.log_history
+            state.compute_steps(self._arguments, now.max_steps)
+            if now.best_metric is not None:
+                state.best_metric, state.best_global_step = now.best_metric, now.best_step
+                best = now.best_checkpoint
+                state.best_model_checkpoint = None if best is None else str(link_of(Path(best)))
         steps = self._state.global_step
         rate = trainer.run.learning_rate_of(steps)
         return {
@@ -140,28 +153,6 @@ class CallbackDispatcher:
             **named,
         }
 
-    def _update_state(self) -> None:
-        state, now, trainer = self._state, self._trainer.state, self._trainer
-        state.global_step, state.max_steps, state.epoch = now.step, now.max_steps, now.epoch
-        state.num_train_epochs = max(1, math.ceil(now.epochs))
-        state.num_input_tokens_seen, state.total_flos = now.tokens, now.total_flos
-        state.is_world_process_zero = state.is_local_process_zero = now.is_world_process_zero
-        state.train_batch_size = trainer.run.config.batch.micro_size
-        state.log_history = now.log_history
-        state.compute_steps(self._arguments, now.max_steps)
-        if now.best_metric is not None:
-            state.best_metric, state.best_global_step = now.best_metric, now.best_step
-            best = now.best_checkpoint
-            state.best_model_checkpoint = None if best is None else str(link_of(Path(best)))
-
-    def listens(self, event: str) -> bool:
-        """Return True if a callback handles an event."""
-        return any(not isinstance(each, Callback) or self._overrides(each, event) for each in self._callbacks)
-
-    @staticmethod
-    def _overrides(callback: Callback, event: str) -> bool:
-        return getattr(getattr(callback, event), "__func__", None) is not getattr(Callback, event)
-
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Request actions after the present step, in addition to earlier requests."""
         self.control.should_log |= log
@@ -171,8 +162,7 @@ class CallbackDispatcher:
 
     def forget_requests(self, *, stop_epoch: bool = False) -> None:
         """Clear the requests for the next step, except one to stop the run."""
-        stop = self.control.should_training_stop
-        self.control = TrainerControl(should_training_stop=stop, should_epoch_stop=stop_epoch)
+        self.control = TrainerControl(self.control.should_training_stop, should_epoch_stop=stop_epoch)
 
     def agree(self, mesh: Mesh) -> None:
         """Combine the callbacks' requests of all ranks; a run without callbacks skips it."""
@@ -198,7 +188,6 @@ class CallbackDispatcher:
         return {**found, _EXPORTED: exported} if exported else found
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Restore the callbacks' states from a checkpoint of an earlier process."""
         exported = states.get(_EXPORTED, {})
         for number, callback in enumerate(self._callbacks):
             name = type(callback).__name__

@@ -18,7 +18,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader, manifest_of_files
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.errors import CheckpointError, ConfigError, some
 from zeromesh.offload import TieredTensor, tensor_bytes
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.user_model import source_of

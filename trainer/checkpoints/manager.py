@@ -64,10 +64,10 @@ class RunCheckpoints:
         self._note = note
         self._sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
         self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
-        self._saver = Saver(self.store, self._mesh, engine.ledger)
+        self.saver = Saver(self.store, self._mesh, engine.ledger)
         self._frozen = FrozenWeights(engine, config.checkpoint.frozen, note)
         # Without periodic checkpoints, the directory is made when a callback first asks for one.
-        if self._saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
+        if self.saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
             self.store.clean()
         self._linked = linked
         self._metrics: dict[int, float] = {}
@@ -76,10 +76,6 @@ class RunCheckpoints:
         """Remaining attempts of the last step's save; None before the last step."""
         self.latest: int | None = None
         """The step of the newest checkpoint that this process has written or read."""
-
-    @property
-    def in_flight(self) -> int | None:
-        return self._saver.in_flight
 
     # Resuming
 
@@ -167,7 +163,7 @@ class RunCheckpoints:
         if self._section.every_steps:
             away = {each.name for each in self._frozen.referenced().tensors}
             tensors = self._engine.checkpoint_state.tensors()
-            self._saver.require_room([each for each in tensors if each.name not in away])
+            self.saver.require_room([each for each in tensors if each.name not in away])
 
     def rehearse(self, state: Callable[[], TrainerState]) -> None:
         """Write the small files of a checkpoint into a temporary folder. Raises `StorageError` on all ranks if one is refused."""
@@ -189,7 +185,7 @@ class RunCheckpoints:
         self._keep_metric(state)
         content = content_of(self._engine, self._processing_class, state, self._kept_steps, self._frozen.referenced())
         try:
-            self._saver.begin(state.step, content)
+            self.saver.begin(state.step, content)
         except (CheckpointError, StorageError) as error:
             self._count_failure(str(error))
             return False
@@ -210,18 +206,18 @@ class RunCheckpoints:
         if self.latest != state.step:
             return
         self._keep_metric(state)
-        saved = self._saver.amend(state.step, EVALUATED, state.to_json(), self._kept_steps)
+        saved = self.saver.amend(state.step, EVALUATED, state.to_json(), self._kept_steps)
         if saved.failure:
             self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
         self._warn_of_old(saved.warning)
 
     def poll(self) -> None:
         """Complete the save in flight if it is done, between two steps. Raises as `save` does."""
-        self._report_save(self._saver.poll())
+        self._report_save(self.saver.poll())
 
     def finish(self) -> None:
         """Wait for the save in progress. Raises as `save` does."""
-        self._report_save(self._saver.finish())
+        self._report_save(self.saver.finish())
 
     def __enter__(self) -> Self:
         return self
@@ -229,12 +225,12 @@ class RunCheckpoints:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Remove an unfinished save after an error in a single-rank run, which may continue."""
         if error is not None and self._mesh.world_size == 1:
-            self._saver.give_up()
+            self.saver.give_up()
 
     def close(self) -> None:
         """Wait for the save in flight and the removal of old checkpoints. Raises as `save` does."""
         self.finish()
-        self._warn_of_old(self._saver.remove_old(self._section.timeout_seconds))
+        self._warn_of_old(self.saver.remove_old(self._section.timeout_seconds))
 
     def _warn_of_old(self, problem: str) -> None:
         if problem:
@@ -269,7 +265,7 @@ class RunCheckpoints:
         self._note(f"WARNING: {why}; {kept}. {then}")
 
     def _release(self, bucket: Bucket) -> None:
-        self._saver.release(self._engine.checkpoint_state.bucket_number(bucket))
+        self.saver.release(self._engine.checkpoint_state.bucket_number(bucket))
 
     def _kept_steps(self) -> set[int]:
         """Return the steps whose checkpoints `keep_last` and `keep_best` keep; called on rank 0 alone."""

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from zeromesh.errors import ConfigError, StorageError, counted, printable, ranks_text
 from zeromesh.files import read_whole, refusals, write_whole
-from zeromesh.telemetry.event_ring import FOLDER, REQUEST
+from zeromesh.telemetry.status_board import REQUEST, TRACE_FOLDER
 from zeromesh.trainer.formatting import print_lines, table_lines, wrapped
 from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, read_ranks, recent, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics, strict
@@ -162,8 +162,8 @@ def run_trace(options: argparse.Namespace) -> int:
     now = _snapshot(options.run)
     if not now.verdict:
         _request_rings(options.run, [row["rank"] for row in now.ranks])
-    rings, remarks = read_rings(options.run / FOLDER)
-    out = options.out or options.run / FOLDER / "trace.json.gz"
+    rings, remarks = read_rings(options.run / TRACE_FOLDER)
+    out = options.out or options.run / TRACE_FOLDER / "trace.json.gz"
     memory = read_metrics(options.run / METRICS) if (options.run / METRICS).exists() else []
     steps = options.steps and range(options.steps[0], options.steps[1] + 1)
     trace = trace_of(rings, memory, steps)
@@ -192,7 +192,7 @@ def _request_rings(run: Path, ranks: list[int]) -> None:
     deadline, late = time.monotonic() + _ANSWER_SECONDS, ranks
     while late and time.monotonic() < deadline:
         time.sleep(0.1)
-        rings = {rank: run / FOLDER / f"rank-{rank}.ring" for rank in late}
+        rings = {rank: run / TRACE_FOLDER / f"rank-{rank}.ring" for rank in late}
         late = [rank for rank, ring in rings.items() if not ring.exists() or ring.stat().st_mtime_ns < asked]
     if late:
         sys.stderr.write(f"zeromesh: {ranks_text(late)} did not answer within {_ANSWER_SECONDS:g} seconds\n")

@@ -21,6 +21,8 @@ IGNORED_LABEL = -100
 Collate = Callable[[list[Any]], Any]
 
 _LABEL_NAMES = ("label", "label_ids")
+"""Field names of labels in samples, beside `labels`, which collators rename to it."""
+_LABELS = frozenset({"labels", *_LABEL_NAMES})
 
 
 class MapDataset(Protocol):
@@ -180,8 +182,12 @@ class BatchRules:
     classes: int | None = None
     fields: frozenset[str] | None = None
     """Names of the fields that the model's forward accepts; None accepts all."""
-    drop_fields: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-    """A function that returns a sample without the fields that the data collator must not get."""
+    named: frozenset[str] | None = None
+    """Names of the parameters of forward; None: samples keep all fields."""
+    unused: bool | None = None
+    """True if collators get only what forward takes, False if they get all. None drops text beside the model's inputs, which cannot
+    become a tensor, and for a collator of transformers, which makes a tensor of each field, all others that forward does not
+    take."""
     length_multiple: int | None = None
     """Padding at the end of text batches is cut off to a multiple of this many tokens; None keeps all padding."""
 
@@ -207,6 +213,25 @@ class BatchRules:
             )
         check_batch(batch, vocab_size=self.vocab_size, causal=self.causal, indices=indices, classes=self.classes)
         return dict(batch) if self.length_multiple is None else without_padding(batch, self.length_multiple)
+
+    def drop_fields(self, sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a sample without the fields that the collator must not get."""
+        named, library, known = self.named, is_library(self.collate), self.fields is not None
+        if named is None or self.unused is False:
+            return dict(sample)
+        if self.unused:
+            return {name: value for name, value in sample.items() if name in named or name in _LABELS}
+        if not (known or library) or not (named - _LABELS).intersection(sample):
+            return dict(sample)
+
+        def passes(name: str, value: Any) -> bool:
+            first = value[0] if isinstance(value, list | tuple) and value else value
+            taken = (
+                name in named or name in _LABELS or name == "special_tokens_mask"
+            )  # Transformers' collators read it.
+            return taken or not (isinstance(first, str | None) or (library and known))
+
+        return {name: value for name, value in sample.items() if passes(name, value)}
 
     def accepted(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in batch.items() if self.fields is None or name in self.fields}

@@ -1,26 +1,21 @@
-"""The datasets of a run, and the feeds that make checked batches."""
+"""The datasets of a run, and the feeds of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from zeromesh.errors import DataError, counted, plural
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.rng import data_randomness
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
+from zeromesh.trainer.data.collate import BatchRules, MapDataset
+from zeromesh.trainer.data.loader import Feed
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
+from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _COMPARED_ELEMENTS = 65536
 """The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
-_SEARCHED_BATCHES = 100
-"""The number of global batches that are searched for a target before the run; later ones without targets are skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,43 +65,6 @@ class RunData:
         if isinstance(self.train, StreamedDataset):
             return {"train_samples": "a stream", "shuffle": self.train.block if shuffle else False}
         return {"train_samples": 0 if self.train is None else len(self.train), "shuffle": shuffle}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Feed:
-    """A dataset with its order, from which checked batches are made by global sample index."""
-
-    dataset: MapDataset | StreamedDataset
-    order: SampleOrder
-    plan: BatchPlan
-    rules: BatchRules
-
-    def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
-        """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts."""
-        with data_randomness(self.order.seed, microbatch.first_sample):
-            return self.rules.accepted(self._make_batch(microbatch))
-
-    def _make_batch(self, microbatch: Microbatch) -> dict[str, Any]:
-        return self.rules.make_batch(self.dataset, [self.order.dataset_index(each) for each in microbatch.samples])
-
-    def first_batch(self) -> dict[str, Any]:
-        """Return the first batch with a target, all fields kept. Raises `DataError` if the first global batches have none. Every
-        rank reads the same microbatches, up to the first with a target, so all ranks raise or none does. A batch without `labels`
-        passes: the loss may use other fields."""
-        plan = replace(self.plan, data_ranks=1)
-        steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
-        if plan.epoch_size is not None:
-            steps = min(_SEARCHED_BATCHES, -(-plan.epoch_size // plan.global_size))
-        with torch.random.fork_rng(devices=[]):  # so that random masking later is unchanged
-            for step, index in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
-                batch = self._make_batch(plan.microbatch(step, 0, index))
-                labels = batch.get("labels")
-                if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
-                    return batch
-        raise DataError(
-            f"every label of the first {counted(plan.samples_of(steps - 1).stop, 'sample')} is {IGNORED_LABEL}: their loss is the "
-            "mean of nothing; check how the dataset or the data_collator masks labels"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,8 +128,6 @@ def require_same_batches(
     cure: str = "datasets and collators must give the same samples for the same index on every rank",
 ) -> None:
     """Raise `DataError` where the ranks of a tensor or pipeline group, which share a batch, hold different batches."""
-    if mesh.model_size == 1:
-        return
     parts = [dict(sorted(batch.items())) for batch in batches]
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
     own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED_ELEMENTS) for part in parts]])]

@@ -1,4 +1,4 @@
-"""`BatchLoader`, which yields a rank's microbatches in order, made in this process or prefetched by workers.
+"""`Feed`, which makes checked batches, and `BatchLoader`, which yields a rank's in order, made in this process or by workers.
 
 Workers are those of torch's `DataLoader`, whose sampler names microbatches: a worker makes a microbatch as this process would, with
 random numbers seeded by the microbatch, so their number changes no batch. They are forked, so that a dataset may hold objects that
@@ -33,14 +33,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from zeromesh.environment import available_cores
-from zeromesh.errors import ConfigError, DataError, ZeromeshError, some, summary
+from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, some, summary
 from zeromesh.launch.rank_processes import STOP_SIGNALS
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.transfer import states_hidden_from_children
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.config.sections.training import DataSection
-from zeromesh.trainer.data.feed import Feed
-from zeromesh.trainer.data.sampler import Microbatch
+from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset
 
 _MOST_WORKERS = 4  # of a rank that `auto` starts, enough for most tokenizers and images
@@ -51,7 +51,47 @@ _STACK_SIGNAL = signal.SIGRTMAX  # Schedulers do not send it.
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}
 
+_SEARCHED_BATCHES = 100
+"""The number of global batches that are searched for a target before the run; later ones without targets are skipped."""
+
 Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feed:
+    """A dataset with its order, from which checked batches are made by global sample index."""
+
+    dataset: MapDataset | StreamedDataset
+    order: SampleOrder
+    plan: BatchPlan
+    rules: BatchRules
+
+    def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
+        """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts."""
+        with data_randomness(self.order.seed, microbatch.first_sample):
+            return self.rules.accepted(self._make_batch(microbatch))
+
+    def _make_batch(self, microbatch: Microbatch) -> dict[str, Any]:
+        return self.rules.make_batch(self.dataset, [self.order.dataset_index(each) for each in microbatch.samples])
+
+    def first_batch(self) -> dict[str, Any]:
+        """Return the first batch with a target, all fields kept. Raises `DataError` if the first global batches have none. Every
+        rank reads the same microbatches, up to the first with a target, so all ranks raise or none does. A batch without `labels`
+        passes: the loss may use other fields."""
+        plan = replace(self.plan, data_ranks=1)
+        steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
+        if plan.epoch_size is not None:
+            steps = min(_SEARCHED_BATCHES, -(-plan.epoch_size // plan.global_size))
+        with torch.random.fork_rng(devices=[]):  # so that random masking later is unchanged
+            for step, index in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
+                batch = self._make_batch(plan.microbatch(step, 0, index))
+                labels = batch.get("labels")
+                if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
+                    return batch
+        raise DataError(
+            f"every label of the first {counted(plan.samples_of(steps - 1).stop, 'sample')} is {IGNORED_LABEL}: their loss is the "
+            "mean of nothing; check how the dataset or the data_collator masks labels"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

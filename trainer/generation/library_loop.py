@@ -45,7 +45,7 @@ def generate(
     arguments = {
         name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
     }
-    if placed.engine is not None:
+    if placed.engine is not None and mesh.model_size > 1:
         require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
     # The library's loop calls the base model inside an adapter's wrapper.
     looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)

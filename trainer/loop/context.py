@@ -9,15 +9,15 @@ from torch import nn
 
 from zeromesh.errors import counted
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import Figures, added
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState, settings_of
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
-from zeromesh.trainer.data.feed import Feed, RunData
-from zeromesh.trainer.data.loader import BatchLoader, Workers
+from zeromesh.trainer.data.feed import RunData
+from zeromesh.trainer.data.loader import BatchLoader, Feed, Workers
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.formatting import Detail
@@ -135,11 +135,9 @@ class RunProgress:
 
     @property
     def last_loss(self) -> float | None:
-        """The latest step's loss; None before the first step."""
         return self.losses[-1] if self.losses else self.resumed.loss
 
     def resume(self, state: TrainerState) -> None:
-        """Go on from the state of a checkpoint."""
         self.resumed = state
         self.step, self.passed_over = state.step, state.passed_over
         self.tokens, self.skipped = state.tokens, state.skipped
@@ -148,7 +146,6 @@ class RunProgress:
         self.log[:] = [unstrict(line) for line in state.log_history]
 
     def add(self, result: StepResult) -> None:
-        """Count a finished step."""
         self.reached = self.position + 1
         self.step += 1
         self.losses.append(result.loss)
@@ -208,7 +205,6 @@ class RunContext:
 
     @property
     def finished(self) -> bool:
-        """True after the run's last step."""
         return self.progress.position >= self.config.run.max_steps
 
     @property
@@ -218,12 +214,10 @@ class RunContext:
 
     @property
     def samples(self) -> int:
-        """The number of samples since the start of training."""
         return self.plan.samples_of(self.progress.position).start
 
     @property
     def total_flos(self) -> float:
-        """Floating-point operations so far, by transformers' estimate; see `RunState.total_flos`."""
         return 6.0 * self.progress.tokens * self.model.flop_parameters
 
     @property
@@ -232,7 +226,6 @@ class RunContext:
         return settings_of(self.config, model=self.model.description, data=self.data_description)
 
     def loader(self, feed: Feed, *, last: int, state: Mapping[str, Any] | None = None) -> BatchLoader:
-        """Return this rank's batches of a feed; see `BatchLoader`."""
 
         def waiting() -> None:
             self.mesh.post(Activity.DATA)

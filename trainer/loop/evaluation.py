@@ -16,8 +16,7 @@ from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration
 from zeromesh.trainer.loop.context import RunContext, Values
 from zeromesh.trainer.loop.prediction import Collector
 
-_NOTED_BYTES = 64 << 20
-"""Bytes of gathered outputs above which an evaluation notes their size."""
+_NOTED_BYTES = 64 << 20  # Bytes of gathered outputs above which an evaluation notes their size.
 
 
 def evaluate(
@@ -28,16 +27,9 @@ def evaluate(
     stop: Callable[[], bool] = lambda: False,
     generation: BatchGeneration | None = None,
 ) -> Values | None:
-    """Evaluate one dataset, or several by name (`eval_NAME_loss`), and return the values; None on all ranks once `stop` returns
-    True.
-
-    `ignored` are the names of outputs that are not gathered, by default those of the model's configuration. With `generation`,
-    `compute_metrics` gets generated tokens instead of outputs.
-
-    Raises:
-        ConfigError: when there is no such set.
-        DataError: when it cannot be used.
-    """
+    """Evaluate one dataset, or several by name (`eval_NAME_loss`); returns None on all ranks once `stop` returns True. `ignored`
+    are names of outputs that are not gathered, by default those of the model's configuration. Raises `ConfigError` when there is no
+    such set, and `DataError` when it cannot be used."""
     chosen = dataset if dataset is not None else run.data.eval
     if chosen is None:
         raise ConfigError("there is no evaluation data; give eval_dataset, or set data.eval or data.eval_fraction")
@@ -55,8 +47,7 @@ def evaluate(
 
 
 def require_metric(run: RunContext) -> None:
-    """Raise `ConfigError` where `run.metric` is known not to be a value of the evaluations, or is ambiguous between several
-    sets."""
+    """Raise `ConfigError` where `run.metric` is known to be no value of the evaluations, or is ambiguous between sets."""
     section, metric = run.config.run, run.config.run.metric.removeprefix("eval_")
     judges = section.load_best or section.patience or run.config.checkpoint.keep_best
     sets = list(run.data.eval) if isinstance(run.data.eval, Mapping) else []
@@ -73,12 +64,8 @@ def generation_of(
     run: RunContext, requested: bool | None, fields: Mapping[str, Any], *, metrics: bool
 ) -> BatchGeneration | None:
     """Return the generation of an evaluation, by `fields` of `GenerationConfig` on top of the configuration's; None without one.
-
-    `requested` overrides the configuration unless it is None. With `metrics`, only `compute_metrics` sees the generated tokens.
-
-    Raises:
-        ConfigError: for fields or a model that do not go with it, or that differ between ranks, and where nothing sees the tokens.
-    """
+    `requested` overrides the configuration. With `metrics`, only `compute_metrics` sees the tokens. Raises `ConfigError` for fields
+    or a model that do not go with it, or that differ between ranks, and where nothing sees the tokens."""
     section = run.config.run
     if not (section.predict_with_generate if requested is None else requested):
         if fields:
@@ -106,14 +93,9 @@ def run_dataset(
     *,
     predicts: bool = False,
 ) -> tuple[int, Values, EvalPrediction | None] | None:
-    """Run the model over a dataset, with averaged weights if `ema.evaluate` is set. Returns the targets, the values by name, and
-    the gathered outputs if something reads them; None once `stop` returns True.
-
-    A dataset that `predicts` may lack labels, and then has neither a loss nor metrics.
-
-    Raises:
-        DataError: when the dataset cannot be used.
-    """
+    """Run the model over a dataset; returns the targets, the values by name, and the gathered outputs if something reads them, or
+    None once `stop` returns True. A dataset that `predicts` may lack labels, and then has neither a loss nor metrics. Raises
+    `DataError` when the dataset cannot be used."""
     began, compute_metrics = time.perf_counter(), run.inputs.compute_metrics
     check_dataset(dataset, name="eval_dataset")
     require_same_data(run.mesh, {"eval_dataset": dataset}, {})

@@ -1,8 +1,4 @@
-"""Outputs of a model for an evaluation set, gathered from all ranks in the dataset's order, for `compute_metrics` and `predict`.
-
-Each rank encodes the outputs of its microbatches, and every rank gathers all of them in the order of the dataset, so that metrics
-do not depend on the layout. No samples are padded to a common number and dropped again.
-"""
+"""Outputs of a model for an evaluation set, gathered from all ranks in the dataset's order, for `compute_metrics` and `predict`."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -74,30 +70,22 @@ class Collector:
             self.nbytes += sum(map(len, gathered))
 
     def result(self) -> EvalPrediction:
-        """Return all samples: `predictions` as the model returned them, without the loss, and `label_ids` as in the batches, each
-        output as one array.
-
-        Raises:
-            DataError: where microbatches gave different kinds of outputs.
-        """
-        filler = PADDING if self.generation is None else self.generation.padding
+        """Return all samples: `predictions` as the model returned them, without the loss, and `label_ids`, each output as one
+        array. Raises `DataError` where microbatches gave different kinds of outputs."""
+        whole: dict[str, Tree] = {}
+        tokens = PADDING if self.generation is None else self.generation.padding
         try:
-            whole = {
-                name: self._merge(name, padding) for name, padding in (("predictions", filler), ("label_ids", PADDING))
-            }
+            for name, padding in (("predictions", tokens), ("label_ids", PADDING)):
+                flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
+                structure = flat[0][1]
+                if any(other != structure for _, other in flat):
+                    raise ValueError(f"{name} of several structures")
+                columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+                del flat  # Each piece is released once it is copied.
+                whole[name] = pytree.tree_unflatten([_concatenate(column, padding) for column in columns], structure)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
         return EvalPrediction(**whole)
-
-    def _merge(self, name: str, padding: int) -> Tree:
-        """Return the output `name` of all samples as one tree of arrays; each piece is released once it is copied."""
-        flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
-        structure = flat[0][1]
-        if any(other != structure for _, other in flat):
-            raise ValueError(f"{name} of several structures")
-        columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
-        del flat
-        return pytree.tree_unflatten([_concatenate(column, padding) for column in columns], structure)
 
 
 def _encode(tree: Tree) -> bytes:

@@ -1,32 +1,35 @@
 """One optimizer step: fetch all its microbatches, count their targets once over all ranks, then run them.
 
-A loss is a sum and a count. Backward of every microbatch starts with 1 / the global count, so accumulation, data parallelism and
-ragged batches cannot change the scale of a gradient. Backward of a loss whose count is known only after forward starts with 1, and
-the update divides by the count.
+Backward of every microbatch starts with 1 / the global count; that of a loss whose count is known only after forward starts with 1,
+and the update divides by the count.
 """
 
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers import masking_utils
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator, read_scalars
 from zeromesh.optim.fused_optimizer import Hyperparameters
+from zeromesh.overrides import replaced
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
 from zeromesh.rng import Streams
-from zeromesh.telemetry.event_ring import MEETING, Activity
+from zeromesh.telemetry.status_board import MEETING, Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
-from zeromesh.trainer.loop.device_batch import DeviceBatch
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss, whole_count
 from zeromesh.trainer.models.prepare import add_document_boundaries, in_evaluation_mode
@@ -35,6 +38,103 @@ from zeromesh.zero.engine import ZeroEngine
 
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """A microbatch's loss, its targets, and scalars to be logged; tensors stay on the device until the end of the step."""
+
+
+class DeviceBatch(dict[str, Any]):
+    """A batch whose tensors are on the device inside `present`. transformers' models inspect masks and positions to decide if
+    attention needs a mask at all, which synchronizes an accelerator in every forward; the host answers instead, from the batch
+    before its copy."""
+
+    def __init__(
+        self,
+        batch: Mapping[str, Any],
+        device: torch.device,
+        compute: torch.dtype,
+        targets: int | None,
+        copies: torch.Stream | None,
+        before: Self | None = None,
+    ) -> None:
+        """Floating-point inputs become `compute`, except labels. `targets`: their number; None: forward counts them. `copies`: the
+        stream of copies from pinned memory; None: the device is the CPU. `before` is the previous batch."""
+        super().__init__(batch)
+        self.targets = targets
+        self._device, self._compute, self._copies = device, compute, copies
+        self._next: DeviceBatch | None = None
+        if before is not None:
+            before._next = self
+        self._copied: torch.Event | None = None
+        self._masks: dict[torch.Size, bool] = {}  # True for padding masks without padding, by shape.
+        self._packed = False  # True if a row of `position_ids` packs several sequences.
+        self._on_device = is_accelerator(device)
+
+    def send(self) -> None:
+        """Start the copies of the tensors to the device, once."""
+        if self._copies is None or self._copied is not None:
+            return
+        for name, value in self.items():
+            if isinstance(value, Tensor) and name.endswith("attention_mask") and value.dim() == 2:
+                self._masks[value.shape] = self._masks.get(value.shape, True) and bool(value.all())
+        positions = self.get("position_ids")
+        if isinstance(positions, Tensor) and positions.dim() == 2:
+            self._packed = masking_utils.find_packed_sequence_indices(positions) is not None
+        with accelerator.launching_on(self._copies):
+            for name, value in self.items():
+                if isinstance(value, Tensor) and not accelerator.on_accelerator(value):
+                    pinned = value if value.is_pinned() else value.pin_memory()
+                    self[name] = pinned.to(self._device, non_blocking=True)
+        self._copied = accelerator.record_event(self._copies)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Inside the block the tensors are on the device and mask queries are answered; the next batch is being copied."""
+        self.send()
+        if self._next is not None:
+            self._next.send()
+        if self._copied is not None:
+            stream = accelerator.current_stream(self._device)
+            stream.wait_event(self._copied)
+        for name, value in self.items():
+            if not isinstance(value, Tensor):
+                continue
+            if self._copied is not None:
+                value.record_stream(stream)
+            dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
+            self[name] = value.to(self._device, dtype, non_blocking=True)
+        if not self._on_device:
+            yield
+            return
+        answers: dict[str, Callable[..., Any]] = {
+            "find_packed_sequence_indices": self._find_packed_sequences,
+            "_ignore_causal_mask_sdpa": self._ignores,
+            "_ignore_bidirectional_mask_sdpa": self._ignores,
+            "fast_all": self._is_all_true,
+        }
+        there = vars(masking_utils)
+        with replaced(
+            masking_utils, {name: partial(answer, there[name]) for name, answer in answers.items() if name in there}
+        ):
+            yield
+
+    def _find_packed_sequences(self, find: Callable[..., Any], position_ids: Tensor) -> Tensor | None:
+        """Skip the detection of packed sequences where the host has found none, and force it otherwise."""
+        if not self._packed:
+            return None
+        # Under tracing the library omits its own early exit.
+        with replaced(masking_utils, {"is_tracing": lambda *_: True}):
+            sequences: Tensor = find(position_ids)
+        return sequences
+
+    def _ignores(
+        self, ignored: Callable[..., Any], padding_mask: Tensor | None = None, /, *arguments: Any, **named: Any
+    ) -> bool:
+        pads_nothing = None if padding_mask is None else self._masks.get(padding_mask.shape)
+        if pads_nothing is None:
+            return bool(ignored(padding_mask, *arguments, **named))
+        return pads_nothing and bool(ignored(None, *arguments, **named))
+
+    def _is_all_true(self, fast_all: Callable[..., Any], mask: Tensor) -> Any:
+        known = self._masks.get(mask.shape)
+        return fast_all(mask) if known is None else known
 
 
 class Stepper:
@@ -62,8 +162,8 @@ class Stepper:
         self._computed: list[_Computed] = []
         self.scalars = UserScalars()
         """Values of losses and users to be logged."""
-        self.gradient_factor = 1.0
-        """The factor that turns accumulated gradients into those of the mean loss, between the last backward and the update."""
+        self.gradient_factor: float | None = None
+        """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
         self._copies = torch.Stream(mesh.device) if is_accelerator(mesh.device) else None
         """The stream of copies to the device, which overlap with computing."""
 
@@ -81,14 +181,9 @@ class Stepper:
         """Run step `step` (from 0) on the data of step `data_step`, with the update's hyperparameters; None for data without a
         target on any rank, which makes no update.
 
-        Args:
-            substep_end: called after each microbatch except the last one with targets.
-            before_update: called between the last backward and the update, to read or change gradients; may be None on some ranks.
-            stop_signal: the signal by which this rank was asked to stop after the step; 0: none.
-
-        Raises:
-            DataError: for a batch that cannot be trained on.
-            CollectiveError: when a peer is gone, late or in another collective.
+        `substep_end` is called after each microbatch except the last one with targets, and `before_update`, which may be None on
+        some ranks, between the last backward and the update. `stop_signal` asked this rank to stop after the step; 0: none. Raises
+        `DataError` for a batch that cannot be trained on, and `CollectiveError` when a peer is gone, late or in another collective.
         """
         engine, mesh = self._engine, self._mesh
         if engine is None:
@@ -104,7 +199,8 @@ class Stepper:
         with mesh.recorder.span(StepPhase.DATA):
             batches = loader.step(data_step)
         mesh.post(Activity.AGREE)
-        require_same_batches(batches, mesh)
+        if mesh.model_size > 1:
+            require_same_batches(batches, mesh)
         counts = [self._loss.count(batch) for batch in batches]
         count, shares = self._count_targets(plan, microbatches, counts)
         if count == 0:
@@ -154,9 +250,12 @@ class Stepper:
             mesh.post(Activity.IDLE)
             return None
         factor = 1.0 if count is not None else 1.0 / targets
-        self.gradient_factor = factor / engine.optimizer_step.scaler.scale
         if before_update is not None:
-            before_update()
+            self.gradient_factor = factor / engine.optimizer_step.scaler.scale
+            try:
+                before_update()
+            finally:
+                self.gradient_factor = None
         outcome = engine.finish_step(
             factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
         )
@@ -184,12 +283,9 @@ class Stepper:
     def evaluate(
         self, loader: BatchLoader, should_continue: Callable[[int, int], bool], collector: Collector | None = None
     ) -> tuple[float, int] | None:
-        """Return the mean loss over a feed's dataset, each sample once, as if it were one batch, and the number of targets; the
-        loss is NaN without targets. Returns None once `should_continue` returns False.
-
-        `should_continue(done, total)` is called after each of this rank's microbatches, and returns the same on all ranks.
-        `collector` gathers the model's outputs, or the tokens that it generates.
-        """
+        """Return the mean loss over a feed's dataset, as if it were one batch (NaN without targets), and the number of targets;
+        None once `should_continue(done, total)`, called after each of this rank's microbatches, returns False, alike on all ranks.
+        `collector` gathers the model's outputs, or the tokens that it generates."""
         feed = loader.feed
         rounds = feed.plan.accumulation
         at_once = self._driver.evaluation_microbatches
@@ -199,7 +295,8 @@ class Stepper:
                 done = min(start + at_once, rounds)
                 group = [feed.plan.microbatch(0, self._mesh.data_index, turn) for turn in range(start, done)]
                 fetched = [loader.batch(0, turn) for turn in range(start, done)]
-                require_same_batches(fetched, self._mesh)
+                if self._mesh.model_size > 1:
+                    require_same_batches(fetched, self._mesh)
                 # Collecting outputs synchronizes the host anyway, so counting in forward costs nothing.
                 counts = [None if collector is not None else self._loss.count(batch) for batch in fetched]
                 batches = self._to_device(fetched, counts)
@@ -313,8 +410,10 @@ class Stepper:
     def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> list[DeviceBatch]:
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
-            told, before = add_document_boundaries(self._model, batch), coming[-1] if coming else None
-            coming.append(DeviceBatch(told, self._mesh.device, self._dtype, targets, self._copies, before))
+            if "position_ids" in batch:
+                batch = add_document_boundaries(self._model, batch)
+            before = coming[-1] if coming else None
+            coming.append(DeviceBatch(batch, self._mesh.device, self._dtype, targets, self._copies, before))
         return coming
 
 

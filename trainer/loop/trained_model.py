@@ -29,7 +29,6 @@ _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough mem
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True for an out-of-memory error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     of_zeromesh = isinstance(error, ZeromeshError) and not isinstance(error, StorageError)
@@ -49,8 +48,7 @@ class TrainedModel(PlacedModel):
     owner: ClassVar[str] = "trainer"
     steps_made: Callable[[], int]
     description: Mapping[str, Any]
-    """The model's class and configuration before its first forward, by `description_of`: a forward may write into its
-    configuration."""
+    """The model's class and configuration, by `description_of`, before a forward has written into it."""
     loss: Loss
     restore_modules: Callable[[], None]
     """Restores the attributes of modules that the run has changed."""
@@ -63,8 +61,6 @@ class TrainedModel(PlacedModel):
     optimizer: OptimizerSettings
     stepper: Stepper
     generations: int = 0
-    gradients_ready: bool = False
-    """True between the last backward of a step and its update, when `gradient` may be called."""
 
     def unusable_reason(self) -> str:
         steps = counted(self.steps_made(), "whole step")
@@ -72,10 +68,8 @@ class TrainedModel(PlacedModel):
 
     def explain(self, error: BaseException) -> BaseException:
         """Write this rank's bytes after an out-of-memory error, of the process and by tier and purpose, and return an error that
-        names the file; return any other error as it is.
-
-        `uncounted` are bytes outside the ledger: activations, libraries, and other code's private memory.
-        """
+        names the file; return any other error as it is. `uncounted` are bytes outside the ledger, as of activations and
+        libraries."""
         if not is_out_of_memory(error):
             return error
         mesh, engine, step = self.mesh, self.engine, self.steps_made()
@@ -125,14 +119,14 @@ class TrainedModel(PlacedModel):
         vars(self.module)["save_pretrained"] = save_pretrained
 
     def gradient(self, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter; see `Trainer.gradient`."""
-        if self.engine is None or not self.gradients_ready:
+        factor = self.stepper.gradient_factor
+        if self.engine is None or factor is None:
             raise PhaseError("gradients are there between backward and update: read them in on_pre_optimizer_step")
         # Unknown names are refused before any collective.
         self.engine.state.nbytes_of([name])
         with self.mesh.call(f"trainer.gradient({name!r})"):
             gradient = self.engine.state.gradient(name)
-        return None if gradient is None else gradient.mul_(self.stepper.gradient_factor)
+        return None if gradient is None else gradient.mul_(factor)
 
     def make_whole(self) -> None:
         """Close the engine and gather the model on every rank, if all have memory for it; otherwise it stays partitioned."""
@@ -159,7 +153,6 @@ class TrainedModel(PlacedModel):
         self.stepper = Stepper(self.module, self.loss, self.mesh, master, None)
 
     def close(self) -> None:
-        """Release the run's files, shared memory and hooks."""
         self.restore_modules()
         super().close()
         self.engine = None

@@ -1,7 +1,6 @@
 """One `fit`: resume from a checkpoint, train, log, evaluate, save, stop gracefully, and end with a report and a whole model.
 
-The first signal ends the run after the current step, the second one at once. SIGHUP, of a lost terminal, and SIGUSR1, which
-schedulers send on request, are treated as SIGTERM.
+The first signal ends the run after the current step, the second one at once. SIGHUP and SIGUSR1 are treated as SIGTERM.
 """
 
 import math
@@ -20,22 +19,21 @@ import torch
 
 from zeromesh.errors import ConfigError, DataError, NonFiniteError, counted, some
 from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
+from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, description_of, goal_of, value_of
 from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.collate import IGNORED_LABEL
-from zeromesh.trainer.data.feed import Feed
-from zeromesh.trainer.data.loader import BatchLoader
+from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
-from zeromesh.trainer.monitoring.rank_waits import Stragglers
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, sentence, strict
-from zeromesh.trainer.monitoring.step_stats import StepResult, rank_figures
+from zeromesh.trainer.monitoring.step_stats import StepResult, Stragglers, rank_figures
 from zeromesh.trainer.monitoring.tracking import Tracking
 
 Samples = Callable[[RunContext], list[dict[str, Any]]]
@@ -44,21 +42,21 @@ _REPEAT_SECONDS = 1.0
 """Seconds in which repeated signals count as one: a terminal and a launcher both forward the same Ctrl-C."""
 
 
+@dataclass(slots=True)
 class StopRequest:
     """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request."""
 
-    def __init__(self, show: Callable[[str], None]) -> None:
-        self.signal = 0
-        self._show = show
-        self._at = 0.0
+    show: Callable[[str], None]
+    signal: int = 0
+    at: float = 0.0
 
     def receive(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: record the first one, and let a second one end the process by its default action."""
         now = time.monotonic()
         if not self.signal:
-            self.signal, self._at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
-            self._show(f"{signal.Signals(number).name}: stopping after this step; a second one stops at once")
-        elif now - self._at > _REPEAT_SECONDS:
+            self.signal, self.at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
+            self.show(f"{signal.Signals(number).name}: stopping after this step; a second one stops at once")
+        elif now - self.at > _REPEAT_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -71,10 +69,14 @@ def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
         yield request
 
 
+def _comes_after(step: int, every: int | str) -> bool:
+    """Return True if what is due every so many steps is due after `step`, counted from 1. For `every` 0 or `epoch` none is."""
+    return isinstance(every, int) and every > 0 and step % every == 0
+
+
 @dataclass(kw_only=True)
 class TrainingLoop:
-    """Trains a run in its locked directory, from its current step to the last one, or to one after which it is asked to stop.
-    `samples` generates the completions of `run.prompts`."""
+    """Trains a run in its locked directory; `samples` generates the completions of `run.prompts`."""
 
     run: RunContext
     directory: RunDirectory
@@ -86,24 +88,18 @@ class TrainingLoop:
     _tracking: Tracking = field(init=False)
     _profile: Profile = field(init=False)
     _stragglers: Stragglers = field(default_factory=Stragglers)
-    _signal: int = 0
-    """The signal by which some rank was asked to stop; 0: none."""
-    _end_reason: str = ""
-    """The reason for an early end of the run; empty if there is none."""
+    _signal: int = 0  # The signal by which some rank was asked to stop; 0: none.
+    _end_reason: str = ""  # The reason for an early end of the run; empty if there is none.
     _start: dict[str, Any] = field(default_factory=dict)
     """Seconds of the phases of startup, until a line of metrics has logged them."""
-    _line: Line | None = None
-    """The current step's line of metrics, until it is logged."""
-    _last_written_step: int = 0
-    """The latest step whose line is in the file."""
-    _on_save_due: bool = False
-    """True if the current step is saved and `on_save` is still to be called."""
+    _line: Line | None = None  # The current step's line of metrics, until it is logged.
+    _last_written_step: int = 0  # The latest step whose line is in the file.
+    _on_save_due: bool = False  # True if the current step is saved and `on_save` is still to be called.
     _evaluated: tuple[int, float | None, float | None] | None = None
     """The step, the loss and the value of `run.metric` of the latest evaluation."""
 
     @property
     def _current_evaluation(self) -> tuple[float | None, float | None]:
-        """The loss and the metric of the evaluation after the current step; None without one."""
         return self._evaluated[1:] if self._evaluated and self._evaluated[0] == self.run.progress.step else (None, None)
 
     @property
@@ -111,14 +107,8 @@ class TrainingLoop:
         return self.run.finished or bool(self._signal or self._end_reason)
 
     def fit(self) -> FitReport:
-        """Train up to the last step. An interrupted run is resumed; for a finished one only a note is shown.
-
-        Raises:
-            DataError: where there is no training data.
-            ConfigError: for a model without trainable parameters.
-            KeyboardInterrupt, SystemExit: after a step and its checkpoint, when some rank was asked to stop.
-            NonFiniteError: at the end, where more than half of all steps made no update.
-        """
+        """Train up to the last step. An interrupted run is resumed; for a finished one only a note is shown. Raises as
+        `Trainer.fit`, and `KeyboardInterrupt` or `SystemExit` after a step and its checkpoint, when some rank was asked to stop."""
         run, progress = self.run, self.run.progress
         if progress.report is not None:
             run.console.note(f"already finished at step {progress.step}; a new Trainer trains this model further")
@@ -168,7 +158,6 @@ class TrainingLoop:
         return progress.report
 
     def _resume(self) -> None:
-        """Resume from the newest checkpoint, if any."""
         run = self.run
         run.console.status("looking for checkpoints")
         state = self._checkpoints.resume(run.settings)
@@ -188,7 +177,9 @@ class TrainingLoop:
                 f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on"
             )
         if run.finished:
-            evaluates = run.data.eval is not None and (section.eval_at_end or section.evaluates_after(state.step))
+            evaluates = run.data.eval is not None and (
+                section.eval_at_end or _comes_after(state.step, section.eval_every)
+            )
             progress.owes_evaluation = evaluates and state.eval_loss is None
             owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
             length = "run.max_steps" if section.epochs is None else "run.epochs"
@@ -210,7 +201,7 @@ class TrainingLoop:
             run.console,
             run.loader(feed, last=config.run.max_steps, state=resumed.stream or None) as self._loader,
             Tracking.open(config, mesh, path, step=progress.step, known=resumed.tracker, note=note) as self._tracking,
-            Profile(config.profile, path, run.model.require_engine(), note) as self._profile,
+            Profile(config.profile, path, run.model.require_engine(), progress.step + 1, note) as self._profile,
         ):
             run.start_times.end("files and trackers")
             self._take_steps()
@@ -252,14 +243,15 @@ class TrainingLoop:
         events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
-        with self._profile.step(number):
+        profile, pre_update = self._profile, partial(events.call, "on_pre_optimizer_step", number)
+        with profile.step(number) if number in profile.steps or number == profile.measured else nullcontext():
             result = run.model.stepper.train_step(
                 self._loader,
                 position,
                 number - 1,
-                run.model.optimizer.groups(factor, momentum),
+                hyperparameters(run.model.optimizer, factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
-                before_update=self._before_update if events.listens("on_pre_optimizer_step") else None,
+                before_update=pre_update if events.listeners("on_pre_optimizer_step") else None,
                 stop_signal=self._request.signal,
             )
         if result is None:
@@ -273,14 +265,6 @@ class TrainingLoop:
             self._finish_step(result, position)
         if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._is_over and not self._signal):
             self._end_epoch(position)
-
-    def _before_update(self) -> None:
-        model = self.run.model
-        model.gradients_ready = True
-        try:
-            self.run.events.call("on_pre_optimizer_step", self.run.progress.step + 1)
-        finally:
-            model.gradients_ready = False
 
     def _finish_step(self, result: StepResult, position: int) -> None:
         """Count and log a step, and then evaluate, save or stop as requested; `position` is the index of the step's data."""
@@ -300,7 +284,7 @@ class TrainingLoop:
         lr = run.learning_rate_of(number - 1)
         line = run.stats.line(result, step=number, lr=lr, tokens=progress.tokens, peak=peak)
         if run.planned is not None:
-            run.planned.add(result.seconds, result.phases)
+            run.planned.steps.append((result.seconds, result.phases))
             if due["stop"]:
                 line["plan"] = run.planned.record(line["memory"], rank_figures(run.mesh)[0])
         if result.skipped and result.loss_scale == 1.0:
@@ -336,19 +320,19 @@ class TrainingLoop:
         every, last = config.run, position + 1 == config.run.max_steps
 
         def due(steps: int | str) -> bool:
-            return not isinstance(steps, str) and bool(steps) and (last or number % steps == 0)
+            return _comes_after(0 if last else number, steps)
 
         judged = every.eval_every != "epoch"  # Otherwise the last checkpoint waits for the evaluation.
         return {
             "log": due(every.log_every) or (every.log_first_step and number == 1),
-            "evaluate": every.evaluates_after(number) or (last and judged and every.eval_at_end),
+            "evaluate": _comes_after(number, every.eval_every) or (last and judged and every.eval_at_end),
             "save": due(config.checkpoint.every_steps) and (judged or not last),
             "stop": last,
         }
 
     def _announce(self, event: str, line: Mapping[str, Any]) -> None:
         """Call callbacks with the step's line; values that they add are logged with the next step."""
-        if not self.run.events.listens(event):
+        if not self.run.events.listeners(event):
             return
         shown = dict(line)
         self.run.events.call(event, line["step"], shown)
@@ -356,16 +340,15 @@ class TrainingLoop:
         self.run.model.stepper.scalars.add(added)
 
     def _write(self, line: Line) -> None:
-        """Write the step's line, before callbacks run, so that no callback can prevent it. All ranks call it.
-
-        The line gets the values that losses, callbacks and `trainer.log` have added since the last one.
-        """
+        """Write the step's line, with the values that losses, callbacks and `trainer.log` have added since the last one, before
+        callbacks run, so that none can prevent it. All ranks call it."""
         run = self.run
         line |= run.model.stepper.scalars.take(run.mesh)
         if self._writer is not None:
             self._writer.write({**line, **self._start})
             self._start = {}
-        self._tracking.log(line)
+        if run.config.tracking.backends:
+            self._tracking.log(line)
         run.console.step(line)
         self._last_written_step = line["step"]
 
@@ -397,7 +380,7 @@ class TrainingLoop:
             run.events.agree(run.mesh)
         if samples and not self._signal:
             self._sample()
-        if self._checkpoints.in_flight is not None:
+        if self._checkpoints.saver.in_flight is not None:
             self._checkpoints.poll()
         if run.events.control.should_save and not self._signal:
             self._save()
@@ -467,7 +450,6 @@ class TrainingLoop:
         self._tracking.log_samples(self.run.progress.step, lines)
 
     def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
-        """Append lines to another file beside that of the metrics."""
         if self._writer is not None:
             with MetricsWriter(self._writer.path.with_name(name)) as file:
                 for line in lines:
@@ -478,7 +460,7 @@ class TrainingLoop:
         run.events.control.should_save = False
         if self._is_over:
             self._save_last()
-        if run.progress.step not in (checkpoints.latest, checkpoints.in_flight):
+        if run.progress.step not in (checkpoints.latest, checkpoints.saver.in_flight):
             self._on_save_due = checkpoints.save(self._state(), wait=run.events.reads_checkpoints)
         self._announce_save()
 
@@ -486,12 +468,11 @@ class TrainingLoop:
         """Save the state after the last step, before an evaluation during which the process may be killed."""
         run, checkpoints = self.run, self._checkpoints
         if run.config.checkpoint.every_steps:
-            self._on_save_due |= run.progress.step not in (checkpoints.latest, checkpoints.in_flight)
+            self._on_save_due |= run.progress.step not in (checkpoints.latest, checkpoints.saver.in_flight)
             checkpoints.save_last(self._state())
         checkpoints.finish()
 
     def _announce_save(self) -> None:
-        """Call `on_save` for a new checkpoint, after the evaluation of its step, as transformers does."""
         if self._on_save_due:
             self._on_save_due = False
             self.run.events.call("on_save", self.run.progress.step)

@@ -15,7 +15,6 @@ SHIPPED = Path(__file__).resolve().parent
 
 @cache
 def card_table() -> dict[str, Any]:
-    """Return the contents of `cards.yaml`."""
     table: dict[str, Any] = parse_yaml((SHIPPED / "cards.yaml").read_text(encoding="utf-8"), where="cards.yaml")
     return table
 

@@ -27,7 +27,7 @@ from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes
 from zeromesh.settings.keys import int_if_whole
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig

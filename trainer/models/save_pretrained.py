@@ -15,7 +15,7 @@ from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorS
 from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted, is_peft_model, pretrained_of
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.full_state import FullState, persistent_buffers

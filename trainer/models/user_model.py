@@ -86,10 +86,6 @@ def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
             yield f"{name} is {value}"
 
 
-_LABELS = frozenset({"labels", "label", "label_ids"})
-"""Field names of labels in samples, which collators rename to `labels`."""
-_COLLATOR_FIELDS = frozenset({"special_tokens_mask"})
-"""Fields of samples that transformers' collators read, and no model's forward takes."""
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -101,7 +97,7 @@ class ForwardInputs:
     fields: frozenset[str] | None
     """Fields that forward accepts; None accepts any."""
     named: frozenset[str]
-    """Names of the parameters of forward, and all names that labels may have."""
+    """Names of the parameters of forward."""
     required: tuple[str, ...]
     vocab_size: int | None
     """Rows of the input embedding, an upper bound of token ids; None if unknown."""
@@ -132,28 +128,11 @@ class ForwardInputs:
         return cls(
             model=type(model).__name__,
             fields=fields,
-            named=named | _LABELS,
+            named=named,
             required=() if users_loss else tuple(required),
             vocab_size=embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None,
             positions=positive(text_part(config), "max_position_embeddings") or None,
         )
-
-    def prune(self, sample: Mapping[str, Any], *, unused: bool | None, library: bool) -> dict[str, Any]:
-        """Return a sample without the fields that the data collator must not see: with `unused`, all that forward does not take.
-        None drops text beside the model's inputs, which cannot become a tensor, and for a `library` collator, which makes a tensor
-        of each field, all others that forward does not take."""
-        if unused:
-            return {name: value for name, value in sample.items() if name in self.named}
-        known = self.fields is not None
-        if unused is False or not (known or library) or not (self.named - _LABELS).intersection(sample):
-            return dict(sample)
-
-        def passes(name: str, value: Any) -> bool:
-            first = value[0] if isinstance(value, list | tuple) and value else value
-            taken = name in self.named or name in _COLLATOR_FIELDS
-            return taken or not (isinstance(first, str | None) or (library and known))
-
-        return {name: value for name, value in sample.items() if passes(name, value)}
 
     def check(self, batch: Mapping[str, Any]) -> None:
         """Raise `DataError` for a batch that lacks a required field or is longer than the model's positions."""

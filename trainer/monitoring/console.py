@@ -1,7 +1,4 @@
-"""The display of a run: a progress bar on a terminal, a single updated line in a notebook, plain lines elsewhere.
-
-Display errors never end training: after a lost terminal or a closed pipe the console is silent.
-"""
+"""The display of a run: a progress bar on a terminal, a single updated line in a notebook, plain lines elsewhere."""
 
 import logging
 import math
@@ -37,7 +34,7 @@ class _Terminal(RichConsole):
 
 
 def _never_raising(method: Callable[Concatenate["Console", _P], None]) -> Callable[Concatenate["Console", _P], None]:
-    """Decorate a method of `Console`: a display error is logged, not raised, and from then on all its methods do nothing."""
+    """Decorate a method of `Console`: a display error is logged, not raised, and silences all its methods."""
 
     @wraps(method)
     def draw(console: "Console", /, *arguments: _P.args, **named: _P.kwargs) -> None:
@@ -53,12 +50,9 @@ def _never_raising(method: Callable[Concatenate["Console", _P], None]) -> Callab
 
 
 class Console(AbstractContextManager["Console"]):
-    """Shows a run on `stream` (standard output if None). Without `shown`, as on ranks above 0, it shows nothing.
-
-    A terminal gets a bar with steps, remaining time and the numbers of the last logged step, drawn at most a few times a second,
-    with notes above it. A notebook gets one line with the latest step or status. Other streams get a line per logged step, and a
-    status line after some silence. Methods may be called in any order, and none raises.
-    """
+    """Shows a run on `stream` (standard output if None), and without `shown` nothing. A terminal gets a bar, drawn at most a few
+    times a second, with notes above it, other streams a line per logged step, and a status line after some silence. Methods may be
+    called in any order, and none raises: after a lost terminal or a closed pipe the console is silent."""
 
     def __init__(self, stream: TextIO | None = None, *, shown: bool = True, verbose: bool = False) -> None:
         """`verbose` shows details on terminals too; logs always have them."""
@@ -98,7 +92,8 @@ class Console(AbstractContextManager["Console"]):
                 self._progress.update(self._task, numbers=self._numbers)
             # Lines of a log file are not wrapped, whatever width rich assumes.
             width = self._rich.width if self._is_terminal else None
-            self._rich.print(Text("\n".join(wrapped(printable_lines(line).split("\n"), width))), soft_wrap=True)
+            text = line if line.isprintable() else printable_lines(line)
+            self._rich.print(Text("\n".join(wrapped(text.split("\n"), width))), soft_wrap=True)
             self._rich.file.flush()
 
     @_never_raising
@@ -121,8 +116,7 @@ class Console(AbstractContextManager["Console"]):
 
     @_never_raising
     def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
-        """Start to show progress: `first_step` of `total_steps` are done, and the work after the last step takes about `after`
-        steps."""
+        """Show progress from now on: `first_step` steps are done, and the work after the last step takes about `after` steps."""
         self._end_status()
         self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
         self._after = after
@@ -149,7 +143,6 @@ class Console(AbstractContextManager["Console"]):
 
     @_never_raising
     def advance(self, step: int) -> None:
-        """Show that `step` steps are done."""
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, numbers=self._numbers, refresh=self._due())
 

@@ -16,8 +16,7 @@ UNCOUNTED = "uncounted"
 """The name of peak bytes that no purpose of the ledger covers."""
 _TERM_TEXTS = {UNCOUNTED: "activations and libraries"}
 PlanTable = tuple[tuple[str, ...], list[tuple[str, ...]]]
-"""Column names, of which the first is the layout, and a row for each term: its name, its predicted and measured value, and the
-relative error of the plan, as text."""
+"""Column names, the layout first, and for each term its name, predicted and measured value, and the plan's error, as text."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,19 +29,14 @@ class PlanCheck:
     """Predicted bytes of states and buffers at the end of a step, by tier and purpose."""
     peak: int
     """The predicted peak bytes of the process, or of its accelerator."""
+    steps: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
+    """The measured seconds of each step, and of its phases."""
     result: dict[str, Any] = field(default_factory=dict)
-    _steps: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
-
-    def add(self, seconds: float, phases: Mapping[str, float]) -> None:
-        """Add the seconds of a step, and its phases."""
-        self._steps.append((seconds, phases))
 
     def record(self, memory: Mapping[str, Mapping[str, int]], peak: int) -> dict[str, Any]:
-        """Return the comparison for a line of metrics: `[predicted, measured]` of each term.
-
-        `memory` are measured bytes by tier and purpose, as in the line of a step, and `peak` those of the process.
-        """
-        steps = self._steps[1:] or self._steps or [(0.0, {})]
+        """Return the comparison for a line of metrics, `[predicted, measured]` of each term. `memory` are measured bytes by tier
+        and purpose, as in the line of a step, and `peak` those of the process."""
+        steps = self.steps[1:] or self.steps or [(0.0, {})]
         names = dict.fromkeys([*self.phases, *(name for _, phases in steps for name in phases)])
         phases = {
             name: [self.phases.get(name, 0.0), median(phases.get(name, 0.0) for _, phases in steps)] for name in names
@@ -65,11 +59,7 @@ class PlanCheck:
 
 
 def comparison_table(record: Mapping[str, Any]) -> PlanTable:
-    """Return the terms of a record: the step and its phases, the peak memory, and bytes by tier and purpose.
-
-    Raises:
-        ValueError, LookupError, TypeError: for a malformed record.
-    """
+    """Return the terms of a record as a table. Raises `ValueError`, `LookupError` or `TypeError` for a malformed record."""
     terms: list[tuple[str, Callable[[float], str], Sequence[float]]] = [("step", human_seconds, record["seconds"])]
     terms += [(f"step: {name}", human_seconds, pair) for name, pair in dict(record["phases"]).items()]
     terms.append(("highest memory", human_bytes, record["peak"]))
@@ -84,6 +74,5 @@ def comparison_table(record: Mapping[str, Any]) -> PlanTable:
 
 
 def comparison_lines(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a record as a table."""
     (layout, *columns), rows = comparison_table(record)
     yield from table_lines((f"plan of {layout}", *columns), rows, right=columns)

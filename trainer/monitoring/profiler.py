@@ -1,8 +1,5 @@
-"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, and a memory timeline of one step.
-
-Beside operators, traces have the ranges of `StepRecorder`: gathers and reductions of units, forward and backward of each unit,
-collectives, updates. Chrome's tracing page and ui.perfetto.dev read them.
-"""
+"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, for Chrome's tracing page and
+ui.perfetto.dev, and a memory timeline of one step."""
 
 import gzip
 import json
@@ -29,20 +26,22 @@ _ROW_NUMBER = re.compile(r'(?<="tid": )[^,\s]+')
 
 
 class Profile(AbstractContextManager["Profile"]):
-    """The profile of one run on one rank, a context manager; a run that ends early, in order, writes the steps so far. `note` shows
-    a line."""
+    """The profile of one run on one rank, a context manager; a run that ends early, in order, writes the steps so far."""
 
     def __init__(
-        self, section: ProfileSection, directory: Path, engine: ZeroEngine, note: Callable[[str], None]
+        self, section: ProfileSection, directory: Path, engine: ZeroEngine, first: int, note: Callable[[str], None]
     ) -> None:
-        first, last = section.steps or (0, -1)
-        self.steps = range(first, last + 1)
-        """The profiled steps, counted from 1."""
+        """`first` is the process's first step. On rank 0 the second one also leaves a file with the changes of bytes by purpose, as
+        the first one allocates persistent memory."""
+        begin, end = section.steps or (0, -1)
+        self.steps = range(begin, end + 1)
+        """The traced steps, counted from 1."""
+        self.measured = first + 1 if engine.mesh.rank == 0 and section.step_figures else 0
+        """The step whose changes of bytes are written; 0: none."""
         self._section = section
         self._folder = directory / FOLDER
         self._engine = engine
         self._mesh = engine.mesh
-        self._first = 0
         self._note = note
         self._recorded: list[int] = []
         self._open = ExitStack()
@@ -56,14 +55,9 @@ class Profile(AbstractContextManager["Profile"]):
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile step `number` in the block, if it is one of `steps`.
-
-        On rank 0 the second step of a process also leaves a file with the changes of bytes by purpose, since the first one
-        allocates persistent memory.
-        """
+        """Profile step `number`, one of `steps` or `measured`, in the block."""
         with ExitStack() as stack:
-            self._first = self._first or number
-            if number == self._first + 1 and self._mesh.rank == 0 and self._section.step_figures:
+            if number == self.measured:
                 stack.enter_context(self._record_memory(number))
             if number in self.steps:
                 if self._profiler is None:
@@ -80,12 +74,9 @@ class Profile(AbstractContextManager["Profile"]):
 
     @contextmanager
     def _record_memory(self, step: int) -> Iterator[None]:
-        """Write the changes of bytes by purpose in the block.
+        """Write the changes of bytes by purpose in the block; an event is a time, a tier, a purpose and its bytes from then on.
 
-            {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
-
-        An event is a time, a tier, a purpose and its bytes from then on. The ledger covers states, gathered parameters, gradients
-        and saved inputs of blocks, but no other activations.
+        {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
         """
         began = time.perf_counter()
         with self._engine.ledger.recording(_MOST_EVENTS) as changes:
@@ -100,11 +91,9 @@ class Profile(AbstractContextManager["Profile"]):
             write_whole(self._folder.with_name(STEP_MEMORY), json.dumps(content).encode(), sync=False)
 
     def _stop(self) -> None:
-        """Stop recording, and write the trace. A full disk does not end a run.
-
-        gloo's threads write the end of a profiled collective into the profiler's memory even after the profiler has freed it, so
-        collectives have to end first. After an error of a peer they may never end, and recording goes on until the process exits.
-        """
+        """Stop recording, and write the trace. gloo's threads write the end of a profiled collective into the profiler's memory
+        even after it was freed, so collectives have to end first. After an error of a peer they may never end, and recording goes
+        on."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
@@ -122,8 +111,8 @@ class Profile(AbstractContextManager["Profile"]):
 
 
 def _write(profiler: profile, path: Path) -> None:
-    """Write the compressed trace. Backward ranges of units get a separate row: they begin and end amid autograd's operators,
-    and viewers drop ranges that neither nest nor are disjoint."""
+    """Write the compressed trace. Backward ranges of units get a separate row, as viewers drop ranges that neither nest nor are
+    disjoint."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         plain, packed = Path(folder, "trace.json"), Path(folder, "trace.json.gz")
         profiler.export_chrome_trace(str(plain))

@@ -1,10 +1,4 @@
-"""The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`); and slow ranks.
-
-    read_ranks(path)   the rows, checked
-    blames(rows)       the ranks at the end of all chains of waits, and their current activity
-    recent(rows)       seconds per step by rank and phase, over the latest steps
-    verdicts(rows)     sentences about the slowest rank and its cause, or about the link
-    Stragglers         the same judgement during a run, of the seconds at work alone
+"""The waits of ranks for one another, and their causes, from the rows of `ranks.json` (see `StateMonitor`).
 
 The last rank to enter a collective waits for no peer, so its communication is the link's time. The least communication of any rank
 is therefore attributed to the link, and the excess of the others to waiting for late ranks.
@@ -13,7 +7,7 @@ is therefore attributed to the link, and the excess of the others to waiting for
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +16,7 @@ from zeromesh.files import read_whole
 
 Row = Mapping[str, Any]
 BUSY = ("data", "compute", "offload", "between")
-_LEAST_FRACTION, _LEAST_SECONDS = 0.15, 1e-3
-"""The fraction of a step, and the seconds, above which a wait is reported."""
+_LEAST_FRACTION, _LEAST_SECONDS = 0.15, 1e-3  # The fraction of a step, and the seconds, above which a wait is reported.
 _PHASE_TEXTS = {
     "data": "data",
     "compute": "computation",
@@ -32,22 +25,12 @@ _PHASE_TEXTS = {
 }
 _CAUSES = {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}
 """The causes of waits for a rank by its activity; others are computation."""
-
-
-_ROW_DEFAULTS = {
-    "rank": 0,
-    "pid": 0,
-    "step": 0,
-    "doing": "",
-    "failure": "",
-    "seconds": 0.0,
-    "seconds_without_progress": 0.0,
-}
+_ROW_DEFAULTS: dict[str, Any] = dict.fromkeys(("pid", "step", "seconds", "seconds_without_progress"), 0)
+_ROW_DEFAULTS |= {"doing": "", "failure": ""}
 
 
 def read_ranks(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of `ranks.json`, in the order of ranks. Raises `OSError`, and `StorageError` for a file that is not as
-    `StateMonitor` writes it."""
+    """Return the rows of `ranks.json`, by rank. Raises `OSError`, or `StorageError` if it is not as `StateMonitor` writes it."""
     try:
         rows = [{**_ROW_DEFAULTS, **row, "rank": int(row["rank"])} for row in json.loads(read_whole(path))["ranks"]]
         for row in rows:
@@ -118,7 +101,6 @@ def _chain_ends(by_rank: Mapping[int, Row], rank: int) -> set[int | str]:
 
 
 def sentences(found: Sequence[Blame]) -> list[str]:
-    """Return one sentence for each blame."""
     lines = []
     for each in found:
         who, wait = ranks_text(each.waiting, 8), "wait" if len(each.waiting) > 1 else "waits"
@@ -144,14 +126,13 @@ def recent(rows: Sequence[Row]) -> dict[int, dict[str, float]]:
 
 
 def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> list[str]:
-    """Return sentences about the latest steps; none before the first. `traffic` is by axis and collective, as in
-    `metrics.jsonl`."""
+    """Return sentences about the latest steps; none before the first. `traffic` is as `communication` in `metrics.jsonl`."""
     parts = recent(rows)
     if len(parts) < 2:
         return []
     step = max(sum(each.values()) for each in parts.values())
     least = max(_LEAST_FRACTION * step, _LEAST_SECONDS)
-    slow, most, usual = _slowest({rank: sum(each[part] for part in BUSY) for rank, each in parts.items()})
+    slow, most, usual = slowest({rank: sum(each[part] for part in BUSY) for rank, each in parts.items()})
 
     def median_of_others(part: str) -> float:
         return statistics.median(each[part] for rank, each in parts.items() if rank != slow)
@@ -181,57 +162,8 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
     return lines or [f"no rank is late: a step takes {1e3 * step:,.0f} ms, of which the link has {1e3 * link:,.0f} ms"]
 
 
-def _slowest(busy: Mapping[int, float]) -> tuple[int, float, float]:
+def slowest(busy: Mapping[int, float]) -> tuple[int, float, float]:
     """Return the rank that was at work for the longest, its seconds, and the median of the others' seconds."""
     slow = max(busy, key=busy.__getitem__)
     others = [seconds for rank, seconds in busy.items() if rank != slow]
     return slow, busy[slow], statistics.median(others or [busy[slow]])
-
-
-_WINDOW = 10
-"""The least number of steps that are compared together."""
-_FACTOR = 1.5
-_LEAST_DELAY = 0.05
-"""The least delay per step, in seconds, that is reported."""
-_SILENT_STEPS = 100
-"""The least number of steps between two lines about the same rank."""
-
-
-@dataclass(slots=True)
-class Stragglers:
-    """Compares the ranks' seconds at work in steps, without their waits for one another.
-
-    Work between steps, such as evaluations and checkpoints, is not counted, nor is the first step with its setup.
-    """
-
-    _busy_seconds: list[float] = field(default_factory=list)
-    """This rank's seconds at work in each step since the last comparison."""
-    _last_note: dict[int, int] = field(default_factory=dict)
-    _begun: bool = False
-
-    def add(self, seconds: float, waited: float) -> None:
-        """Add a step of `seconds`, `waited` of which were spent waiting for other ranks."""
-        if self._begun:
-            self._busy_seconds.append(max(0.0, seconds - waited))
-        self._begun = True
-
-    @property
-    def busy(self) -> float:
-        """The mean seconds per step that this rank was at work since the last comparison."""
-        return sum(self._busy_seconds) / max(1, len(self._busy_seconds))
-
-    def compare(self, step: int, busy: Sequence[float]) -> str | None:
-        """Compare `busy` of all ranks every `_WINDOW` steps; returns a line about a slow rank, unless it has had one recently."""
-        steps = len(self._busy_seconds)
-        if steps < _WINDOW:
-            return None
-        self._busy_seconds = []
-        slow, most, usual = _slowest(dict(enumerate(busy)))
-        silent = step - self._last_note.get(slow, -_SILENT_STEPS) < _SILENT_STEPS
-        if silent or most < max(_FACTOR * usual, usual + _LEAST_DELAY):
-            return None
-        self._last_note[slow] = step
-        return (
-            f"rank {slow} is slow: over {steps} steps it was at work for {1000 * most:.0f} ms a step, the others "
-            f"for {1000 * usual:.0f} ms, and waited for it"
-        )

@@ -19,28 +19,16 @@ from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import device_name, is_accelerator
 from zeromesh.offload.memory.ledger import cpu_name
-from zeromesh.telemetry.event_ring import FOLDER
 from zeromesh.telemetry.state_monitor import StateMonitor
+from zeromesh.telemetry.status_board import TRACE_FOLDER
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.monitoring.step_metrics import (
-    ENDED,
-    EVALUATIONS,
-    LOCK,
-    METRICS,
-    RANKS,
-    SAMPLES,
-    STARTS,
-    MetricsWriter,
-)
+from zeromesh.trainer.monitoring import step_metrics
+from zeromesh.trainer.monitoring.step_metrics import ENDED, MetricsWriter
 
 
 class RunDirectory:
-    """The directory into which rank 0 writes a run's files.
-
-    Raises:
-        StorageError: in the constructor, if it cannot be written; existing files are kept then.
-    """
+    """The directory into which rank 0 writes a run's files. Raises `StorageError` at construction if it cannot be written."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
@@ -60,16 +48,12 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory against other runs inside the block; the lock ends with the process, even when killed. Temporary files
-        of killed processes are removed.
-
-        Raises:
-            StorageError: when another run has it.
-        """
+        """Lock the directory against other runs inside the block, until the process ends, and remove temporary files of killed
+        processes. Raises `StorageError` when another run has it."""
         if not self._writes:
             yield
             return
-        path = self.path / LOCK
+        path = self.path / step_metrics.LOCK
         with ExitStack() as stack:
             try:
                 file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
@@ -96,18 +80,16 @@ class RunDirectory:
     def open(
         self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
     ) -> Iterator[MetricsWriter | None]:
-        """Write the resolved configuration, without secrets, and yield the writer of metrics, which continues after `step`.
-
-        `facts` about the model go into the line of this start, beside the hardware and versions. Inside the block a file
-        has the activity of every rank, and each rank writes its latest events on request, and at any end of it.
-        """
+        """Write the configuration, without secrets, and a line about this start, with `facts` about the model, and yield the writer
+        of metrics, which continues after `step`. Inside the block a file has the activity of every rank, and each rank writes its
+        latest events on request, and at the end."""
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
         header = {"rank": mesh.rank, "host": mesh.locations[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
         header["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names.get(mesh.rank, ())]
 
         def write_ring() -> None:
             with suppress(OSError):  # Nothing depends on this file, and later writes report a full disk.
-                mesh.watch.ring.write(self.path / FOLDER / f"rank-{mesh.rank}.ring", header)
+                mesh.watch.ring.write(self.path / TRACE_FOLDER / f"rank-{mesh.rank}.ring", header)
 
         mesh.watch.on_request = write_ring
         try:
@@ -123,15 +105,15 @@ class RunDirectory:
             hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
             versions = {"zeromesh": __version__, "python": platform.python_version()}
             versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
-            with MetricsWriter(self.path / STARTS) as starts:
+            with MetricsWriter(self.path / step_metrics.STARTS) as starts:
                 start = {"step": step, "host": socket.gethostname(), **facts}
                 starts.write({**start, "hardware": hardware, "versions": versions})
-            for name in (EVALUATIONS, SAMPLES):
+            for name in (step_metrics.EVALUATIONS, step_metrics.SAMPLES):
                 if os.path.lexists(self.path / name):
                     MetricsWriter(self.path / name, keep_through=step).close()
             with (
-                MetricsWriter(self.path / METRICS, keep_through=step) as writer,
-                StateMonitor(mesh.watch, mesh.world.ranks, self.path / RANKS, clean=redaction.text),
+                MetricsWriter(self.path / step_metrics.METRICS, keep_through=step) as writer,
+                StateMonitor(mesh.watch, mesh.world.ranks, self.path / step_metrics.RANKS, clean=redaction.text),
             ):
                 yield writer
         finally:

@@ -16,19 +16,11 @@ from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, read_whole, refusals, write_whole
 from zeromesh.trainer.config.yaml_reader import MAX_DEPTH
 
-METRICS = "metrics.jsonl"
-"""The file with a line per logged step, as `StepStats.line` makes it."""
-EVALUATIONS = "evaluations.jsonl"
-"""The file with a line per evaluation: its `step`, `eval_loss`, and its other values."""
-SAMPLES = "samples.jsonl"
-"""The file with a line per completion of a prompt of `run.prompts`: `step`, `prompt` and `completion`."""
-STARTS = "starts.jsonl"
-"""The file with a line per start or resume: `step` before it, `host` of rank 0, `hardware`, `parameters` of the model, names
-of the arguments that a script has `given`, and `versions` of packages."""
-RANKS = "ranks.json"
-"""The file with the present activity of every rank, which `StateMonitor` writes."""
-LOCK = "run.lock"
-"""The lock file: it names rank 0's process while it runs and after a kill; after any other end it has the outcome of the run."""
+METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
+STARTS, RANKS, LOCK = "starts.jsonl", "ranks.json", "run.lock"
+"""Files of a run's directory, which docs/guide.md describes. A line of `STARTS` has `step` before the start, `host` of rank 0,
+`hardware`, `parameters` of the model, arguments that a script has `given`, and `versions`. `LOCK` names rank 0's process while it
+runs and after a kill; after any other end it has the outcome of the run, which begins with `ENDED`."""
 ENDED = "ended"
 
 
@@ -40,12 +32,9 @@ STEP_FIELDS = (
 
 
 class MetricsWriter(AbstractContextManager["MetricsWriter"]):
-    """Appends lines to a file of JSON lines, each passed to the operating system at once.
-
-    An incomplete last line is removed when the file is opened. Lines of steps after `keep_through` are removed as well, since a
-    run that resumes from that step writes them anew; None keeps all.
-    Raises `StorageError`, which names the file, where it cannot be opened or written.
-    """
+    """Appends lines to a file of JSON lines, each passed to the operating system at once. An incomplete last line is removed when
+    the file is opened, and lines of steps after `keep_through`, which a run that resumes there writes anew; None keeps all. Raises
+    `StorageError`, which names the file, where it cannot be opened or written."""
 
     def __init__(self, path: str | os.PathLike[str], *, keep_through: int | None = None) -> None:
         self.path = Path(path)
@@ -64,10 +53,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             self._file = io.FileIO(descriptor, "ab")  # A kill must lose no buffered line.
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line, with `time` (seconds since 1970). NaN and infinities become the strings "nan", "inf" and "-inf".
-
-        After a line that could not be written whole the file is closed: the next one would continue it.
-        """
+        """Append one line, with `time` (seconds since 1970); numbers that are not finite become "nan", "inf" and "-inf". After a
+        line that could not be written whole the file is closed: the next one would continue it."""
         values = {**record, "time": round(time.time(), 3)}
         try:
             text = json.dumps(values, allow_nan=False, default=strict)
@@ -93,11 +80,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the complete lines of a metrics file, without a last line that a kill has cut short.
-
-    Raises `StorageError` for a file that cannot be read or holds a line that is no JSON object; with `broken` such lines are left
-    out too, and their errors go there.
-    """
+    """Return the complete lines of a metrics file. Raises `StorageError` for a file that cannot be read or holds a line that is no
+    JSON object; with `broken` such lines are left out, and their errors go there."""
     with refusals(path, "read"):
         content = read_whole(path)
     found = []
@@ -179,10 +163,8 @@ def process_began() -> float:
 
 
 class StartTimes:
-    """Seconds of startup by part, in order, until the first step of a run in this process has ended.
-
-    `began`: when the first part did, on the clock of `now`.
-    """
+    """Seconds of startup by part, in order, from `began` (on the clock of `now`) until the first step of a run in this process has
+    ended."""
 
     def __init__(self, began: float | None = None) -> None:
         self._last = now() if began is None else began

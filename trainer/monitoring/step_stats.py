@@ -1,6 +1,6 @@
-"""The logged figures of one step: its result, users' values, utilization, and memory."""
+"""The logged figures of one step: its result, users' values, utilization, and memory; and ranks that are slow."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +14,14 @@ from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.telemetry.step_recorder import Figures
 from zeromesh.trainer.formatting import human_count, table_lines
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
+from zeromesh.trainer.monitoring.rank_waits import slowest
 from zeromesh.trainer.monitoring.step_metrics import STEP_FIELDS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The result of a step over all ranks. `loss` is the mean over targets; `tokens` counts inputs; `cause` is the reason of a
-    skip."""
+    """The result of a step over all ranks. `loss` is the mean over targets; `tokens` counts inputs; `cause` is why a step was
+    skipped."""
 
     loss: float
     tokens: int
@@ -67,11 +68,8 @@ class StepStats:
 
     def line(self, result: StepResult, *, step: int, lr: float, tokens: int, peak: int) -> dict[str, Any]:
         """Return the line of a step in `metrics.jsonl`; `tokens` since the start of training, `peak` bytes of the rank with the
-        most.
-
-        `loss` is the mean over the targets of the global batch, `grad_norm` the norm before clipping, `mfu` model FLOPs
-        utilization, `phases` this rank's seconds by phase, and `memory` its peak bytes in the step, by tier and purpose.
-        """
+        most. `grad_norm` is the norm before clipping, `mfu` model FLOPs utilization; `phases` and `memory` are this rank's seconds
+        and peak bytes."""
         line: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
@@ -145,8 +143,7 @@ def require_free_names(values: Mapping[str, Any], whose: str) -> None:
 
 
 def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]:
-    """Return the largest peak memory of all ranks, in bytes, and every rank's `busy`, its seconds at work in a step; all ranks call
-    it."""
+    """Return the largest peak memory of all ranks, in bytes, and each rank's `busy` seconds; all ranks call it."""
     peak = device_memory(mesh.device).peak if is_accelerator(mesh.device) else peak_bytes()
     rows = mesh.world.gather_integers([peak, int(1e6 * busy)])
     return max(rows)[0], tuple([row[1] / 1e6 for row in rows])
@@ -167,3 +164,46 @@ def traffic_table(figures: Figures, *, steps: int = 1) -> list[str]:
     ]
     numbers = ("calls", "MiB", "ms")
     return table_lines(("axis", "collective", *numbers), rows, numbers)
+
+
+_WINDOW = 10  # The least number of steps that are compared together.
+_FACTOR = 1.5
+_LEAST_DELAY = 0.05  # The least delay per step, in seconds, that is reported.
+_SILENT_STEPS = 100  # The least number of steps between two lines about the same rank.
+
+
+@dataclass(slots=True)
+class Stragglers:
+    """Compares the ranks' seconds at work in steps after the first, without waits for one another and work between steps."""
+
+    _busy_seconds: list[float] = field(default_factory=list)
+    """This rank's seconds at work in each step since the last comparison."""
+    _last_note: dict[int, int] = field(default_factory=dict)
+    _begun: bool = False
+
+    def add(self, seconds: float, waited: float) -> None:
+        """Add a step of `seconds`, `waited` of which were spent waiting for other ranks."""
+        if self._begun:
+            self._busy_seconds.append(max(0.0, seconds - waited))
+        self._begun = True
+
+    @property
+    def busy(self) -> float:
+        """The mean seconds per step that this rank was at work since the last comparison."""
+        return sum(self._busy_seconds) / max(1, len(self._busy_seconds))
+
+    def compare(self, step: int, busy: Sequence[float]) -> str | None:
+        """Compare `busy` of all ranks every `_WINDOW` steps; returns a line about a slow rank, unless it has had one recently."""
+        steps = len(self._busy_seconds)
+        if steps < _WINDOW:
+            return None
+        self._busy_seconds = []
+        slow, most, usual = slowest(dict(enumerate(busy)))
+        silent = step - self._last_note.get(slow, -_SILENT_STEPS) < _SILENT_STEPS
+        if silent or most < max(_FACTOR * usual, usual + _LEAST_DELAY):
+            return None
+        self._last_note[slow] = step
+        return (
+            f"rank {slow} is slow: over {steps} steps it was at work for {1000 * most:.0f} ms a step, the others "
+            f"for {1000 * usual:.0f} ms, and waited for it"
+        )

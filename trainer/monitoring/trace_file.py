@@ -1,9 +1,6 @@
 """Conversion of the event rings of all ranks (see `EventRing`) to one trace in Chrome's JSON format for https://ui.perfetto.dev.
 
-A rank is a process with rows: its steps; the phases of a step, with collectives and waits inside; its activity, by unit; and the
-launches of gathers and reductions. Slices have their step and microbatch; a wait names the last rank to arrive, where known, with
-an arrow from there. In collectives of `_TOGETHER`, the last arrival is computed from the begin times.
-
+A wait names the last rank to arrive, where known, with an arrow from there; in collectives of `_TOGETHER`, begin times tell it.
 Clocks of hosts are aligned by the median over steps of a moment that all ranks share once per step.
 """
 
@@ -17,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import StorageError
-from zeromesh.telemetry import event_ring as codes
-from zeromesh.telemetry.event_ring import DETAIL, STEP_SHIFT, UNIT_BITS, Activity, read_ring
+from zeromesh.telemetry import status_board as codes
+from zeromesh.telemetry.status_board import DETAIL, STEP_SHIFT, UNIT_BITS, Activity, read_ring
 
 STEPS, PHASES, DOING, LAUNCHES = range(1, 5)
 _ROWS = {STEPS: "steps", PHASES: "phases, collectives and waits", DOING: "what it does", LAUNCHES: "launches"}
 _TOGETHER = ("agreement over ", "all-reduce over ", "all-to-all over ", "broadcast over ")
-_ARROW_NS = 200_000
-"""The least nanoseconds of a wait with an arrow."""
+_ARROW_NS = 200_000  # The least nanoseconds of a wait with an arrow.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,11 +50,8 @@ class RankRing:
 
 
 def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
-    """Read the rings in a folder, by rank; returns them with remarks about those that are left out.
-
-    Raises:
-        StorageError: where there is none.
-    """
+    """Read the rings in a folder, by rank; returns them with remarks about those left out. Raises `StorageError` where there is
+    none."""
     rings, remarks = [], []
     for path in folder.glob("rank-*.ring"):
         try:
@@ -84,7 +77,6 @@ def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
 
 
 def trace_content(trace: Mapping[str, Any], *, packed: bool) -> bytes:
-    """Return a trace as JSON bytes, with gzip if `packed`."""
     content = json.dumps(trace, separators=(",", ":")).encode()
     return gzip.compress(content, 6, mtime=0) if packed else content
 
@@ -174,7 +166,7 @@ def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
                 if nested and nested[-1].name.startswith("wait: "):
                     nested[-1].facts |= {"waited for rank": detail - 1} if detail else {}
                     nested.pop().end = at
-            elif mark == codes.MICROBATCH:
+            elif mark == codes.NEW_MICROBATCH:
                 facts["microbatch"] = detail
             continue
         step, kind = code >> STEP_SHIFT, Activity(code >> UNIT_BITS & (1 << codes.ACTIVITY_BITS) - 1)
@@ -193,8 +185,8 @@ def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
 def _arrows(
     axes: Mapping[int, Mapping[str, Sequence[int]]], sliced: Mapping[int, Sequence[Slice]]
 ) -> Iterator[tuple[int, int, int, int, Slice]]:
-    """Yield the source rank, time and row of each arrow, and its target rank and slice: from the last rank of each collective of
-    `_TOGETHER` to each rank that waited, and from the rank that a recorded wait names."""
+    """Yield the source rank, time and row of each arrow, and its target rank and slice, by the begin times of collectives of
+    `_TOGETHER` and by recorded waits that name a rank."""
     found: dict[tuple[Any, ...], dict[int, Slice]] = defaultdict(dict)
     for rank, slices in sliced.items():
         counts: dict[tuple[Any, ...], int] = defaultdict(int)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
-from functools import partial
 from typing import Any
 
 from zeromesh.environment import LaunchEnvironment, available_cores
 from zeromesh.errors import ConfigError, counted
 from zeromesh.offload import TierChoice, accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import BatchRules, is_library
+from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
@@ -29,8 +28,8 @@ _CARDS = 8
 
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:
-    """Return the machine with a name, a size or a file; by default the one measured here, or one with this host's accelerators.
-    `devices` is the number of cards per host where it is unknown. Raises `ConfigError` for a machine that is not known."""
+    """Return the machine with a name, a size or a file; by default one with this host's accelerators, or the one measured here.
+    `devices` is the number of cards per host where it is unknown. Raises `ConfigError` for an unknown machine."""
     if name is None and accelerator.current_accelerator() is not None:
         name = find_name(accelerator.device_name(accelerator.initialize()[0]))
     return find_machine(name, devices=devices)
@@ -67,15 +66,9 @@ def plan_config(
     host: int | None = None,
     more: bool = False,
 ) -> tuple[Plan, Plan | None]:
-    """Plan a configuration, or a trainer with its own model and data (`inputs`), for `ranks` ranks, `host` of them per host.
-
-    `given` are keys (`section.key` or `section.key=value`) that every layout keeps.
-
-    Returns the plan, and with `more` also the plan for one more rank, or for one more host where ranks fill hosts.
-
-    Raises:
-        ConfigError, DataError, LayoutError: for a model, a machine or ranks that cannot be planned.
-    """
+    """Plan a configuration, or a trainer with its own model and data (`inputs`), for `ranks` ranks, `host` of them per host;
+    layouts keep the keys `given` (`section.key` or `section.key=value`). Returns the plan, and with `more` also that for one more
+    rank, or host where ranks fill hosts. Raises `ConfigError`, `DataError` or `LayoutError` for what cannot be planned."""
     machine = machine_here(device, host or min(ranks or 1, _CARDS))
     with closing(subject_of(config, inputs, device=machine.device.kind)) as subject:
         planner = Planner(subject, machine, host=host, fixed=fixed_fields(config, given))
@@ -97,8 +90,8 @@ def given_keys(config: TrainerConfig, free: Collection[str] | None = None) -> li
 def set_auto(
     config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment
 ) -> tuple[TrainerConfig, Estimate]:
-    """Replace `auto` by the values of the fastest plan that fits, and return its estimate too. Raises `ConfigError` where no layout
-    fits, and for a model or a machine that cannot be planned."""
+    """Replace `auto` by the values of the fastest plan that fits; returns its estimate too. Raises `ConfigError` where none
+    fits."""
     ranks, host, chosen = environment.world_size, environment.local_world_size, _auto_keys(config)
     more = {
         key for key in FIELDS if key.partition(".")[2] not in getattr(config, key.partition(".")[0]).model_fields_set
@@ -126,11 +119,8 @@ def _auto_keys(config: TrainerConfig) -> frozenset[str]:
 
 
 def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, device: str = "cpu") -> Subject:
-    """Return the subject of a plan for a configuration, or for a trainer with its own model and data. The model may lack values.
-
-    Raises:
-        ConfigError, DataError: for a missing model, tokenizer or data, and for a task without text data.
-    """
+    """Return the subject of a plan for a configuration, or for a trainer with its own model and data. Raises `ConfigError` or
+    `DataError` for a missing model, tokenizer or data, and for a task without text data."""
     inputs = inputs or UserInputs()
     named = config.data.tokenizer or (BYTES if config.model.source is None else None)
     tokenizer = None if named is None or inputs.model is not None else load_tokenizer(named)
@@ -145,7 +135,8 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     rules = BatchRules(
         collate=inputs.collate,
         fields=forward.fields,
-        drop_fields=partial(forward.prune, unused=config.data.remove_unused, library=is_library(inputs.collate)),
+        named=forward.named,
+        unused=config.data.remove_unused,
     )
     if is_stream(dataset):
         raise ConfigError(

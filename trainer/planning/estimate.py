@@ -1,11 +1,8 @@
 """The estimate of a layout: bytes by tier and purpose of the rank with the most, and seconds of a step by phase.
 
-    bytes      states by `zero/memory_model.py`, activations of the trace over the schedule's microbatches in flight, and libraries
-    seconds    the work of each stage at the machine's rates, combined by the simulator of schedules; communication between data
-               ranks as far as it is not hidden; the update; transfers from and to tiers
-
-On an accelerator, gathers and reductions overlap with computing, and only the excess counts. On CPUs the same cores compute and
-communicate, so both count.
+States are those of `zero/memory_model.py`, activations those of the trace, over the schedule's microbatches in flight. On an
+accelerator, gathers and reductions overlap with computing, and only the excess counts; on CPUs the same cores do both, so both
+count.
 """
 
 from __future__ import annotations
@@ -54,17 +51,14 @@ class Estimate:
 
     @property
     def device_bytes(self) -> int:
-        """The peak bytes on the device."""
         return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in the host's memory beside an accelerator, per rank."""
         return sum(self.host.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
         return sum(self.phases.values())
 
     def check(self) -> PlanCheck:
@@ -79,12 +73,9 @@ class Estimate:
 
 
 _OVERHEAD_LAUNCHES = 400
-"""The overhead of the engine and the loop per forward or backward of a microbatch (random states, hooks, checks), in launches.
-Measured with `scripts/benchmarks/bench_plan.py`; on an accelerator the host does this ahead."""
-_ESTIMATED_RANKS = 4
-"""The number of first pipeline ranks whose memory is estimated, beside the last one."""
-_PEAK_ROUNDS = 4
-"""The rounds of microbatches after which the memory of activations has reached its peak."""
+"""Launches that the engine and the loop add to a forward or backward, measured with `scripts/benchmarks/bench_plan.py`."""
+_ESTIMATED_RANKS = 4  # The number of first pipeline ranks whose memory is estimated, beside the last one.
+_PEAK_ROUNDS = 4  # The rounds of microbatches after which the memory of activations has reached its peak.
 
 
 _schedule_of = lru_cache(4096)(make_schedule)
@@ -113,7 +104,6 @@ class Estimator:
     """Estimates the memory and the seconds of layouts of one subject on one machine."""
 
     def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
-        """`host` is the number of ranks per host."""
         self.subject, self.machine, self.host = subject, machine, host
         self.device = torch.device(machine.device.kind)
         self.collective_seconds = cache(machine.collective_seconds)
@@ -124,15 +114,11 @@ class Estimator:
         """Peak bytes of activations by chunks and schedule."""
 
     def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
-        """Estimate a layout. Without `exact` a pipeline's time is a lower bound without simulation.
-
-        Raises:
-            ConfigError, LayoutError: for a layout that the model does not allow, or a machine without the required figures.
-        """
+        """Estimate a layout. Without `exact` a pipeline's time is a lower bound without simulation. Raises `ConfigError` or
+        `LayoutError` for a layout that the model does not allow, or a machine without the required figures."""
         return _LayoutCosts(self, layout).estimate(exact=exact)
 
     def options(self, layout: Layout) -> ZeroOptions:
-        """Return the engine's options for a layout."""
         zero, staging = self.subject.zero, self.subject.zero.offload.staging_bytes
         if staging is None and not self.machine.is_cpu:
             staging = max(STAGING_BYTES, self.machine.device.memory_bytes // STAGING_SHARE)
@@ -147,7 +133,6 @@ class Estimator:
         return replace(zero, stage=layout.stage, accumulation=accumulation, prefetch=prefetch, offload=offload)
 
     def memory_model(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
-        """Return the memory of the states of a rank with these units."""
         tiers = layout.optimizer, layout.parameters
         key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
         if key not in self._memory:
@@ -221,15 +206,15 @@ class _LayoutCosts:
     def __init__(self, known: Estimator, layout: Layout) -> None:
         subject, self._machine, self._device = known.subject, known.machine, known.device
         self._known, self._layout, self._options = known, layout, known.options(layout)
-        self._ranks_on_host = min(known.host, layout.ranks)
-        """The number of ranks that compute on a host."""
+        self._ranks_on_host = min(known.host, layout.ranks)  # The number of ranks that compute on a host.
         self._hosts = max(1, math.ceil(layout.tensor * layout.shard / known.host))
         """The number of hosts over which the ranks of a shard and tensor group extend."""
         trace = subject.trace(layout.tensor, layout.micro, layout.sequence, layout.recompute)
         cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
-        self._chunks = known.stages(trace, cut, layout)
-        """The chunks of all stages, assigned round-robin to pipeline ranks."""
+        self._chunks = known.stages(
+            trace, cut, layout
+        )  # The chunks of all stages, assigned round-robin to pipeline ranks.
         choice = layout.activations
         moves = choice.leaves_device(self._device) and layout.recompute != "none"
         self._moved_inputs = choice.fraction if moves else 0.0

@@ -50,12 +50,10 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks of the mesh."""
         return self.pipeline * self.replicate * self.shard * self.tensor
 
     @property
     def data(self) -> int:
-        """The number of data-parallel ranks."""
         return self.replicate * self.shard
 
     @property

@@ -1,9 +1,6 @@
 """Machines for a plan: their measured rates, the seconds that these predict, and machines by name, by size or from files.
 
-Every prediction is a formula of a few figures: products by the roofline, collectives by latency and bandwidth, updates and all
-other operators by the bytes that they move.
-
-Rates are per second, times in seconds, and sizes in bytes.
+Every prediction is a formula of a few figures, which docs/machine-files.md describes.
 """
 
 from __future__ import annotations
@@ -32,8 +29,7 @@ DeviceOrHost = Literal["device", "host"]
 _TIME_SLICE_SECONDS = 2e-3
 """Seconds that a CPU rank in a collective waits for a peer without a core: a time slice of Linux's scheduler."""
 _ADAMW_FIXED, _ADAMW_MOMENT = 12, 8
-"""The bytes per element that a float32 update moves: the parameter is read and written and its gradient read; each moment is read
-and written."""
+"""Bytes per element that a float32 update moves: the parameter is read and written, its gradient read, a moment both."""
 
 
 class HostCopies(Section):
@@ -48,16 +44,10 @@ class DeviceRates(Section):
     """The rates of one rank's compute device: an accelerator, or its part of the processor."""
 
     kind: Text
-    """The type of the device in torch, such as `cpu`."""
     memory_bytes: Annotated[Bytes, Field(gt=0)]
-    """Bytes that torch can use; for a CPU, the host's memory."""
     memory_bandwidth: Positive
-    """Bytes per second that operators other than matrix products read and write."""
     launch_seconds: NotNegative
-    """Seconds to launch one operator, with Python's and autograd's overhead."""
     products: Annotated[dict[Text, Positive], Field(min_length=1)]
-    """Floating-point operations per second of matrix products, by dtype as in `precision.compute`; fused attention of a CPU counts
-    as float32."""
     copies: HostCopies | None = None
 
 
@@ -65,20 +55,16 @@ class HostRates(Section):
     """The resources that the ranks of one host share. Sizes are in bytes."""
 
     devices: Count
-    """The number of ranks per host."""
     cores: Count
     memory_bytes: Annotated[Bytes, Field(gt=0)]
     memory_bandwidth: Positive
-    """Bytes per second of all cores together."""
 
 
 class LinkRates(Section):
     """The latency and bandwidth between ranks by one transport."""
 
     latency_seconds: NotNegative
-    """Seconds of an empty message."""
     bandwidth: Positive
-    """Bytes per second that each rank sends and receives while all do; between hosts, a rank's share of its host's network."""
 
 
 class TransportRates(Section):
@@ -115,7 +101,6 @@ class LibraryBytes(Section):
     """The memory that torch and a rank's communicators take before a model is built."""
 
     device: Bytes = 0
-    """Bytes of an accelerator."""
     host: Bytes = 0
     """Bytes of the host per rank, buffers and fragmentation of the heap included."""
     shared: Bytes = 0
@@ -127,7 +112,6 @@ class Machine(Section):
 
     name: Text
     sources: Texts
-    """The sources of the figures."""
     device: DeviceRates
     host: HostRates
     links: LinkSet = Field(default_factory=LinkSet)
@@ -141,11 +125,9 @@ class Machine(Section):
         return self.device.kind == "cpu"
 
     def product_seconds(self, product: Product) -> float:
-        """Return the seconds of one matrix product, alone on its host.
-
-        The formula is the roofline of Williams, Waterman and Patterson (2009): operations over their rate, or bytes over the
-        memory bandwidth, whichever is longer. Raises `ConfigError` for a dtype without a rate in the machine file.
-        """
+        """Return the seconds of one matrix product, alone on its host, by the roofline of Williams, Waterman and Patterson (2009):
+        operations over their rate, or bytes over the memory bandwidth, whichever is longer. Raises `ConfigError` for a dtype
+        without a rate."""
         rate = self.device.products.get(product.dtype)
         if rate is None:
             known = ", ".join(self.device.products)
@@ -160,16 +142,13 @@ class Machine(Section):
 
     def moved_seconds(self, nbytes: float, *, ranks_on_host: int = 1) -> float:
         """Return the seconds in which operators other than products read and write `nbytes`, without their launches, while
-        `ranks_on_host` ranks do so. CPU ranks share the host's memory bandwidth."""
+        `ranks_on_host` ranks do so, which on CPUs share the host's bandwidth."""
         rate = self.device.memory_bandwidth
         return nbytes / (min(rate, self.host.memory_bandwidth / ranks_on_host) if self.is_cpu else rate)
 
     def work_seconds(self, work: Work, *, ranks_on_host: int = 1) -> float:
         """Return the seconds of one pass through a part of a model, without exchanges, when `ranks_on_host` ranks compute at once.
-
-        On a CPU products, moves and launches follow each other, and ranks share cores. On an accelerator the host launches ahead,
-        so that the longer of launching and computing counts.
-        """
+        CPU ranks share cores. On an accelerator the host launches ahead, so the longer of launching and computing counts."""
         products = sum(map(self.product_seconds, work.products))
         moves = self.moved_seconds(work.moved, ranks_on_host=ranks_on_host)
         launches = work.operations * self.device.launch_seconds
@@ -190,15 +169,13 @@ class Machine(Section):
     def collective_seconds(
         self, kind: str, nbytes: float, *, ranks: int, hosts: int = 1, ranks_on_host: int = 1
     ) -> float:
-        """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a
-        whole, while `ranks_on_host` ranks compute on each host.
+        """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a whole
+        (that is, after an all-gather, and before another), while `ranks_on_host` ranks compute on each host. Raises `ConfigError`
+        where the machine file has no such link.
 
-        `nbytes` is what each rank has after an all-gather, and before a reduce-scatter, an all-reduce or an all-to-all. The formula
-        is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of 1/n of the bytes, twice as
-        many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is the sum over
-        the networks of one host's ranks. All-reduces may have the latency of a tree instead, as NCCL chooses.
-
-        Raises `ConfigError` where the machine file has no such link.
+        The formula is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of 1/n of the bytes,
+        twice as many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is the sum over the
+        networks of one host's ranks. All-reduces may have the latency of a tree instead, as NCCL chooses.
         """
         if ranks == 1:
             return 0.0
@@ -247,10 +224,8 @@ class Machine(Section):
         return self.device.copies.latency_seconds + nbytes / rate
 
     def disk_seconds(self, read: float, written: float, *, ranks_on_host: int = 1) -> float:
-        """Return the seconds in which each of `ranks_on_host` ranks reads and writes so many bytes of their shared disk.
-
-        Raises `ConfigError` where the machine file has no disk.
-        """
+        """Return the seconds in which each of `ranks_on_host` ranks reads and writes so many bytes of their shared disk. Raises
+        `ConfigError` where the machine file has none."""
         if not read and not written:
             return 0.0
         if self.disk is None:
@@ -264,12 +239,9 @@ class Machine(Section):
     def update_seconds(
         self, elements: float, *, moments: int = 2, on: DeviceOrHost = "device", ranks_on_host: int | None = None
     ) -> float:
-        """Return the seconds in which one rank updates `elements` float32 elements with so many moments (2 for AdamW) on their
-        tier.
-
-        An update is limited by memory: it moves 12 bytes and 8 for each moment. Where its rate is not measured, the memory of the
-        device, or its share of the host's (`ranks_on_host`, by default all of a host), determines the rate.
-        """
+        """Return the seconds of one rank's update of `elements` float32 elements with so many moments (2 for AdamW). Where its rate
+        is not measured, the memory limits it: of the device, or its share of the host's (`ranks_on_host`, by default all of a
+        host)."""
         per_element = self.update.device if on == "device" else self.update.host
         nbytes = _ADAMW_FIXED + _ADAMW_MOMENT * moments
         ranks = self.host.devices if ranks_on_host is None else ranks_on_host
@@ -279,7 +251,6 @@ class Machine(Section):
         return elements * nbytes / (self.device.memory_bandwidth if on == "device" else shared)
 
     def to_yaml(self) -> str:
-        """Return the text of a machine file, which `read_machine` parses to an equal machine."""
         data = self.model_dump(mode="json", exclude_defaults=True)
         return yaml.dump(
             data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
@@ -368,7 +339,6 @@ def read_machine(path: Path) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path) -> None:
-    """Write a machine file, and create its parent directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, machine.to_yaml().encode())
 

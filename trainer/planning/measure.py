@@ -1,8 +1,4 @@
-"""Measures the machine of this launch in about a minute, with the kernels and collectives of a training run.
-
-All ranks call `measure_machine` together. While one rank measures, the others wait without computing; collectives and host memory
-are measured by as many ranks as have a core or a device each.
-"""
+"""Measures the machine of this launch in about a minute, with the kernels and collectives of a training run."""
 
 from __future__ import annotations
 
@@ -40,13 +36,10 @@ from zeromesh.trainer.tools.doctor import hardware
 from zeromesh.zero.hooks import hook_before
 
 _ADAMW = {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-_CACHE_BYTES = 96 << 20
-"""Bytes that are larger than a processor's caches."""
-_WARMUP_STEPS = 4
-"""The number of steps until a process's heap has reached its final size."""
+_CACHE_BYTES = 96 << 20  # Bytes that are larger than a processor's caches.
+_WARMUP_STEPS = 4  # The number of steps until a process's heap has reached its final size.
 _WIDTH, _TENSORS_MOVED = 1024, 16
-"""The width of the tensors of `bandwidth`, and how many of them its norm, GELU and addition read and write: 7 in forward (2, 2 and
-3), and 9 in backward (3 each)."""
+"""The width of the tensors of `bandwidth`; its norm, GELU and addition read and write 7 in forward, and 9 in backward."""
 _ROUNDS, _COUNT = 15, 4
 """The rounds of a collective, and its repetitions in each. The minimum of the rounds counts, as other load slows some down."""
 
@@ -93,13 +86,8 @@ TINY_SIZES = MeasureSizes(
 def measure_machine(
     mesh: ProcessMesh, directory: Path, say: Callable[[str], None], sizes: MeasureSizes | None = None
 ) -> Machine:
-    """Measure everything; all ranks call it, and rank 0 broadcasts the machine. Rank 0 passes progress to `say`.
-
-    `directory` is on the measured disk. `sizes` are by default those of the kind of device.
-
-    Raises:
-        StorageError: when the disk cannot be written.
-    """
+    """Measure everything; all ranks call it, and get the machine. Rank 0 passes progress to `say`. While one rank measures, the
+    others wait without computing. `directory` is on the measured disk. Raises `StorageError` when that cannot be written."""
     ranks_by_host: dict[str, list[int]] = {}
     for rank, location in enumerate(mesh.locations):
         ranks_by_host.setdefault(location.host, []).append(rank)
@@ -127,8 +115,7 @@ def measure_machine(
     parts = mesh.world.gather_json(part, "bytes a second of memory")
     links = {"inside": _links(mesh, "inside", busy, sizes, measured), "between": {}}
     if len(hosts) > 1:
-        firsts = [ranks[0] for ranks in hosts]
-        links["between"] = _links(mesh, "between", firsts, sizes, measured)
+        links["between"] = _links(mesh, "between", [ranks[0] for ranks in hosts], sizes, measured)
     for link in links["between"].values():
         if mesh.rank == 0:
             link["bandwidth"] /= 1 if on_device else len(hosts[0])  # Ranks of a host share its network.
@@ -139,8 +126,13 @@ def measure_machine(
         "memory_bandwidth": sum(filter(None, parts)),
     }
     memory = accelerator.device_memory(mesh.device).total if on_device else machine_bytes()
+    name = accelerator.device_name(mesh.device) if on_device else cpu_name()
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    threads = "" if on_device else f" of {torch.get_num_threads()} threads"
+    ranks = f"{counted(mesh.world_size, 'rank')}{threads} on {counted(len(hosts), 'host')}"
     data = {
-        **_described(mesh, hosts),
+        "name": f"{name}, {len(hosts[0])} {'devices' if on_device else 'ranks'} a host",
+        "sources": [f"zeromesh plan --measure, {date}: {ranks}, torch {torch.__version__}"],
         "device": {"kind": mesh.device.type, "memory_bytes": memory, **(device or {})},
         "host": host,
         "links": links,
@@ -150,17 +142,6 @@ def measure_machine(
     }
     found = json.dumps(mesh.world.gather_json(data if mesh.rank == 0 else None, "measurements")[0])
     return Machine.model_validate(json.loads(found, parse_float=lambda number: float(f"{float(number):.4g}")))
-
-
-def _described(mesh: ProcessMesh, hosts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    on_device, date = is_accelerator(mesh.device), time.strftime("%Y-%m-%d", time.gmtime())
-    name = accelerator.device_name(mesh.device) if on_device else cpu_name()
-    threads = "" if on_device else f" of {torch.get_num_threads()} threads"
-    ranks = f"{counted(mesh.world_size, 'rank')}{threads} on {counted(len(hosts), 'host')}"
-    return {
-        "name": f"{name}, {len(hosts[0])} {'devices' if on_device else 'ranks'} a host",
-        "sources": [f"zeromesh plan --measure, {date}: {ranks}, torch {torch.__version__}"],
-    }
 
 
 def _links(
@@ -197,7 +178,6 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
 
 
 def _disk(directory: Path) -> dict[str, float]:
-    """Return the disk's bytes per second below a directory, and the seconds of an fsync."""
     file = nearest_directory(directory.expanduser().absolute()) / f".zeromesh-plan-{secrets.token_hex(8)}.tmp"
     try:
         times = hardware.measure(file)
@@ -213,7 +193,6 @@ class _DeviceMeter:
         self._seconds = partial(time_call, device=device)
 
     def rates(self) -> dict[str, Any]:
-        """Return the rates in the section `device` of a machine file."""
         products = {
             name: statistics.median(self._product(*shape, getattr(torch, name)) for shape in self._sizes.products)
             for name in self._sizes.dtypes
@@ -240,10 +219,8 @@ class _DeviceMeter:
         return torch.randn(shape, device=self.device).to(dtype)
 
     def _product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
-        """Return the operations per second of a linear layer's products, forward and for both gradients.
-
-        On a CPU several weight matrices alternate, so that none is cached at its next use, as with the layers of a model.
-        """
+        """Return the operations per second of a linear layer's products, forward and for both gradients. On a CPU several weights
+        alternate, so that none is cached at its next use."""
         given, grad = self._random(rows, inner, dtype=dtype), self._random(rows, columns, dtype=dtype)
         copies = 1 if self._on_device else max(1, _CACHE_BYTES // (inner * columns * dtype.itemsize))
         weights = itertools.cycle(self._random(columns, inner, dtype=dtype).repeat(copies, 1, 1).unbind())
@@ -295,7 +272,6 @@ class _DeviceMeter:
         }
 
     def updates(self) -> dict[str, float]:
-        """Return the seconds per element of AdamW, on the device and on the host."""
 
         def taken(device: torch.device) -> float:
             count = min(self._sizes.elements, 1 << 22) if device.type == "cpu" else self._sizes.elements

@@ -23,16 +23,12 @@ from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.zero.memory_model import MemoryBytes
 
-_SIMULATED = 48
-"""The number of layouts whose schedules are simulated; the others are sorted by lower bounds."""
-_FRAGMENTATION = 0.05
-"""The fraction of an accelerator's memory lost to fragmentation."""
+_SIMULATED = 48  # The number of layouts whose schedules are simulated; the others are sorted by lower bounds.
+_FRAGMENTATION = 0.05  # The fraction of an accelerator's memory lost to fragmentation.
 _ENOUGH_FITTING = 12
 """The number of fitting layouts with offload, faster than all remaining candidates, after which the search ends."""
-_FRACTIONS = (0.25, 0.5, 0.75, 1.0)
-"""The candidate fractions of states that are offloaded."""
-_MICROS = (1, 2, 4, 8, 16, 32, 64)
-"""The candidate microbatch sizes, in samples."""
+_FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # The candidate fractions of states that are offloaded.
+_MICROS = (1, 2, 4, 8, 16, 32, 64)  # The candidate microbatch sizes, in samples.
 GIB = 1 << 30
 _DISK_BYTES = 1 << 42
 
@@ -70,7 +66,6 @@ class PlanRow:
 
     @property
     def fits(self) -> bool:
-        """True if the layout fits in every tier."""
         return not self.why_not
 
 
@@ -95,7 +90,6 @@ class Plan:
 
     @property
     def best(self) -> PlanRow | None:
-        """The first row, if it fits."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
 
@@ -105,8 +99,7 @@ class Planner:
     def __init__(
         self, subject: Subject, machine: Machine, *, host: int | None = None, fixed: Mapping[str, Any] | None = None
     ) -> None:
-        """`host` is the number of ranks per host, by default the machine's. `fixed` are the fields of layouts that the user has
-        set."""
+        """`host`: ranks per host, by default the machine's. `fixed`: the fields of layouts that the user has set."""
         self._subject, self._machine = subject, machine
         self._host = host or machine.host.devices
         self._fixed = dict(fixed or {})
@@ -114,11 +107,8 @@ class Planner:
         self._refused: dict[str, str] = {}
 
     def plan(self, ranks: int) -> Plan:
-        """Estimate every layout for `ranks` ranks.
-
-        Raises:
-            ConfigError: for ranks that fill no hosts, a model that cannot be traced, and ranks that no layout divides.
-        """
+        """Estimate every layout for `ranks` ranks. Raises `ConfigError` for ranks that fill no hosts, a model that cannot be
+        traced, and ranks that no layout divides."""
         if ranks > self._host and ranks % self._host:
             raise ConfigError(
                 f"{ranks} ranks do not fill hosts of {self._host}; give a multiple of {self._host}, or another --host"
@@ -240,11 +230,8 @@ class Planner:
                 yield PlanRow(estimate=estimate, why_not=why_not(estimate, room))
 
     def _offloaded(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
-        """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory.
-
-        Offload takes time, so layouts that fit need none, and no layout with offload is faster than its base: the base's time plus
-        that of each kind of offload alone is a lower bound of any combination.
-        """
+        """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory. Layouts that fit
+        need no offload, and a layout's time plus that of each kind of offload alone is a lower bound of any combination."""
         tiers: list[TierName] = [] if self._machine.is_cpu else ["host"]
         tiers += ["file"] if self._machine.disk else []
         seconds = sorted(row.estimate.seconds for row in rows if row.fits)
@@ -271,7 +258,11 @@ class Planner:
                 changed = made([change])
                 return math.inf if changed is None else max(0.0, changed.estimate.seconds - before)
 
-            least = [made(_largest_offload(part, tier) for part in parts) for tier in tiers]
+            def largest(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
+                on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
+                return (on or part)[-1]
+
+            least = [made(largest(part, tier) for part in parts) for tier in tiers]
             found += [each for each in least if each is not None and lowest]
             if not wanted or not any(each and each.estimate.device_bytes <= room.critical for each in least):
                 continue
@@ -286,11 +277,6 @@ class Planner:
                     insort(seconds, fits.estimate.seconds)
                     break
         return found
-
-
-def _largest_offload(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
-    on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
-    return (on or part)[-1]
 
 
 def _divisors(number: int) -> list[int]:

@@ -19,8 +19,8 @@ _REFUSALS = 6
 
 
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
-    """Yield the lines of a plan: a table, the reasons why other layouts do not fit, and the gain of more ranks. `more` is the
-    plan for more ranks, `width` the columns of a terminal."""
+    """Return the lines of a plan: a table, the reasons why other layouts do not fit, and what `more` ranks, another plan, would
+    gain."""
     ranks = f"{counted(plan.ranks, 'rank')}"
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
@@ -91,8 +91,8 @@ def _plain(value: Any) -> str:
 
 
 def plan_json(plan: Plan) -> list[dict[str, Any]]:
-    """Return the rows as JSON values: `layout` (configuration keys), `fits`, `why_not`, `bytes` by tier and purpose, `seconds` and
-    their `phases`."""
+    """Return the rows as JSON values: `layout` (keys), `fits`, `why_not`, `bytes` by tier and purpose, `seconds` and their
+    `phases`."""
     return [
         {
             "layout": {**each.layout.values_by_key(), "accumulation": each.layout.accumulation},
@@ -109,10 +109,8 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
-    """Return a page of HTML: a table of the first rows, their memory by purpose, and the seconds of their steps by phase.
-
-    Raises `ConfigError` without plotly.
-    """
+    """Return a page of HTML: a table of the first rows, their memory by purpose, and the seconds of their steps by phase. Raises
+    `ConfigError` without plotly."""
     from zeromesh.trainer.tools.html_report.page import document, table_of  # Importing plotly takes a while.
 
     charts = plan_charts(plan, shown=shown)

@@ -46,7 +46,7 @@ class Subject:
     def __init__(
         self, model: nn.Module, loss: Loss, config: TrainerConfig, batches: Batches, *, device: str = "cpu"
     ) -> None:
-        """`model` is whole, with or without values; `device` is the kind of device of the planned run."""
+        """`model` is whole, with or without values; `device` is the kind of device of the run."""
         self.config, self.device = config, device
         self.model_name = type(model).__name__
         self.parameters = sum(each.numel() for each in model.parameters())
@@ -73,12 +73,10 @@ class Subject:
         self._layouts = cache(_layouts_of)
 
     def close(self) -> None:
-        """Restore the values of the model."""
         self._tracer.close()
 
     @property
     def blocks(self) -> int:
-        """The number of blocks that a pipeline can divide into stages."""
         return 0 if self._anatomy is None else self._anatomy.count
 
     def mesh_refusal(self, *, tensor: int = 1, pipeline: int = 1, data: int = 1) -> str:
@@ -88,8 +86,7 @@ class Subject:
         return refused or _refusal_of(lambda: self.units(tensor))[0]
 
     def refusal(self, layout: Layout) -> str:
-        """Return the reason why a run refuses a layout, for its mesh or for conflicting keys of the configuration; empty if it is
-        accepted."""
+        """Return the reason why a run refuses a layout, for its mesh or for keys that conflict; empty if it is accepted."""
         # No check of the configuration depends on the sizes of data axes.
         key = replace(layout, replicate=1, shard=1, accumulation=1)
         if key not in self._refusals:
@@ -129,7 +126,6 @@ class Subject:
         return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
     def segments(self, trace: Trace, stage: int, cut: Sequence[range]) -> list[Segment]:
-        """Return the traced segments of the blocks of one stage."""
         before, *blocks, after = trace.segments
         own = [blocks[index] for index in cut[stage]]
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]

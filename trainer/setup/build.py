@@ -17,7 +17,7 @@ from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator, reuse_freed_memory
 from zeromesh.options import ZeroOptions
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, paths_of

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ from zeromesh.offload import Tier, Tiers, tensor_bytes, trim_heap
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, divide
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import BatchRules, is_library
+from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
@@ -178,7 +177,8 @@ def _loss_and_feeds(
             causal=loss.causal,
             classes=loss.classes,
             fields=forward.fields,
-            drop_fields=partial(forward.prune, unused=config.data.remove_unused, library=is_library(inputs.collate)),
+            named=forward.named,
+            unused=config.data.remove_unused,
             length_multiple=length_multiple,
         ),
     )

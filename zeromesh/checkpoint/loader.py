@@ -21,7 +21,7 @@ from zeromesh.files import write_whole
 from zeromesh.flat.layout import StridedRows
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
 """The kind of tensor to read where a checkpoint lacks one: absent master weights and averages are equal to the parameters."""

@@ -33,7 +33,7 @@ from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, open_regular, refusals, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, Purpose, Tier
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,6 +66,20 @@ def torch_optimizer(settings: Any, parameters: Iterable[Any]) -> Optimizer:
     return row.kind(parameters, **values)
 
 
+def hyperparameters(
+    settings: OptimizerSettings, lr_factor: float = 1.0, momentum: float | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of decayed parameters and of the others for a step whose schedule multiplies the learning rate by
+    `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
+    common = {
+        "lr": settings.lr * lr_factor,
+        "betas": settings.betas if momentum is None else (momentum, settings.betas[1]),
+        "eps": settings.eps,
+        "momentum": settings.momentum if momentum is None else momentum,
+    }
+    return {**common, "weight_decay": settings.weight_decay}, {**common, "weight_decay": 0.0}
+
+
 def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
     """Return torch's names of the moments, each with one element per parameter element."""
     if settings.own_class is not None:

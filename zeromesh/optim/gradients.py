@@ -26,7 +26,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
 from zeromesh.options import ZeroOptions
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import NOTHING
 from zeromesh.units.unit import Bucket
 

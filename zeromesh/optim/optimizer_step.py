@@ -21,11 +21,11 @@ from zeromesh.offload import Purpose, Tier, TierChoice, TieredTensor, Tiers, Wai
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole
 from zeromesh.optim.class_optimizer import make_optimizers
-from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, moment_names
+from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, hyperparameters, moment_names
 from zeromesh.optim.gradients import GradientReducer, gradient_of
 from zeromesh.options import Placement, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings, UpdateOn
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
@@ -152,7 +152,7 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
         waits=WaitTime(),
         memory=partial(tiers.buffer, device=device),
     )
-    group = {**settings.groups()[1], "lr": 0.0}
+    group = {**hyperparameters(settings)[1], "lr": 0.0}
 
     def compute(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
         master, gradient, *moments = tensors
@@ -206,7 +206,8 @@ class OptimizerStep:
         """Summed buckets that wait for an update inside this backward."""
         self._units_read: set[int] = set()
         """The indices of units whose gathered parameters this rank reads no more in this step."""
-        self.groups: Sequence[Hyperparameters] = options.optimizer.groups()
+        self.groups: Sequence[Hyperparameters] = hyperparameters(options.optimizer)
+        """The hyperparameters of each parameter group for the next update."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
         """Buckets that backward has reduced for an update, with the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []

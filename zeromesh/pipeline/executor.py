@@ -25,7 +25,7 @@ from zeromesh.pipeline.schedule import (
     message_order,
     simulate,
 )
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 
 
 class StageRunner(Protocol):
@@ -92,11 +92,6 @@ class Executor:
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
-        if schedule.stages == 1:  # A single stage sends nothing and waits for no rank.
-            for action in schedule.actions[rank]:
-                self.group.watch.begin_microbatch(action.microbatch)
-                runner.run(action, ())
-            return []
         if schedule not in self._orders:
             self._orders[schedule] = message_order(schedule, rank)
         messages, ends = self._orders[schedule]

@@ -179,7 +179,7 @@ class StepDriver:
                 after=after if each else None,
             )
             with torch.enable_grad():
-                self._measured = schedule, self._executor.run(schedule, runner)
+                self._measured = schedule, self._run(schedule, runner)
             return runner.losses
 
         losses = engine.run_schedule(run)
@@ -191,8 +191,17 @@ class StepDriver:
         """Run the forwards of microbatches without gradients; returns their losses on the last stage, zeros elsewhere."""
         with engine.evaluation() as passes:
             runner = ZeroRunner(passes=passes, stages=self._stages, work=work, loss=loss, queue=self._queue)
-            self._executor.run(self._schedule("forward", len(work)), runner)
+            self._run(self._schedule("forward", len(work)), runner)
         return runner.losses
+
+    def _run(self, schedule: PipelineSchedule, runner: ZeroRunner) -> list[Any]:
+        """Carry out this rank's part of a schedule, as `Executor.run`; a single stage sends nothing, and waits for no rank."""
+        if self._ranks * self._chunks > 1:
+            return self._executor.run(schedule, runner)
+        for action in schedule.actions[0]:
+            self._executor.group.watch.begin_microbatch(action.microbatch)
+            runner.run(action, ())
+        return []
 
     def bubble(self) -> Bubble | None:
         """Return the idle part of the latest step, predicted and measured; None before the first step, and for a single rank."""

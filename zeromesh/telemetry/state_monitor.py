@@ -1,7 +1,4 @@
-"""`StateMonitor` writes the state of every rank to one file, so that a lost, hung or slow rank shows while the run goes on.
-
-It also passes on requests for traces, which are made by writing `trace/request` beside that file.
-"""
+"""`StateMonitor` writes the state of every rank to one file, so that a lost, hung or slow rank shows while the run goes on."""
 
 from __future__ import annotations
 
@@ -15,16 +12,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from zeromesh.files import write_whole
-from zeromesh.telemetry.event_ring import REQUEST, Activity
-from zeromesh.telemetry.status_board import TOTALS, TRACE_REQUEST, RankNote
+from zeromesh.telemetry.status_board import REQUEST, TOTALS, TRACE_REQUEST, Activity, RankNote
 from zeromesh.telemetry.watchdog import Watchdog
 
-_WINDOW = 10
-"""The least number of latest steps over which seconds are averaged, once a rank has done so many."""
+_WINDOW = 10  # The least number of latest steps over which seconds are averaged, once a rank has done so many.
 
 
 class StateMonitor:
-    """Writes `path` every second, atomically, in a thread.
+    """Writes `path` every second, atomically, in a thread, and passes on requests for traces, made by writing `trace/request`
+    beside it.
 
         {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "microbatch": 1, "activity": "forward",
           "doing": "in forward of unit layers.3", "seconds": 0.2, "seconds_without_progress": 0.1, "failure": "", "disk": "",
@@ -32,8 +28,8 @@ class StateMonitor:
           "recent": {"steps": 10, "data": 0.01, "compute": 0.3, "offload": 0.0, "communication": 0.02, "between": 0.01}}, ...]}
 
     `seconds` is the duration of the activity. `waits` is null for a rank that does not wait; its `ranks` are the late ones.
-    `recent` has the mean seconds of the latest `steps` by category; null before the second step. `failure` is the error passed
-    through `clean`. Errors of writing are ignored: nothing depends on the file.
+    `recent` has the mean seconds of the latest `steps` by category; null before the second step. `failure` is passed through
+    `clean`. Errors of writing are ignored: nothing depends on the file.
     """
 
     PERIOD_SECONDS = 1.0
@@ -64,13 +60,16 @@ class StateMonitor:
             if row.progress != before:
                 since = now
                 self._progress[rank] = (row.progress, now)
-            waits = watch.waits_for(rank)
+            waiting, text = watch.board.read(rank, RankNote.WAIT)
+            late, _, what = text.partition("|")
+            waits = {"for": what, "ranks": [int(each) for each in late.split()]}
+            waited = round(watch.board.seconds_since(rank, waiting), 2)
             found.append(
                 {"rank": rank, "pid": row.pid, "step": row.step, "microbatch": row.microbatch}
                 | {"activity": Activity(row.activity).name.lower(), "doing": doing, "seconds": round(row.seconds, 2)}
                 | {"seconds_without_progress": round(now - since, 1), "failure": self._clean(row.failure)}
                 | {"disk": self._clean(watch.board.read(rank, RankNote.DISK)[1]), "recent": self._recent(rank)}
-                | {"waits": waits and {"for": waits[1], "ranks": waits[0], "seconds": round(waits[2], 2)}}
+                | {"waits": {**waits, "seconds": waited} if waiting else None}
             )
         return found
 

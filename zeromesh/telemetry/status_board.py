@@ -1,27 +1,53 @@
-"""The status board: every rank of a run posts its current activity, so that a wait can name the ranks that it waits for.
+"""The present activity of every rank, on a board that all ranks read, and the latest events of this rank, in a ring.
 
-Each rank has a row of 64-bit words: its process id, a progress counter, its activity, unit and step, and rings of its latest
-events; and notes, short texts such as its error. Ranks of one host share the rows as memory (`shared_rows`, a few hundred
-nanoseconds an entry); ranks of several hosts publish theirs in the rendezvous store (`StoreBoard`, twice a second and at errors).
+A rank has a row of 64-bit words on the board, and notes, short texts such as its error. Ranks of one host share the rows as memory
+(`shared_rows`); those of several hosts publish theirs in the rendezvous store (`StoreBoard`). Reads are consistent: step, activity
+and unit are one word, a note has a stamp that is 0 while it is written, and an event is checked again after it was read. This
+relies on the store order of x86.
 
-Reads are consistent: step, activity and unit are one word, a note has a stamp that is 0 while it is written, and an event is
-checked again after it was read. This relies on the store order of x86.
+A word of the ring has the layout of `STATE` in a row (step, kind, detail). The kinds below `BEGIN` are activities, with step and
+unit; the others have no step, and mostly a name as detail, as in `ring.add(BEGIN | ring.name("data"))`. Times are nanoseconds of
+the monotonic clock, which processes of a host share; the header of a ring's file has both clocks, and all ranks record `MEETING`
+events together, so that `zeromesh trace` can align rings of hosts.
 """
 
 from __future__ import annotations
 
 import base64
+import json
 import os
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from zeromesh.offload.memory.allocation import SharedSegment
-from zeromesh.telemetry.event_ring import ACTIVITY_BITS, UNIT_BITS
+from zeromesh.files import read_whole, write_whole
 
+if TYPE_CHECKING:
+    from zeromesh.offload.memory.allocation import SharedSegment
+
+UNIT_BITS, ACTIVITY_BITS = 28, 8
+STEP_SHIFT = UNIT_BITS + ACTIVITY_BITS
+"""The lowest bit of the step in the word of a rank's state. Below it are the activity, and the unit plus 1 (0: no unit)."""
+DETAIL = (1 << UNIT_BITS) - 1
+BEGIN, END, WAIT, WAITED, MEETING, NEW_MICROBATCH = (kind << UNIT_BITS for kind in range(16, 22))
+"""The kinds of events besides activities. `BEGIN` and `END` of a span, and `WAIT` for others, have a name as detail; `WAITED` has
+the rank that came last plus 1, if known. At a `MEETING` all ranks are at one place. `NEW_MICROBATCH` has the number, from 1."""
+TRACE_FOLDER = "trace"
+"""The folder in a run's directory with a file `rank-N.ring` of each rank."""
+REQUEST = f"{TRACE_FOLDER}/request"
+"""The path in a run's directory of the file whose creation asks all ranks for their rings."""
+NO_ACTIVITY = 0xF0
+"""The bit mask of an event's kind that is nonzero for events other than activities."""
+EVENTS = 1 << 15
+_PAIR = struct.Struct("<qq")
+_NAMES = 1 << 16
+_LONGEST = 1 << 25  # The most bytes of a ring file, unpacked; a larger file was not written by `EventRing`.
 HISTORY = 256
 STREAMS = 3
 """The number of event streams, each in the same order on all ranks: gathers, reductions, and method calls."""
@@ -35,6 +61,41 @@ _HISTORY_AT = 24
 _NOTES_AT = _HISTORY_AT + STREAMS * HISTORY
 TOTALS = ("data", "compute", "offload", "communication", "between")
 """The categories of the nanoseconds of steps; `between` is the time between steps."""
+
+
+class Activity(IntEnum):
+    """The activity of a rank, as its row on the board states it."""
+
+    IDLE = 0, "between steps"
+    FORWARD = 1, "in forward of"
+    BACKWARD = 2, "in backward of"
+    GATHER = 3, "gathering"
+    REDUCE = 4, "reducing gradients of"
+    OPTIMIZER = 5, "updating"
+    SAVE = 6, "saving the model"
+    LOAD = 7, "loading a checkpoint"
+    CALL = 8, "waiting for all ranks to make the same call"
+    DATA = 9, "waiting for data"
+    AGREE = 10, "agreeing with the other ranks on the step"
+
+    phrase: str
+    """The words for the activity in messages; the name of a unit may follow."""
+
+    def __new__(cls, number: int, phrase: str = "") -> Self:
+        made = int.__new__(cls, number)
+        made._value_, made.phrase = number, phrase
+        return made
+
+
+WITHOUT_UNIT = (Activity.IDLE, Activity.SAVE, Activity.LOAD, Activity.CALL, Activity.DATA, Activity.AGREE)
+
+
+def phrase_of(activity: Activity, unit: int, names: Sequence[str]) -> str:
+    """Return the activity in words, with the unit's name from `names` if it concerns a unit."""
+    if activity in WITHOUT_UNIT:
+        return activity.phrase
+    name = names[unit] if 0 <= unit < len(names) else "the run's counters"
+    return f"{activity.phrase} {name}"
 
 
 class RankNote(IntEnum):
@@ -58,8 +119,7 @@ ROW_WORDS = _NOTES_AT + sum(_NOTE_BYTES) // 8
 
 
 class RankStatus(NamedTuple):
-    """The last status that a rank published: its process id, a counter that moves while it works, step and microbatch (from 1; 0
-    before the first), activity and unit, the seconds since it began, and its error (empty if none)."""
+    """The last status that a rank published; `progress` moves while it works, and `failure` is its error, empty if none."""
 
     pid: int
     progress: int
@@ -72,7 +132,6 @@ class RankStatus(NamedTuple):
 
 
 def new_row() -> memoryview:
-    """Return an empty row in private memory."""
     return memoryview(bytearray(ROW_WORDS * 8)).cast("q")
 
 
@@ -87,7 +146,7 @@ class StatusBoard:
 
     def __init__(self, rows: Mapping[int, memoryview], rank: int) -> None:
         self.own = rows[rank]
-        """This rank's row: its activity as one word (see `event_ring`) in `STATE`, a counter in `PROGRESS`, and more."""
+        """This rank's row: its activity as one word in `STATE`, a counter in `PROGRESS`, and more."""
         self._rank = rank
         self._row: Callable[[int], memoryview] = rows.__getitem__
         self.own[_PID] = os.getpid()
@@ -115,7 +174,6 @@ class StatusBoard:
         return word if number > row[_EVENTS_AT + stream] - HISTORY else None
 
     def reached(self, rank: int, stream: int, number: int) -> bool:
-        """Return True if a rank has posted event `number`."""
         return bool(self._row(rank)[_EVENTS_AT + stream] > number)
 
     def row(self, rank: int) -> RankStatus:
@@ -210,18 +268,13 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
-    def clone(self) -> Store:
-        """Return another connection to the same store, for another thread."""
-        ...
+    def clone(self) -> Store: ...  # It is another connection, for another thread.
 
 
 class StoreBoard(StatusBoard):
-    """The board of ranks on several hosts, over the rendezvous store.
-
-    A daemon thread publishes this rank's row twice a second, so steps never wait for the store. Only a rank that has waited for a
-    while reads rows from the store. Rank 0 usually keeps the store: when it cannot be reached, rank 0 counts as gone, and the last
-    rows read stay valid.
-    """
+    """The board of ranks on several hosts, over the rendezvous store. A thread publishes this rank's row twice a second, so steps
+    never wait for the store; only a rank that has waited for a while reads rows from it. Rank 0 usually keeps the store: when it
+    cannot be reached, rank 0 counts as gone, and the last rows read stay valid."""
 
     PERIOD_SECONDS = 0.5
 
@@ -273,7 +326,6 @@ class StoreBoard(StatusBoard):
         self._thread.join(timeout=2 * self.PERIOD_SECONDS)
 
     def publish(self) -> None:
-        """Publish this rank's row now; does nothing if the store cannot be reached."""
         with self._publishing:
             self.own[_PUBLISHED] += 1
             self.own[_CLOCK] = time.monotonic_ns()
@@ -289,3 +341,49 @@ class StoreBoard(StatusBoard):
             self.publish()
             with suppress(RuntimeError):  # The next `publish` notices the error.
                 self._last[0] = self._publisher.get("zeromesh/board/0")
+
+
+class EventRing:
+    """The last `EVENTS` events of this rank."""
+
+    def __init__(self) -> None:
+        self._words = bytearray(EVENTS * _PAIR.size)  # Untouched pages use no memory.
+        self._at = 0
+        self._names: dict[str, int] = {}
+
+    def add(self, code: int, at: int = 0) -> None:
+        """Append an event at a time of `time.monotonic_ns`, by default now."""
+        place = self._at
+        _PAIR.pack_into(self._words, place, at or time.monotonic_ns(), code)
+        self._at = (place + _PAIR.size) % (EVENTS * _PAIR.size)
+
+    def name(self, text: str) -> int:
+        """Return the number of a name in event words; 0, no name, once there are too many."""
+        number = self._names.get(text, 0)
+        if not number and len(self._names) < _NAMES:
+            number = self._names[text] = len(self._names) + 1
+        return number
+
+    def write(self, path: Path, header: Mapping[str, Any]) -> None:
+        """Write the events, oldest first, below a header, which gets the names and both clocks. Raises `OSError`."""
+        words, at = bytes(self._words), self._at
+        events = (words[at:] if words[at : at + 8].strip(b"\0") else b"") + words[:at]
+        clocks = {"clock_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
+        first = json.dumps({**header, **clocks, "names": ["", *self._names]})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, zlib.compress(first.encode() + b"\n" + events, 1), sync=False)
+
+
+def read_ring(path: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
+    """Return the header of a ring file, and its events: ascending times in nanoseconds, and words. Raises `OSError` for a file that
+    cannot be read, and `ValueError` for one in another format."""
+    unpacking = zlib.decompressobj()
+    try:
+        content = unpacking.decompress(read_whole(path), _LONGEST)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    first, _, events = content.partition(b"\n")
+    header = json.loads(first)
+    if not isinstance(header, dict) or unpacking.unconsumed_tail or len(events) % _PAIR.size:
+        raise ValueError("it is not as zeromesh writes it")
+    return header, sorted(_PAIR.iter_unpack(events))

@@ -1,19 +1,11 @@
 """`StepRecorder`: the seconds of a step by phase, the traffic between ranks, and named ranges for torch's profiler.
 
-    recorder.begin_step()
     with recorder.span(StepPhase.FORWARD): ...       # spans may lie inside each other
-    with recorder.range("gather", unit.name): ...    # a block that torch's profiler shows beside its operators
     recorder.take_seconds()    {"data": 0.004, "forward": 0.120, "backward": 0.251, "communication": 0.018, ...}
     recorder.take_traffic()    {"tensor": {"all-reduce": {"calls": 96, "bytes": 25165824, "seconds": 0.031}}, "shard": {...}}
 
 Time belongs to the innermost open span, so the phases' seconds add up to those of the step. Time spent waiting for bytes of another
-tier comes from a counter and belongs to the phase `offload_wait` alone.
-
-Bytes are the least that a rank has to send: of `whole` bytes on n ranks, (n - 1) / n in an all-gather and a reduce-scatter, and
-twice that in an all-reduce. In shared memory nothing is sent; the number is what a network would have to carry. Seconds are those
-of this rank's main thread for starting collectives and waiting for them (on CUDA the host's), without overlapped communication.
-
-With `enabled = False` nothing is measured, at the cost of a flag test. Ranges are recorded only inside `profiling_ranges`.
+tier comes from a counter and belongs to the phase `offload_wait` alone. docs/mesh.md tells what bytes and seconds of traffic are.
 """
 
 from __future__ import annotations
@@ -29,7 +21,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from zeromesh.offload import WaitTime
-from zeromesh.telemetry.event_ring import BEGIN, END, EventRing
+from zeromesh.telemetry.status_board import BEGIN, END, EventRing
 
 Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
 """Traffic by axis and collective: `calls`, `bytes` and `seconds`."""
@@ -63,12 +55,9 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class StepRecorder:
-    """Records the steps of one rank.
-
-    `mark` returns the present time, as seconds or as an event on a device's stream; `between(end, begin)` returns seconds, or None
-    if `end` is not reached yet. Device events are never waited for: work that the device has not finished at `take_seconds` counts
-    for the next step.
-    """
+    """Records the steps of one rank. `mark` returns the present time, as seconds or as an event on a device's stream; `between(end,
+    begin)` returns seconds, or None if `end` is not reached yet: what the device has not finished at `take_seconds` counts for the
+    next step."""
 
     def __init__(
         self, mark: Callable[[], Any] = time.perf_counter, between: Callable[[Any, Any], float | None] = operator.sub
@@ -88,8 +77,6 @@ class StepRecorder:
         self._accounts: dict[str, CommAccount] = {}
         self._nested: list[record_function] = []
         self._current: record_function | None = None
-
-    # Seconds
 
     def begin_step(self, waits: WaitTime | None = None) -> None:
         """Begin a step. `waits` counts the time that this rank waits for bytes of another tier."""
@@ -125,8 +112,6 @@ class StepRecorder:
         self._pieces.append((self._open[-1], self._last, now, waited - self._waited_before))
         self._last, self._waited_before = now, waited
 
-    # Traffic
-
     def account(self, axis: str, ranks: int) -> CommAccount:
         """Open the account of an axis or process set of `ranks` ranks; an existing one of that name is replaced."""
         account = self._accounts[axis] = CommAccount(self, axis, ranks)
@@ -140,8 +125,6 @@ class StepRecorder:
         """Return calls, bytes and seconds by axis and collective since the last call, without unused ones."""
         found = {axis: account.take() for axis, account in list(self._accounts.items()) if account.used}
         return {axis: collectives for axis, collectives in found.items() if collectives}
-
-    # Ranges of torch's profiler
 
     @contextmanager
     def profiling_ranges(self) -> Iterator[None]:

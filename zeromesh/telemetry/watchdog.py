@@ -12,19 +12,9 @@ from functools import partial
 from typing import Protocol
 
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
-from zeromesh.files import longest_disk_call
-from zeromesh.telemetry import event_ring
-from zeromesh.telemetry.event_ring import STEP_SHIFT, UNIT_BITS, Activity, EventRing, phrase_of
-from zeromesh.telemetry.status_board import (
-    HISTORY,
-    MICROBATCH,
-    PROGRESS,
-    SINCE,
-    STATE,
-    RankNote,
-    RankStatus,
-    StatusBoard,
-)
+from zeromesh.files import DISK_CALLS, longest_disk_call
+from zeromesh.telemetry import status_board
+from zeromesh.telemetry.status_board import STEP_SHIFT, UNIT_BITS, Activity, EventRing, RankNote, StatusBoard, phrase_of
 
 _ANNOUNCED = ("gather of ", "all-gather of ", "reduction of gradients")
 """Prefixes of the names of waits before which ranks post an event; a peer that has posted it does not count as missing."""
@@ -52,11 +42,9 @@ class AsyncWork(Protocol):
 
 
 class Watchdog:
-    """Bounds waits for other ranks and explains their errors.
-
-    A wait ends with `CollectiveError` when a peer's process is gone, a peer has failed or posted another event than this rank, or
-    for `timeout_seconds` neither the wait's condition nor any peer's progress counter changed.
-    """
+    """Bounds waits for other ranks and explains their errors. A wait ends with `CollectiveError` when a peer's process is gone, a
+    peer has failed or posted another event than this rank, or for `timeout_seconds` neither the wait's condition nor any peer's
+    progress counter changed."""
 
     FIRST_SLICE, SLICE = timedelta(seconds=0.05), timedelta(seconds=0.25)
     """The time of one wait for a collective; after the first slice the board says that this rank waits."""
@@ -73,8 +61,8 @@ class Watchdog:
         compare_events: bool,
         one_order: bool = False,
     ) -> None:
-        """Start the watchdog. `compare_events`: compare all events, since reading is free. `one_order`: gathers and reductions
-        share one order, as on devices; on CPUs, reductions start as gradients arrive, between any gathers."""
+        """`compare_events`: compare all events, since reading is free. `one_order`: gathers and reductions share one order, as on
+        devices; on CPUs, reductions start as gradients arrive, between any gathers."""
         self.board = board
         self._rank = rank
         self.timeout_seconds = timeout_seconds
@@ -87,8 +75,9 @@ class Watchdog:
         self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
-        self._calls: list[tuple[int, str]] = []
-        """The numbers and names of the calls that this rank is in, innermost last."""
+        self._calls: list[
+            tuple[int, str]
+        ] = []  # The numbers and names of the calls that this rank is in, innermost last.
         self.operations_begun = 0
         """The number of collective operations that this rank has begun. If an error changes it, one may be half done."""
         self.waited = 0.0
@@ -114,15 +103,15 @@ class Watchdog:
         self._heartbeat.start()
 
     def _beat(self) -> None:
-        """Move this rank's progress counter while it waits for a disk, for the patience at most, and call `on_beat`. The disk
-        operation stays on the board, so that an error after the patience can name it."""
+        """Move this rank's progress counter while it waits for a disk, for the patience at most, and call `on_beat`. The board
+        shows the disk operation, so that an error after the patience can name it."""
         period, number, answered = min(0.25, self.timeout_seconds / 4), 0, self.board.trace_request()
         while not self.closed.wait(period):
             self.on_beat()
             if (request := self.board.trace_request()) != answered:
                 answered = request
                 self.on_request()
-            call = longest_disk_call()
+            call = longest_disk_call() if DISK_CALLS else None
             if call is None or call.in_all < period:
                 self.board.write(RankNote.DISK, 0)
                 continue
@@ -147,22 +136,22 @@ class Watchdog:
         """Post this rank's activity; `step` counts from 0."""
         own = self.board.own
         if step is not None:
-            self._step, own[MICROBATCH] = step + 1, 0
+            self._step, own[status_board.MICROBATCH] = step + 1, 0
         if self.broken is not None:
             self.refuse()
         self._doing = (activity, unit)
         state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
-        if own[STATE] != state:  # Repeated posts of one state keep its start time.
-            own[STATE], own[SINCE] = state, (now := time.monotonic_ns())
+        if own[status_board.STATE] != state:  # Repeated posts of one state keep its start time.
+            own[status_board.STATE], own[status_board.SINCE] = state, (now := time.monotonic_ns())
             self.ring.add(state, now)
-        own[PROGRESS] += 1
+        own[status_board.PROGRESS] += 1
         if self.on_post is not None:
             self.on_post()
 
     def begin_microbatch(self, number: int) -> None:
         """Post the start of a microbatch of the step, counted from 0."""
-        self.board.own[MICROBATCH] = number + 1
-        self.ring.add(event_ring.MICROBATCH | (number + 1))
+        self.board.own[status_board.MICROBATCH] = number + 1
+        self.ring.add(status_board.NEW_MICROBATCH | (number + 1))
 
     def count_step(self, seconds: Mapping[str, float]) -> None:
         """Post the seconds of the phases of a finished step. The rest of the time since the last call was between steps."""
@@ -177,14 +166,9 @@ class Watchdog:
     def event(
         self, activity: Activity, unit: int, peers: Sequence[int], *, known_order: bool = True, call: str = ""
     ) -> None:
-        """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`.
-
-        On one host every event is compared, since reading is free there. Across hosts only an event without a `known_order` (as
-        recorded in an earlier pass) is: this rank then publishes it and waits for the peers' events.
-
-        Raises:
-            CollectiveError: when a peer has posted another event in its place.
-        """
+        """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`. On one host every event is
+        compared; across hosts only one without a `known_order` (as recorded in an earlier pass): this rank then publishes it and
+        waits for the peers' events. Raises `CollectiveError` when a peer has posted another event in its place."""
         self._doing = (activity, unit)
         state = (activity << UNIT_BITS) | (unit + 1)
         if activity is Activity.CALL:
@@ -210,13 +194,9 @@ class Watchdog:
 
     @contextmanager
     def call(self, name: str, peers: Sequence[int]) -> Iterator[None]:
-        """Mark the block as a call that all `peers` make, and wait at its start until all of them have made it.
-
-        A rank that leaves the block with an error tells it to those that still wait for it in the block.
-
-        Raises:
-            CollectiveError: naming the call, when a peer makes another one, does not come within the patience, or is gone.
-        """
+        """Mark the block as a call that all `peers` make, and wait at its start until all of them have made it. A rank that leaves
+        the block with an error tells it to those that still wait in it. Raises `CollectiveError`, naming the call, when a peer
+        makes another one, does not come within the patience, or is gone."""
         before = self._doing
         number = self._events.get(_CALLS, (-1, 0))[0] + 2
         self.board.write(RankNote.CALL, number, name)
@@ -293,8 +273,8 @@ class Watchdog:
         looks: int = 200,
     ) -> None:
         """Wait until `done()`, a condition that peers make true in shared memory. `pause` sleeps for some seconds or until a
-        change; None: poll. `behind` returns the late ranks; None: the board tells them. Nothing is recorded of a wait that is over
-        within the first `looks`."""
+        change; None: poll. `behind` returns the late ranks; None: the board tells them. A wait that is over within `looks` leaves
+        no record."""
         self.operations_begun += 1
         for _ in range(looks):
             if done():
@@ -302,11 +282,8 @@ class Watchdog:
         self._wait(done, peers, what, pause, behind=behind)
 
     def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Wait for an asynchronous collective.
-
-        Raises:
-            CollectiveError: also when the collective itself failed, with the peers' status on the board.
-        """
+        """Wait for an asynchronous collective. Raises `CollectiveError`, also when the collective itself failed, with the peers'
+        status."""
         self.operations_begun += 1
         piece = self.FIRST_SLICE
 
@@ -339,7 +316,7 @@ class Watchdog:
     ) -> None:
         self.refuse()
         since = time.monotonic_ns()
-        self.ring.add(event_ring.WAIT | self.ring.name(what), since)
+        self.ring.add(status_board.WAIT | self.ring.name(what), since)
         began, seconds, look_at, say_at = time.perf_counter(), 0.0, 0.0, 0.0
         patience: Patience | None = None
         missing = behind() if behind is not None else []
@@ -368,7 +345,7 @@ class Watchdog:
             raise
         finally:
             self.waited += time.perf_counter() - began
-            self.ring.add(event_ring.WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
+            self.ring.add(status_board.WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
             if say_at:
                 self.board.write(RankNote.WAIT, 0)
 
@@ -392,19 +369,12 @@ class Watchdog:
         self._heartbeat.join()
         self.board.close()
 
-    def state(self, rank: int) -> tuple[RankStatus, str]:
+    def state(self, rank: int) -> tuple[status_board.RankStatus, str]:
         """Return the last status of a rank, and its activity in words."""
         row = self.board.row(rank)
         return row, phrase_of(Activity(row.activity), row.unit, self.unit_names.get(rank, ()))
 
-    def waits_for(self, rank: int) -> tuple[list[int], str, float] | None:
-        """Return the late ranks, the operation and the seconds of a rank's present wait; None if it does not wait."""
-        since, text = self.board.read(rank, RankNote.WAIT)
-        ranks, _, what = text.partition("|")
-        return ([int(each) for each in ranks.split()], what, self.board.seconds_since(rank, since)) if since else None
-
     def describe(self, rank: int) -> str:
-        """Return the last status of a rank as a line of text."""
         row, doing = self.state(rank)
         call, disk = (self.board.read(rank, note)[1] for note in (RankNote.CALL, RankNote.DISK))
         more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
@@ -431,11 +401,7 @@ class Watchdog:
         return CollectiveError(f"rank {self._rank}: {what} failed: {lines or error}")
 
     def examine(self, peers: Sequence[int], what: str) -> None:
-        """Check the peers for one that is gone, has failed or does something else.
-
-        Raises:
-            CollectiveError: for such a peer, naming it.
-        """
+        """Raise `CollectiveError` for a peer that is gone, has failed or does something else."""
         for peer in self._others(peers):
             if failure := self.board.read(peer, RankNote.FAILURE)[1]:
                 why = f"failed with {failure}"
@@ -459,7 +425,7 @@ class Watchdog:
                     raise self._different_events(peer, stream, number, word, other)
 
     def _different_events(self, peer: int, stream: int, number: int, own: int, other: int) -> CollectiveError:
-        """Return the error for different events of one number; it names the first difference that both rows still hold."""
+        """Return the error for different events of one number, naming the first difference that both rows still hold."""
         if stream == _CALLS:
             calls = [(rank, self.board.read(rank, RankNote.CALL)[1]) for rank in sorted((self._rank, peer))]
             both = " and ".join(f"rank {rank} called {name or 'another method'}" for rank, name in calls)
@@ -476,8 +442,8 @@ class Watchdog:
             where = f"rank {self._rank} is {self._phrase(own)} where rank {peer} was {self._phrase(other)}"
         else:
             where = (
-                f"ranks {self._rank} and {peer} have gone through different units further back than the last {HISTORY} "
-                f"events, which are all that is remembered, before both were {self._phrase(own)}"
+                f"ranks {self._rank} and {peer} have gone through different units further back than the last "
+                f"{status_board.HISTORY} events, which are all that is remembered, before both were {self._phrase(own)}"
             )
         return CollectiveError(
             f"ranks disagree on the order of units: {where} ({_at_step(self._step)}). Every rank must run the same modules "
@@ -507,11 +473,8 @@ class Patience:
         self._seen, self._deadline, self._left_at = -1, 0.0, float("inf")
 
     def look(self) -> None:
-        """Check the peers; called a few times a second during the wait.
-
-        Raises:
-            CollectiveError: when a peer is gone, has failed, runs another operation or left the call, or none makes progress.
-        """
+        """Check the peers, a few times a second during the wait. Raises `CollectiveError` when one is gone, has failed, runs
+        another operation or left the call, or none makes progress."""
         watch, now = self._watch, time.perf_counter()
         watch.examine(self._others, self._what)
         inside = dict(watch._calls)

@@ -22,11 +22,11 @@ from zeromesh.comm.transport import Transport
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
-from zeromesh.optim.fused_optimizer import GroupRules, Hyperparameters
+from zeromesh.optim.fused_optimizer import GroupRules, Hyperparameters, hyperparameters
 from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.options import ZeroOptions
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.build import Built, build_units, make_trainable, open_tiers, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelCuts, plan_model
@@ -193,7 +193,7 @@ class ZeroEngine:
         """Begin a step, whose update uses these hyperparameters of each group; None: those of the options. The present
         `requires_grad` of parameters applies to the whole step."""
         self._apply_flags()
-        self.optimizer_step.begin_step(groups or self.options.optimizer.groups())
+        self.optimizer_step.begin_step(groups or hyperparameters(self.options.optimizer))
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
     def _apply_flags(self) -> None:

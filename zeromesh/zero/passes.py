@@ -27,7 +27,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams, own_randomness
-from zeromesh.telemetry.event_ring import Activity
+from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import NOTHING, StepPhase
 from zeromesh.units.build import Built
 from zeromesh.units.unit import Bucket, InplaceWrites, Phase, Unit

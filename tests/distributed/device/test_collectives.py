@@ -24,8 +24,7 @@ from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor, Transfer
 from zeromesh.pipeline.schedule import make_schedule, message_of, message_order
-from zeromesh.telemetry.event_ring import Activity
-from zeromesh.telemetry.status_board import StatusBoard, new_row
+from zeromesh.telemetry.status_board import Activity, StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler for the simulated device")

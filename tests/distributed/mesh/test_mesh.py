@@ -24,12 +24,14 @@ from zeromesh.comm.shm_transport import Counters, Futex
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory import allocation
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
-from zeromesh.telemetry.event_ring import STEP_SHIFT, UNIT_BITS, Activity
 from zeromesh.telemetry.status_board import (
     HISTORY,
     PROGRESS,
     ROW_WORDS,
     STATE,
+    STEP_SHIFT,
+    UNIT_BITS,
+    Activity,
     RankNote,
     StatusBoard,
     StoreBoard,

@@ -19,8 +19,7 @@ from tests.support.trainer_cases import llama, seeded, sentences, settings
 from tests.support.workers import PoolOptions, Workers
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.loop.device_batch import DeviceBatch
-from zeromesh.trainer.loop.train_step import Stepper
+from zeromesh.trainer.loop.train_step import DeviceBatch, Stepper
 
 
 class Samples:

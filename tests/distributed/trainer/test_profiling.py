@@ -276,7 +276,7 @@ def test_collectives_end_before_the_profiler_does(tmp_path: Path) -> None:
     )
     section = load_config({"profile": {"steps": [1, 2], "step_figures": False}}).profile
     engine: Any = SimpleNamespace(mesh=mesh, settle=settle)
-    with Profile(section, tmp_path, engine, print) as profile:
+    with Profile(section, tmp_path, engine, 1, print) as profile:
         for number in (1, 2):
             with profile.step(number):
                 torch.ones(3).sum()

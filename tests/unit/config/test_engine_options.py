@@ -12,6 +12,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.optim.optimizer_step import LossScaler
 from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.trainer.config.load import load_config
@@ -91,11 +92,11 @@ def test_what_the_engine_would_refuse_is_no_valid_configuration() -> None:
 def test_without_a_configuration_defaults_are_those_of_torch() -> None:
     """A configuration has betas and a weight decay of its own."""
     (group,) = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).param_groups
-    decayed, _ = OptimizerSettings().groups()
+    decayed, _ = hyperparameters(OptimizerSettings())
     assert [decayed[name] for name in ("betas", "eps", "weight_decay")] == [
         group[name] for name in ("betas", "eps", "weight_decay")
     ]
-    configured, _ = engine_options(load_config({}), accumulation=1).optimizer.groups()
+    configured, _ = hyperparameters(engine_options(load_config({}), accumulation=1).optimizer)
     assert (configured["betas"], configured["weight_decay"]) == ((0.9, 0.95), 0.1)
 
 

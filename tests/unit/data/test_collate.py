@@ -20,7 +20,7 @@ from zeromesh.trainer.data.collate import (
     default_collate,
     without_padding,
 )
-from zeromesh.trainer.data.feed import Feed
+from zeromesh.trainer.data.loader import Feed
 from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
 
 ORDER = SampleOrder(length=4, seed=0, shuffle=False)
@@ -150,11 +150,11 @@ def test_a_collator_sees_the_fields_that_are_kept() -> None:
         seen.extend(samples)
         return {"x": torch.tensor([sample["x"] for sample in samples])}
 
-    batch = BatchRules(collate=collate, drop_fields=lambda row: {"x": row["x"]}).make_batch(rows, [1, 3])
+    batch = BatchRules(collate=collate, named=frozenset({"x"}), unused=True).make_batch(rows, [1, 3])
     assert seen == [{"x": 1}, {"x": 3}]
     assert batch["x"].tolist() == [1, 3]
     with pytest.raises(DataError, match=r"sample 1 has no field that the model's forward takes: 'x' \(int\), 'text'"):
-        BatchRules(collate=collate, drop_fields=lambda row: {}).make_batch(rows, [1, 3])
+        BatchRules(collate=collate, named=frozenset(), unused=True).make_batch(rows, [1, 3])
 
 
 def test_columns_of_padding_are_cut_off() -> None:

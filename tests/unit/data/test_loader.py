@@ -23,8 +23,7 @@ from zeromesh.offload.memory.allocation import allocate_lasting
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data import loader as module
 from zeromesh.trainer.data.collate import BatchRules
-from zeromesh.trainer.data.feed import Feed
-from zeromesh.trainer.data.loader import BatchLoader, Workers
+from zeromesh.trainer.data.loader import BatchLoader, Feed, Workers
 from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset
 

@@ -7,8 +7,9 @@ import pytest
 
 from zeromesh.trainer.monitoring import step_metrics
 from zeromesh.trainer.monitoring.plan_check import PlanCheck, comparison_lines
-from zeromesh.trainer.monitoring.rank_waits import Stragglers, blames, sentences, verdicts
+from zeromesh.trainer.monitoring.rank_waits import blames, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, now, process_began, sentence
+from zeromesh.trainer.monitoring.step_stats import Stragglers
 
 MIB = 1 << 20
 
@@ -128,7 +129,7 @@ def compared(*, forward: float = 0.2, peak: int = 100, master: int = 0) -> dict[
         peak=100 * MIB,
     )
     for seconds in (9.0, forward, forward):  # The first step does not count.
-        check.add(seconds + 0.1, {"forward": seconds, "backward": 0.1})
+        check.steps.append((seconds + 0.1, {"forward": seconds, "backward": 0.1}))
     device = {"moments": 10 * MIB, "activations": 7 * MIB, **({"master": master * MIB} if master else {})}
     return check.record({"device": device, "host": {"master": 20 * MIB}}, peak * MIB)
 

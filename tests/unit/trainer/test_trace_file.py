@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from zeromesh.errors import StorageError
-from zeromesh.telemetry import event_ring as codes
-from zeromesh.telemetry.event_ring import STEP_SHIFT, UNIT_BITS, Activity, EventRing, read_ring
+from zeromesh.telemetry import status_board as codes
+from zeromesh.telemetry.status_board import STEP_SHIFT, UNIT_BITS, Activity, EventRing, read_ring
 from zeromesh.trainer.monitoring.trace_file import RankRing, read_rings, trace_content, trace_of
 
 NAMES = ("", "data", "agreement over world", "gather of b/0")
@@ -32,7 +32,7 @@ def ring(rank: int, late: int, host: str = "a", shift: int = 0, steps: int = 3) 
             (zero + late, codes.BEGIN | 2),
             (zero + 12, codes.END | 2),
             (zero + 13, codes.MEETING | step),
-            (zero + 14, codes.MICROBATCH | 1),
+            (zero + 14, codes.NEW_MICROBATCH | 1),
             (zero + 20, state(step, Activity.GATHER, 1)),
             (zero + 21, codes.WAIT | 3),
             (zero + 25, codes.WAITED | (2 if rank == 0 else 0)),

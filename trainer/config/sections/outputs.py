@@ -167,10 +167,6 @@ class RunSection(Section, StepKeys):  # type: ignore[misc]  # pydantic freezes i
         values: dict[str, Any] = plain(self)
         return values | {"max_steps": None} if self.most_steps is None and "max_steps" in values else values
 
-    def evaluates_after(self, step: int) -> bool:
-        """Return True if `eval_every` requests an evaluation after step `step`, counted from 1."""
-        return isinstance(self.eval_every, int) and self.eval_every > 0 and step % self.eval_every == 0
-
     @property
     def most_steps(self) -> int | None:
         """The limit of the run's steps; None if the data alone decides."""

@@ -15,8 +15,7 @@ from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
 from zeromesh.trainer.planning.tracing.operations import Product, TensorExchange, Work, call_without_values
 from zeromesh.zero.hooks import on_gradient_of
 
-_ALIGNMENT = 64
-"""The alignment of PyTorch's CPU allocator, in bytes."""
+_ALIGNMENT = 64  # The alignment of PyTorch's CPU allocator, in bytes.
 BEFORE, AFTER = "before", "after"
 """The names of the segments before the first block and after the last one, which includes the loss."""
 
@@ -54,7 +53,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Executes operators without values, and counts bytes and work."""
 
     def __init__(self, device: str) -> None:
-        """`device` is the kind of device of the run."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_cpu = device == "cpu"
         self._live = 0
@@ -98,7 +96,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def work(self) -> Work:
-        """The work of the part of a segment that was begun last."""
         return self._spans[-1].work
 
     def segments(self) -> list[Segment]:

@@ -32,8 +32,7 @@ class Product(NamedTuple):
     nbytes: int
     """Bytes read and written."""
     activation_bytes: int = 0
-    """The bytes of input and output of a product with a weight, which are kept if the weight's gradient is computed later; 0 for
-        other products."""
+    """Bytes of input and output of a product with a weight, kept until the weight's gradient is computed; else 0."""
 
 
 class TensorExchange(NamedTuple):
@@ -58,7 +57,6 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the products."""
         return sum(product.flops for product in self.products)
 
     def __add__(self, other: Work) -> Work:
@@ -71,12 +69,9 @@ class Work:
 def call_without_values(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_cpu: bool
 ) -> tuple[Any, Sequence[Tensor], Product | int | None]:
-    """Call an operator so that floating-point results have no values, and integer results do.
-
-    Returns the result, its tensors, and the cost: matrix products, or else the bytes that it moves; None for a view. A CPU has
-    instructions for products of 16-bit matrices alone: its other operators, fused attention included, convert to float32 and back,
-    and take as long as float32 ones.
-    """
+    """Call an operator so that floating-point results have no values, and integer results do. Returns the result, its tensors, and
+    the cost: matrix products, or else the bytes that it moves; None for a view. A CPU has instructions for products of 16-bit
+    matrices alone: its other operators, fused attention included, take as long as float32 ones."""
     tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
         return tensors[0].dtype == torch.bool or 1, (), None
@@ -114,10 +109,15 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
             if func.overloadpacket.__name__ == "arange" and kwargs.get("dtype") is None:
                 wanted = torch.int64 if all(isinstance(each, int) for each in args) else wanted
             kwargs["device"] = "meta" if wanted.is_floating_point else "cpu"
+        try:
+            out = func(*args, **kwargs)
+        except NotImplementedError:
+            # Some CPU kernels that count integers, such as the experts of tokens, take floating-point inputs alone.
+            dtype = next(each.dtype for each in args if isinstance(each, Tensor))
+            wide = func(*pytree.tree_map_only(Tensor, Tensor.double, args), **kwargs)
+            out = pytree.tree_map_only(Tensor, lambda made: made.to(dtype), wide)
         return pytree.tree_map_only(
-            Tensor,
-            lambda made: _empty_like(made) if made.is_floating_point() or made.is_complex() else made,
-            _call_with_values(func, args, kwargs),
+            Tensor, lambda made: _empty_like(made) if made.is_floating_point() or made.is_complex() else made, out
         )
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")
@@ -141,30 +141,15 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
     return pytree.tree_map_only(Tensor, from_meta, func(*args, **kwargs))
 
 
-def _call_with_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    try:
-        return func(*args, **kwargs)
-    except NotImplementedError:
-        # Some CPU kernels that count integers, such as the experts of tokens, take floating-point inputs alone.
-        dtype = next(each.dtype for each in args if isinstance(each, Tensor))
-        out = func(*pytree.tree_map_only(Tensor, Tensor.double, args), **kwargs)
-        return pytree.tree_map_only(Tensor, lambda made: made.to(dtype), out)
-
-
 def _with_integers(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
-    """Return a result `made` as it is, or integers on the CPU if it is a new integer tensor on the meta device."""
+    """Return a result `made` as it is, or integers on the CPU if it is a new integer tensor on the meta device. Indices are
+    round-robin, so that experts get equally many tokens, and comparisons are unequal."""
     if made.is_floating_point() or made.is_complex() or not made.is_meta or any(made is each for each in given):
         return made
-    return _integers_for(func, args, made)
-
-
-def _integers_for(func: Any, args: Any, like: Tensor) -> Tensor:
-    """Return values for integers that depend on floating-point inputs: indices are round-robin, so that experts get equally many
-    tokens, and comparisons are unequal."""
-    if like.dtype == torch.bool or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
-        return torch.zeros(like.shape, dtype=like.dtype)
+    if made.dtype == torch.bool or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        return torch.zeros(made.shape, dtype=made.dtype)
     places = args[0].shape[-1] if args[0].dim() else 1
-    return (torch.arange(like.numel()) % max(1, places)).to(like.dtype).view(like.shape)
+    return (torch.arange(made.numel()) % max(1, places)).to(made.dtype).view(made.shape)
 
 
 def _bytes_moved(tensor: Tensor, least: int = 1) -> int:
@@ -204,11 +189,8 @@ _WEIGHTS = {_aten.mm: 1, _aten.addmm: 2, _aten.addmm_: 2, _aten._grouped_mm: 1, 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
     """Inside the block, force fused attention wherever the device would choose it, which PyTorch cannot tell without values, and
-    the device's chunk size of the loss.
-
-    The CPU's kernel represents those of accelerators, with equal memory and work. A patch is used because recomputation may run
-    in autograd's thread, where a dispatch mode of this thread is not active.
-    """
+    the device's chunk size of the loss. A patch is used because recomputation may run in autograd's thread, where no dispatch mode
+    of this thread is active."""
     rows = chunked_cross_entropy._ROW_ELEMENTS
     if device != "cpu":
         chunked_cross_entropy._ROW_ELEMENTS = chunked_cross_entropy._ROW_ELEMENTS_ACCELERATOR

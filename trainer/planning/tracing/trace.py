@@ -1,14 +1,8 @@
 """The trace of one microbatch: memory and work of each block, from a run of the user's model without values.
 
 Floating-point tensors are on the meta device and have a shape alone; integers are real, so that masks and positions are correct,
-and experts are chosen evenly. A dispatch mode sees every operator, and counts live bytes, as PyTorch's allocator would, and work:
-
-    live ^        ____/\\__/\\__                      before | block 0 | block 1 | after      forward
-         |    ___/            \\____               after | block 1 | block 0 | before      backward
-         |___/                     \\____
-
-Of equal blocks at most two run, so that tracing takes about a second at any depth. Gradients of parameters are freed at once, since
-the memory model of states counts them (`zero/memory_model.py`).
+and experts are chosen evenly. A dispatch mode sees every operator, and counts live bytes, as PyTorch's allocator would, and work.
+Of equal blocks at most two run. Gradients of parameters are freed at once, since the memory model of states counts them.
 """
 
 from __future__ import annotations
@@ -56,7 +50,6 @@ class Trace:
 
     @property
     def work(self) -> Work:
-        """The total work, forward and backward."""
         return sum((each.forward + each.backward for each in self.segments), Work())
 
 
@@ -81,18 +74,14 @@ class Tracer:
         self._blocks = _remove_equal_blocks(model, self._undo)
 
     def close(self) -> None:
-        """Restore the values of the model."""
         self._undo.close()
 
     def trace(
         self, batch: Mapping[str, Any], *, tensor: int = 1, sequence: bool = False, recompute: Mode = "none"
     ) -> Trace:
         """Trace a microbatch on one of `tensor` tensor ranks. `batch` holds real integers; of other tensors only shapes matter.
-
-        Raises:
-            ConfigError: for a model that cannot be run without values, with the operator or the reason.
-            LayoutError: for a model that cannot be divided so.
-        """
+        Raises `ConfigError` for a model that cannot be run without values, with the reason, and `LayoutError` for one that cannot
+        be divided so."""
         exchange = TracedExchange(tensor)
         with ExitStack() as undo:
             undo.callback(keep_attributes(self.model))
@@ -115,11 +104,8 @@ class Tracer:
         return Trace(segments=(found[BEFORE], *blocks, found[AFTER]))
 
     def plan(self, zero: ZeroOptions, tensor: int) -> Sequence[UnitPlan]:
-        """Divide the model of one tensor rank into units. Equal blocks have the same specs.
-
-        Raises:
-            LayoutError: for a model that cannot be divided so.
-        """
+        """Divide the model of one tensor rank into units; equal blocks have the same specs. Raises `LayoutError` where it cannot be
+        divided."""
         with ExitStack() as undo:
             divided = self._divide(TracedExchange(tensor), False, undo)
             # A mesh with pipeline chunks is assumed, for which small blocks are separate units.
@@ -175,7 +161,6 @@ def trace_microbatch(
 
 
 def free_gradient(parameter: Tensor) -> None:
-    """Free a gradient as soon as it is computed, as the engine does."""
     parameter.grad = None
 
 
@@ -201,10 +186,8 @@ def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> N
 
 
 def _remove_equal_blocks(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
-    """Remove all but two of equal blocks from module lists; returns (name, representative that stays) of every block, in order.
-
-    Blocks have the names of the whole model, representatives those of the shortened one.
-    """
+    """Remove all but two of equal blocks from module lists; returns the name of every block in the whole model, in order, and that
+    of its representative in the shortened one."""
     blocks = set(block_modules(model))
     found: list[tuple[str, str]] = []
     for path, module in list(model.named_modules()):
