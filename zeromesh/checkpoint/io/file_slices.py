@@ -91,8 +91,8 @@ class TensorShard:
 
 
 def elements_of(data: torch.Tensor, tensor: TensorSpec) -> torch.Tensor:
-    """Return the elements, in the file's dtype, whose bytes in the file are `data`, 1-D uint8. A codec of weights decodes here: all
-    bytes pass through that are not read into memory of the file's dtype directly."""
+    """Return the elements, in the file's dtype, whose bytes in the file are `data`, 1-D uint8. A codec of stored weights decodes
+    here, as all bytes pass through that are not read into memory of the file's dtype directly."""
     return data.view(tensor.dtype)
 
 
