@@ -299,7 +299,7 @@ def fill_engine(
     override(built.source, "release", released)
     engine = ZeroEngine.build(model, mesh, options, built.source, tiers, divided.cuts)
     built.source.close()
-    if mesh.device.type == "cpu":
+    if feeds is not None and mesh.device.type == "cpu":
         trim_heap()
     return engine
 
