@@ -226,9 +226,8 @@ class BatchRules:
 
         def passes(name: str, value: Any) -> bool:
             first = value[0] if isinstance(value, list | tuple) and value else value
-            taken = (
-                name in named or name in _LABELS or name == "special_tokens_mask"
-            )  # Transformers' collators read it.
+            # Transformers' collators read labels and this mask.
+            taken = name in named or name in (*_LABELS, "special_tokens_mask")
             return taken or not (isinstance(first, str | None) or (library and known))
 
         return {name: value for name, value in sample.items() if passes(name, value)}

@@ -25,7 +25,7 @@ _PHASE_TEXTS = {
 }
 _CAUSES = {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}
 """The causes of waits for a rank by its activity; others are computation."""
-_ROW_DEFAULTS: dict[str, Any] = dict.fromkeys(("pid", "step", "seconds", "seconds_without_progress"), 0)
+_ROW_DEFAULTS: dict[str, Any] = dict.fromkeys(("rank", "pid", "step", "seconds", "seconds_without_progress"), 0)
 _ROW_DEFAULTS |= {"doing": "", "failure": ""}
 
 
