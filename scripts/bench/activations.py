@@ -36,13 +36,13 @@ def measure(workload: Workload) -> Activations:
     """One step after a first one, which fills the libraries' caches."""
     torch.manual_seed(workload.seed)
     model = workload.build_model().to(workload.compute).train()
+    loss = make_loss(model)  # Tried before the layers change, as by the trainer.
     use_fastest_linear(model, workload.compute, "cpu")
     # The profiler sees PyTorch's allocator alone, so what recomputed blocks keep comes from it here.
     prepare.allocate_lasting = _ordinary  # type: ignore[attr-defined]
     enable_activation_checkpointing(model, "block" if workload.checkpointing else "none")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(forget)
-    loss = make_loss(model)
     tokens = workload.tokens()[0, : workload.micro]
     batch = {"input_ids": tokens, "labels": tokens}
     seed = 1.0 / tokens.numel()

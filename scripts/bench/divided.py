@@ -79,9 +79,8 @@ class Training:
         built = build_deferred(workload.build_model, workload.seed)
         materialize_buffers(built.model, self.mesh.device, workload.seed, source=built.source)
         self.model: nn.Module = built.model
-        loss = make_loss(self.model)  # Of a pipeline, while all ranks have a head.
+        self.loss: Loss = make_loss(self.model)  # Tried on the undivided model, as by the trainer.
         self.divided: Divided = divide(self.model, self.mesh, form.parallel(workload))
-        self.loss: Loss = loss if form.tensor == 1 else make_loss(self.model)
         self.model.train()
         use_fastest_linear(self.model, workload.compute, "cpu")
         options, cuts = form.options(workload), self.divided.cuts

@@ -33,23 +33,13 @@ from zeromesh.trainer.models.tensor_trial import load_parts
 
 
 class AloneExchange(Exchange):
-    """Stands for the exchange of rank `index` of `size`: all others have what this one has. Slots are not the allocator's."""
+    """Stands for the exchange of rank `index` of `size`: all others have what this one has."""
 
     def __init__(self, size: int, index: int) -> None:
         self.size = size
         self.index = index
-        self._rooms: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
-
-    def room(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        key = tuple(shape), dtype
-        if key not in self._rooms:
-            self._rooms[key] = torch.empty(key[0], dtype=dtype, device=device)
-        return self._rooms[key]
 
     def all_reduce_async(self, tensor: Tensor) -> Pending:
-        return Pending(tensor.detach().clone)
-
-    def maximum(self, tensor: Tensor) -> Pending:
         return Pending(tensor.detach().clone)
 
     def all_gather_async(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
@@ -85,9 +75,10 @@ def measure(name: str, workload: Workload, rank: int) -> Activations:
 
 
 def _layers(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[], None]:
+    loss = make_loss(model)  # Tried on the undivided model, as by the trainer.
     whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
     load_parts(model, divide_layers(model, form, rank).parts, whole)
-    loss = _loss(model, workload)
+    _prepare(model, workload)
     (batch,) = _batches(workload)
     seed = 1.0 / batch["labels"].numel()
 
@@ -99,7 +90,8 @@ def _layers(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[
 
 
 def _stages(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[], None]:
-    loss = _loss(model, workload)
+    loss = make_loss(model)
+    _prepare(model, workload)
     stages = cut_stages(model, form, rank)
     schedule = make_schedule(
         form.schedule, ranks=form.pipeline, microbatches=workload.microbatches, chunks=len(stages.own)
@@ -124,11 +116,10 @@ def _stages(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[
     return step
 
 
-def _loss(model: Any, workload: Workload) -> Any:
+def _prepare(model: nn.Module, workload: Workload) -> None:
     use_fastest_linear(model, workload.compute, "cpu")
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(forget)
-    return make_loss(model)
 
 
 def _batches(workload: Workload) -> list[dict[str, Tensor]]:

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import re
+import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,8 +28,7 @@ GLOBAL_STEP = "train/global_step"
 """The name of the step in each row, as in transformers' own callback."""
 _EVALUATION_STEP = "eval/global_step"
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
-"""Seconds. With the first, wandb's service writes a row at once, so that a kill loses none that `tracking-wandb.json` counts as
-sent."""
+"""Seconds. With the first, wandb's service writes a row at once, since a kill ends it with what it has not written."""
 _DYING_SECONDS = 2.0
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 
@@ -82,16 +82,15 @@ class Tracker:
 
     def __init__(self, name: str, run: TrackedRun) -> None:
         self.name, self.run = name, run
+        self._file = run.directory / f"tracking-{name}.json"
         self.tracker: Any = None
         self.sent = UNKNOWN
         """The position of the last row sent."""
 
     def start(self) -> None:
         """Begin, or resume a run with this id."""
-        run, kind = self.run, self._kind
-        folder = [run.folder(self.name)] if kind.requires_logging_directory else []
-        self._make(run.project, *folder, **kind_of(self.name).arguments(run))
-        self.tracker.store_init_configuration(dict(run.settings))
+        self._make(self.run.project, **kind_of(self.name).arguments(self.run))
+        self.tracker.store_init_configuration(dict(self.run.settings))
         self.sent, _ = self._read_last_row()
 
     def log(self, row: TrackedRow) -> None:
@@ -110,14 +109,12 @@ class Tracker:
     def abandon(self) -> None:
         """Handle a call that hangs, so that neither the run nor the exit of the process waits for it."""
 
-    @property
-    def _kind(self) -> Any:
+    def _make(self, project: str, **keywords: Any) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        return LOGGER_TYPE_TO_CLASS[self.name]
-
-    def _make(self, *arguments: Any, **keywords: Any) -> None:
-        self.tracker = self._kind(*arguments, **keywords)
+        kind: Any = LOGGER_TYPE_TO_CLASS[self.name]
+        folder = [self.run.folder(self.name)] if kind.requires_logging_directory else []
+        self.tracker = kind(project, *folder, **keywords)
         self.tracker.start()
 
     def _read_last_row(self) -> tuple[RowPosition, int]:
@@ -135,10 +132,6 @@ class Tracker:
         """Record a row before it is sent: a kill in between loses the row rather than sending it twice."""
         write_whole(self._file, json.dumps([self.run.ident, *position, *number]).encode(), sync=False)
 
-    @property
-    def _file(self) -> Path:
-        return self.run.directory / f"tracking-{self.name}.json"
-
 
 _FRAMEWORKS = (
     "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm hydra tfdefines joblib megengine "
@@ -149,6 +142,7 @@ _COMET_WATCHES = (
     "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details auto_output_logging auto_param_logging "
     "auto_metric_logging auto_log_co2"
 )
+_WANDB_HIDES = "x_disable_meta x_disable_stats x_disable_machine_info disable_git disable_code silent"
 
 
 class WandbTracker(Tracker):
@@ -161,36 +155,26 @@ class WandbTracker(Tracker):
 
         run, (sent, number) = self.run, self._read_last_row()
         settings = wandb.Settings(
-            silent=True,
             console="off",
-            x_disable_meta=True,
-            x_disable_stats=True,
-            x_disable_machine_info=True,
             x_save_requirements=False,
-            disable_git=True,
-            disable_code=True,
             save_code=False,
             x_transaction_log_flush_interval=_WRITE_SECONDS,
             x_file_stream_transmit_interval=_FLUSH_SECONDS,
             login_timeout=_WAIT_SECONDS,
             finish_timeout=_WAIT_SECONDS,
             reinit="default" if wandb.run is None else "create_new",
+            **dict.fromkeys(_WANDB_HIDES.split(), True),
         )
-        self._make(
-            run.project,
-            id=run.ident,
-            name=run.name,
-            tags=list(run.tags),
-            dir=str(run.directory),
-            mode="online" if run.online else "offline",
-            resume="allow",
-            config=dict(run.config),
-            settings=settings,
-        )
+        earlier = list(run.directory.glob(f"wandb/offline-run-*-{run.ident}*/run-{run.ident}.wandb"))
+        known = {"id": run.ident, "name": run.name, "tags": list(run.tags), "config": dict(run.config)}
+        where = {"dir": str(run.directory), "mode": "online" if run.online else "offline", "resume": "allow"}
+        self._make(run.project, **known, **where, settings=settings)
         made = self.tracker.tracker
         made.define_metric(GLOBAL_STEP)
         made.define_metric("*", step_metric=GLOBAL_STEP)
         if not run.online:
+            with contextlib.suppress(Exception):  # Without readable files the recorded row counts.
+                sent, number = max(map(_last_row, earlier))
             self.sent, self._next = sent, number + 1
         elif made.resumed:
             summary = dict(made.summary)  # The server's summary: the latest value of each name.
@@ -232,6 +216,27 @@ def _services() -> list[Process]:
     return [each for each in children if "wandb-core" in each.name()]
 
 
+def _last_row(path: Path) -> tuple[RowPosition, int]:
+    """Return the position of the last row that a file of wandb's service holds, and the number of its last row of any kind.
+
+    The file is a log as of LevelDB: blocks of chunks, each with a checksum, its length and the part of a record that it is.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    last, number, record, at = Record().history, -1, b"", 7
+    with path.open("rb") as file:
+        while block := file.read(1 << 15):
+            while at + 7 <= len(block):
+                length, part = struct.unpack_from("<HB", block, at + 4)  # Whole record, or first, inner or last part
+                record = record * (part > 2) + block[at + 7 : at + 7 + length]
+                at += 7 + length
+                if part in (1, 4) and at <= len(block) and (row := Record.FromString(record).history).item:
+                    last, number = row if GLOBAL_STEP.encode() in record else last, row.step.num
+            at = 0
+    values = {"/".join(each.nested_key) or each.key: each.value_json for each in last.item}
+    return RowPosition(int(values.get(GLOBAL_STEP, 0)), _EVALUATION_STEP in values), number
+
+
 class TensorBoardTracker(Tracker):
     """TensorBoard, which supports purging the rows of earlier processes from a step on; they are written anew."""
 
@@ -249,7 +254,7 @@ class TensorBoardTracker(Tracker):
                 f"set the clock, or move them away"
             )
         time.sleep(max(0.0, wait))
-        self._make("", folder, purge_step=first, flush_secs=_FLUSH_SECONDS)
+        self._make("", purge_step=first, flush_secs=_FLUSH_SECONDS)
         text = yaml.safe_dump(dict(run.config), sort_keys=False)
         self.tracker.tracker.add_text("config", f"```yaml\n{text}```", global_step=run.step)
 
@@ -265,15 +270,9 @@ def _clearml(run: TrackedRun) -> dict[str, Any]:
         from clearml import Task
 
         Task.set_offline(True)
-    return {
-        "task_name": run.name,
-        "tags": list(run.tags),
-        "reuse_last_task_id": False,
-        "auto_connect_arg_parser": False,
-        "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS.split(), False),
-        "auto_resource_monitoring": False,
-        "auto_connect_streams": False,
-    }
+    off = dict.fromkeys(("auto_connect_arg_parser", "auto_resource_monitoring", "auto_connect_streams"), False)
+    known = {"task_name": run.name, "tags": list(run.tags), "reuse_last_task_id": False}
+    return {**known, **off, "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS.split(), False)}
 
 
 def _comet_ml(run: TrackedRun) -> dict[str, Any]:

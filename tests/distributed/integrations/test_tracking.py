@@ -136,8 +136,9 @@ def test_after_a_kill_and_a_resume_every_step_is_there_once(workers: Workers, tm
     with workers.fresh(PoolOptions(size=2, timeout_seconds=3.0)) as pool:
 
         def kill() -> None:
-            while logged_steps(tmp_path) < 34 or not wandb_log.files(run):
-                time.sleep(0.02)
+            path = run / "tracking-wandb.json"
+            while not path.exists() or json.loads(path.read_text())[1] < 34:
+                time.sleep(0.001)  # The row that is recorded now may not be sent any more.
             for pid in pool.pids:
                 os.kill(pid, signal.SIGKILL)
 
@@ -151,6 +152,8 @@ def test_after_a_kill_and_a_resume_every_step_is_there_once(workers: Workers, tm
     assert lasted == list(range(1, len(lasted) + 1))
     assert made - len(lasted) <= 2 / 0.1 + 1  # at most two seconds are lost
     assert len(lasted) > 10
+    (file,) = wandb_log.files(run)
+    require_last_row(file, tmp_path / "cut")
     found = workers.run(2, CASE, steps=made + 9, **arguments)[0]
     assert "resumed from step" in found["said"]
     first, second = wandb_log.files(run)
@@ -161,6 +164,17 @@ def test_after_a_kill_and_a_resume_every_step_is_there_once(workers: Workers, tm
     # Of such a tracker nobody knows what it has kept: the one row that a kill meets may be lost, and none is there twice.
     assert sent == sorted(set(sent))
     assert len(set(range(1, made + 10)) - set(sent)) <= 1
+
+
+def require_last_row(file: Path, cut: Path) -> None:
+    """What a resumed run takes for wandb's last row is that, wherever a kill has cut the file off."""
+    content = file.read_bytes()
+    assert len(content) > 2 << 15  # several blocks, over whose borders there are records
+    for size in {*range(0, len(content), 499), len(content)}:
+        cut.write_bytes(content[:size])
+        rows = wandb_log.rows(cut)
+        last = RowPosition(rows[-1]["train/global_step"], "eval/loss" in rows[-1]) if rows else RowPosition(0)
+        assert kinds._last_row(cut) == (last, len(rows) - 1)
 
 
 def test_the_id_comes_from_the_checkpoint_where_its_file_is_gone(workers: Workers, copied: Path) -> None:
@@ -197,16 +211,18 @@ def test_an_evaluation_that_is_computed_again_is_not_sent_again(workers: Workers
 
 
 def cut(run: Path, step: int) -> None:
-    """Leave of trackers what a kill has left that met them just after `step`, far behind training; 0: before their first row."""
+    """Leave of trackers what a kill has left that met them just after `step`, far behind training; 0: before their first row.
+
+    Rows after it are recorded as wandb's, whose service has not written them.
+    """
     ident = json.loads((run / "tracking.json").read_text())["id"]
     (path,) = wandb_log.files(run)
     if not step:
         os.truncate(path, 200)
     while step and tracked_values(run, "wandb", "train/loss")[-1][0] > step:
         os.truncate(path, path.stat().st_size - 20)
-    for name in ALL:
-        number = [wandb_rows(run)[-1]["_step"]] if name == "wandb" and step else []
-        (run / f"tracking-{name}.json").write_text(json.dumps([ident, step, False, *number]))
+    for name in ("noted", "tensorboard"):
+        (run / f"tracking-{name}.json").write_text(json.dumps([ident, step, False]))
     lines = [line for line in noted_lines(run) if step and line.get("step", 0) <= step]
     (run / "noted" / "zeromesh.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -223,6 +239,17 @@ def test_what_a_kill_has_kept_from_trackers_is_sent_when_the_run_goes_on(
     require_once(copied, ALL, range(1, 10), [3, 6, 9])
     rows = {row["train/global_step"]: row for row in wandb_rows(copied) if "train/loss" in row}
     assert rows[5].keys() == rows[8].keys()  # sent later and at once
+
+
+@pytest.mark.parametrize("gone", ["wandb", "tracking-wandb.json"])
+def test_either_of_two_tells_the_last_row_of_wandb(workers: Workers, copied: Path, gone: str) -> None:
+    """Its files may have been removed after `wandb sync`; a row is then recorded still."""
+    (copied / gone).rename(copied.parent / gone)
+    found = workers.run(1, CASE, timeout=120, folder=str(copied.parent), steps=9, backends=["wandb"])[0]
+    assert "WARNING" not in found["said"]
+    rows = [(row["_step"], row["train/global_step"]) for row in wandb_rows(copied)]
+    assert rows[-4:] == [(8, 7), (9, 8), (10, 9), (11, 9)]
+    assert len(rows) == (4 if gone == "wandb" else 12)
 
 
 def test_what_is_missing_is_told_by_the_files_of_the_run(tmp_path: Path) -> None:
