@@ -87,7 +87,7 @@ class Executor:
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> list[_Moment]:
         """Carry out this rank's part of a schedule. Returns the beginning of the run, then the start and end of each action,
-        without the waiting before it; an empty list for a single stage. Raises `LayoutError` for a schedule that cannot be carried
+        without the waiting before it. Raises `LayoutError` for a schedule that cannot be carried
         out here, and `CollectiveError` when a neighbour is gone or late, or ranks have microbatches of different shapes."""
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
