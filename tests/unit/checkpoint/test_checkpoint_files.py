@@ -179,9 +179,7 @@ def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
 
 @given(wanted=specs(), writers=st.integers(1, 5))
 @settings(max_examples=50)
-def test_tensors_are_dense_and_aligned_and_headers_and_indices_say_where(
-    wanted: list[TensorSpec], writers: int
-) -> None:
+def test_tensors_are_dense_and_aligned_as_headers_and_indices_say(wanted: list[TensorSpec], writers: int) -> None:
     with small_units():
         files = plan_files(wanted, writers)
     assert sorted((each.kind, each.name) for file in files for each in file.tensors) == sorted(

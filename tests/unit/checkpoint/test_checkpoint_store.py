@@ -63,9 +63,7 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
 
 
-def test_the_old_checkpoint_of_a_step_is_removed_only_once_the_new_one_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_checkpoint_goes_once_the_new_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, rename, removed = CheckpointStore(tmp_path), Path.rename, list[Path]()
     monkeypatch.setattr(store.trash, "remove", removed.append)
     store.create(4, ())
@@ -145,9 +143,7 @@ def test_old_checkpoints_are_removed_beside_training(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_what_cannot_be_removed_is_reported_once_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_removed_is_told_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         store.path(step).mkdir()
@@ -171,7 +167,7 @@ def test_what_cannot_be_removed_is_reported_once_and_tried_again(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_or_one_that_refuses_is_found_before_anything_is_written(
+def test_a_disk_that_is_full_or_refuses_is_found_before_a_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = plan_files([spec("w", (1 << 18,))], 1)
@@ -186,9 +182,7 @@ def test_a_full_disk_or_one_that_refuses_is_found_before_anything_is_written(
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
 
 
-def test_files_of_a_directory_are_replaced_together_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_directory_are_replaced_together_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, replaced = tmp_path / "out", list[str]()
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda old, new: (replaced.append(new.name), replace(old, new)))

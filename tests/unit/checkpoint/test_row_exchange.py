@@ -96,9 +96,7 @@ def matrices(rng: random.Random) -> dict[TensorSpec, torch.Tensor]:
 
 @given(tensor=st.integers(1, 3), shards=st.integers(1, 3), seed=st.integers(0, 2**32), readers=st.integers(1, 3))
 @FEW
-def test_what_ranks_have_exchanged_and_written_is_read_by_any(
-    tensor: int, shards: int, seed: int, readers: int
-) -> None:
+def test_what_ranks_exchanged_and_wrote_is_read_by_any(tensor: int, shards: int, seed: int, readers: int) -> None:
     rng = random.Random(seed)
     values = matrices(rng)
     ranks = dealt(values, tensor, shards, rng)

@@ -78,9 +78,7 @@ def test_rows_are_recognised_in_files_of_all_kinds(tmp_path: Path, name: str, te
         (None, "text", "causal_lm", "text"),
     ],
 )
-def test_a_directory_says_what_its_model_is_for(
-    tmp_path: Path, architecture: str | None, columns: str, head: str, kind: str
-) -> None:
+def test_a_directory_has_its_task(tmp_path: Path, architecture: str | None, columns: str, head: str, kind: str) -> None:
     """A classifier on rows with labels is tuned as one, and not as a model of the next token with a new head."""
     (tmp_path / "m").mkdir()
     (tmp_path / "m/config.json").write_text(json.dumps({"architectures": architecture and [architecture]}))

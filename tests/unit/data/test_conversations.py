@@ -140,9 +140,7 @@ def test_the_loss_is_on_the_assistant_s_turns(tmp_path: Path, raw: Any, own: Pre
         assert labels == [-100, *ids[1:]]
 
 
-def test_a_template_that_marks_answers_is_as_in_transformers(
-    tmp_path: Path, raw: Any, own: PretrainedTokenizer
-) -> None:
+def test_templates_that_mark_answers_are_as_in_transformers(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
     template = tmp_path / "marked.jinja"
     template.write_text(MARKED)
     tools = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
@@ -316,9 +314,7 @@ def test_saved_datasets_are_read(tmp_path: Path, own: PretrainedTokenizer) -> No
         load(tmp_path, [], own, train=str(tmp_path / "splits"))
 
 
-def test_datasets_of_the_hub_are_read(
-    tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_datasets_of_the_hub(tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "repository").mkdir()
     wanted = load(tmp_path / "repository", ROWS, own).train
     asked, real = [], datasets.load_dataset
@@ -412,9 +408,7 @@ def test_tokens_of_conversations_are_kept(tmp_path: Path, own: PretrainedTokeniz
         assert other != first
 
 
-def test_processes_give_the_same_tokens(
-    tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_give_equal_tokens(tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"messages": messages(CHATS[number % 3])} for number in range(30)]
     wanted = load(tmp_path, rows, own, packing=True)
     monkeypatch.setattr("zeromesh.trainer.data.datasets._LARGE", 0)

@@ -90,9 +90,7 @@ def test_a_column_of_labels_makes_a_classifier(tmp_path: Path, words: str, form:
         ),
     ],
 )
-def test_models_that_labels_do_not_fit_are_refused(
-    tmp_path: Path, words: str, model: dict[str, Any], message: str
-) -> None:
+def test_models_that_labels_do_not_fit(tmp_path: Path, words: str, model: dict[str, Any], message: str) -> None:
     data = {"train": labelled(tmp_path, "jsonl", ["a", "b"]), "format": "labels", "tokenizer": words}
     with pytest.raises(ConfigError, match=message):
         trained(tmp_path, model=model, data={**data, "sequence_length": 16})
@@ -118,9 +116,7 @@ def test_models_that_labels_do_not_fit_are_refused(
         ("train", "bad.jsonl", '{"text": "w1", "label": 0.5}\n', "row 0: 'text' is str and 'label' float"),
     ],
 )
-def test_labels_that_cannot_be_learnt_are_refused(
-    tmp_path: Path, words: str, key: str, name: str, text: str, message: str
-) -> None:
+def test_labels_that_cannot_be_learnt(tmp_path: Path, words: str, key: str, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     data = {"train": labelled(tmp_path, "jsonl", ["a", "b"]), key: str(tmp_path / name), "format": "labels"}
     with pytest.raises(DataError, match=message):
@@ -172,9 +168,7 @@ def test_rows_of_other_trainers_are_conversations(tmp_path: Path, form: str, row
         ("sharegpt", {"conversations": "a"}, "no row of data.format sharegpt"),
     ],
 )
-def test_rows_that_are_not_of_their_format_are_refused(
-    tmp_path: Path, form: Any, row: dict[str, Any], message: str
-) -> None:
+def test_rows_that_are_not_of_their_format(tmp_path: Path, form: Any, row: dict[str, Any], message: str) -> None:
     train = write_rows(tmp_path / "rows.jsonl", [row])
     section = DataSection(train=train, format=form, chat_template=CHAT_TEMPLATE)
     with pytest.raises(DataError, match=rf"row 0 is no row of data\.format {form}: .*{message}|{message}"):

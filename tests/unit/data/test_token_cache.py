@@ -134,9 +134,7 @@ def test_a_damaged_entry_is_noticed_and_made_anew(home: Home, name: str) -> None
     assert home.load()[0] == 0
 
 
-def test_damage_behind_what_is_verified_at_the_start_is_noticed_when_it_is_read(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_that_the_start_does_not_see_is_noticed_later(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeromesh.trainer.data.token_cache._CHECKED_AT_ONCE", 65536)
     home.load()
     (entry,) = home.entries

@@ -191,9 +191,7 @@ def test_what_cannot_join_a_running_batch_is_named() -> None:
         ([10], 1, 1),
     ],
 )
-def test_prompts_of_up_to_twice_a_length_join_together_within_the_cache(
-    lengths: list[int], cache_tokens: int, rows: int
-) -> None:
+def test_prompts_up_to_twice_a_length_join_within_the_cache(lengths: list[int], cache_tokens: int, rows: int) -> None:
     batch = _batch(_model("full"), rows=8, prefill_tokens=1000, cache_tokens=cache_tokens)
     for number, length in enumerate(lengths):
         fields = {"max_new_tokens": 6, "eos_token_id": -1}

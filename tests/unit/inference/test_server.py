@@ -443,9 +443,7 @@ ORIGINS = ("http://localhost", "http://evil.example")
         ),
     ],
 )
-def test_headers_of_web_pages_and_such_as_are_there_twice_are_refused(
-    scene: Scene, headers: list[tuple[str, str]], status: int, code: str
-) -> None:
+def test_foreign_and_repeated_headers(scene: Scene, headers: list[tuple[str, str]], status: int, code: str) -> None:
     found = scene.http.post("/v1/completions", content=b"{}", headers=headers)
     error = found.json()["error"]
     assert (found.status_code, error["code"], "more than once" in error["message"]) == (status, code, status == 400)

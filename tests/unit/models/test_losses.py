@@ -318,9 +318,7 @@ def test_the_trial_leaves_no_trace() -> None:
         (1, "sequence_classification", torch.tensor([0.5, 1.0, -2.0]), 3),
     ],
 )
-def test_classifiers_count_labels_and_regression_elements(
-    classes: int, head: str, labels: torch.Tensor, count: int
-) -> None:
+def test_classifiers_count_labels_or_elements(classes: int, head: str, labels: torch.Tensor, count: int) -> None:
     model, ids = classifier(classes, head), batch_of()["input_ids"]
     loss = make_loss(model)
     assert loss.count({"input_ids": ids, "labels": labels}) == count

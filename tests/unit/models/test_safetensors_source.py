@@ -50,9 +50,7 @@ def load(directory: Path, head: Any = "causal_lm", **config: Any) -> Any:
     return build_model(ModelSection(source=str(directory), config=config, head=head), 0)
 
 
-def test_what_is_expected_is_read_ahead_in_order_and_no_further_than_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reading_ahead_is_in_order_and_no_further_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved("llama", tmp_path, "20KB")
     source: Any = load(tmp_path).source
     files, ahead, most = source._files, [], 0
@@ -104,9 +102,7 @@ def test_bytes_are_read_ahead_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("reason", [None, errno.EAGAIN, errno.EOPNOTSUPP])
-def test_a_byte_is_in_memory_if_it_is_read_without_waiting(
-    reason: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_byte_in_memory_needs_no_waiting(reason: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(bytes(10))
     preadv = os.preadv
 

@@ -494,9 +494,7 @@ def test_reading_begins_before_it_is_asked_for(tiers: Tiers, monkeypatch: pytest
     assert len(reads.began) == 3
 
 
-def test_all_inputs_of_a_block_come_ahead(
-    store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_of_a_block_come_ahead(store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     handles: list[Any] = []
     tensors = [computed(64, 64, seed=seed) for seed in range(4)]
     for pair in (tensors[:2], tensors[2:]):
@@ -522,9 +520,7 @@ def test_what_is_still_here_is_not_read(store: ActivationStore, monkeypatch: pyt
     writes.open()
 
 
-def test_room_is_not_given_away_while_something_moves_there(
-    store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_is_kept_while_bytes_move(store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = computed(64, 64, seed=1), computed(64, 64, seed=2)
     with monkeypatch.context() as patch:
         writes = Gate(patch, "write")

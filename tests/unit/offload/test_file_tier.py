@@ -249,9 +249,7 @@ def test_stripes_of_several_disks_are_moved_at_once(tmp_path: Path, monkeypatch:
     count=near_blocks(9 * BLOCK),
     shift=st.one_of(st.none(), st.integers(0, BLOCK - 1)),
 )
-def test_a_stored_file_is_read_with_a_buffer_only_where_its_blocks_are_no_blocks_of_memory(
-    how: str, begin: int, count: int, shift: int | None
-) -> None:
+def test_only_unaligned_reads_of_a_file_use_a_buffer(how: str, begin: int, count: int, shift: int | None) -> None:
     """Without `shift` the blocks of memory begin where those of the file do."""
     stored = some_bytes(9 * BLOCK + 100, 5)
     end = min(begin + count, stored.numel())
@@ -329,9 +327,7 @@ def test_bytes_outside_a_slot_are_refused(tier: FileTier) -> None:
 
 
 @checked
-def test_other_bytes_of_a_piece_may_be_written_while_it_is_read(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool
-) -> None:
+def test_a_piece_is_written_while_it_is_read(tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
     """A stream reads its next row while it writes the last: they meet within a piece, whose checksum changes."""
     slot = tier.allocate(SMALL, "shared")
     slot.write(0, some_bytes(SMALL, 1)).wait()
@@ -472,7 +468,7 @@ def test_a_full_disk_when_room_is_taken(tier: FileTier, monkeypatch: pytest.Monk
 
 @checked
 @pytest.mark.parametrize("whole", [True, False], ids=["whole pieces", "some bytes"])
-def test_what_a_full_disk_does_not_take_cannot_be_read(
+def test_what_a_disk_did_not_take(
     tier: FileTier, monkeypatch: pytest.MonkeyPatch, whole: bool, checksums: bool
 ) -> None:
     slot, other = tier.allocate(3 * file_tier.PIECE, "master of layer 3"), tier.allocate(100, "other")

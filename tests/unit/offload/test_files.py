@@ -68,9 +68,7 @@ def test_what_is_no_regular_file_is_refused_by_what_it_is(tmp_path: Path, kind: 
         PositionalFile(tmp_path / "file", write=bool(flags))
 
 
-def test_a_file_is_written_whole_whatever_its_name_and_what_was_there(
-    tmp_path: Path, umask: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_written_whole(tmp_path: Path, umask: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
     umask(0o027)
     path = tmp_path / ("n" * 255)
     write_whole(path, b"old")
@@ -103,9 +101,7 @@ def test_what_a_kill_left_unfinished_is_removed_and_nothing_else(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)
-def test_a_file_system_without_flock_gets_locks_of_fcntl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_without_flock_there_are_locks_of_fcntl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(number))
     one, two = RunDirectory(tmp_path, 0), RunDirectory(tmp_path, 0)
     with one.locked():
@@ -124,9 +120,7 @@ def refusing(number: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)
-def test_a_file_system_without_any_locks_is_named_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(number))
     monkeypatch.setattr(fcntl, "fcntl", refusing(number))
     with (
@@ -158,9 +152,7 @@ def mesh() -> Iterator[Mesh]:
 @pytest.mark.parametrize(
     "name", ["run.lock", "config.resolved.yaml", "starts.jsonl", "evaluations.jsonl", "metrics.jsonl"]
 )
-def test_nothing_planted_in_a_runs_directory_is_written_through(
-    tmp_path: Path, mesh: Mesh, name: str, kind: str
-) -> None:
+def test_nothing_planted_in_a_run_is_written_through(tmp_path: Path, mesh: Mesh, name: str, kind: str) -> None:
     """A link's target is not touched; what cannot be replaced as a whole is refused, and no pipe is waited for."""
     plant, words = PLANTED[kind]
     plant(tmp_path / name)

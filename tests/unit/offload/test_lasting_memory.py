@@ -46,9 +46,7 @@ def test_large_ones_are_not_on_the_heap_and_go_with_their_tensor() -> None:
     assert not any(line.startswith(address) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_the_allocator_of_a_gpu_gets_segments_that_grow_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_allocator_of_a_gpu_gets_growing_segments_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for kind, variables, expected in (
         (None, {}, None),
@@ -155,9 +153,7 @@ def test_pages_that_nobody_takes_are_given_back_with_the_next_ones() -> None:
     leads=st.lists(st.sampled_from([0, 8, 4088]), min_size=4, max_size=4),
     moves=st.lists(st.integers(0, 4), max_size=30),
 )
-def test_whatever_comes_and_goes_no_two_buffers_have_one_page(
-    sizes: list[int], leads: list[int], moves: list[int]
-) -> None:
+def test_whatever_comes_and_goes_buffers_share_no_page(sizes: list[int], leads: list[int], moves: list[int]) -> None:
     spare = SparePages()
     buffers = [_buffer(size, spare, lead) for size, lead in zip(sizes, leads, strict=False)]
     views = [each.carve([(0, each.full.numel())])[0] for each in buffers]

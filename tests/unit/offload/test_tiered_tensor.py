@@ -279,9 +279,7 @@ def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert budget.limit == 4000, "a driver that has refused is not asked again"
 
 
-def test_what_may_be_pinned_is_what_is_free_and_not_what_the_system_lets_processes_lock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_may_be_pinned_is_what_is_free_and_not_what_may_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [8000]
     monkeypatch.setattr(allocation, "available_bytes", lambda: free[0])
     device, budget = torch.device("cuda"), PinnedBudget()

@@ -44,9 +44,7 @@ PLAIN: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zero_bubble")
 
 @settings(max_examples=60)
 @given(RANKS, MICROBATCHES, st.sampled_from(PLAIN))
-def test_a_schedule_can_be_carried_out_and_lasts_as_long_as_its_paper_says(
-    ranks: int, microbatches: int, name: ScheduleName
-) -> None:
+def test_a_schedule_runs_and_lasts_as_long_as_its_paper_says(ranks: int, microbatches: int, name: ScheduleName) -> None:
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
     validate(schedule)
     bubble = (ranks - 1) * (1 if name == "zero_bubble" else 3)
@@ -68,9 +66,7 @@ def test_activations_in_flight(ranks: int, microbatches: int) -> None:
 
 @settings(max_examples=60)
 @given(RANKS, MICROBATCHES, st.integers(1, 4))
-def test_interleaved_is_sound_and_with_full_rounds_divides_the_bubble(
-    ranks: int, microbatches: int, chunks: int
-) -> None:
+def test_interleaved_is_sound_and_in_full_rounds_divides_the_bubble(ranks: int, microbatches: int, chunks: int) -> None:
     schedule = make_schedule("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
     validate(schedule)
     assert max(peak_in_flight(schedule)) <= (chunks + 1) * (2 * ranks - 1)

@@ -220,9 +220,7 @@ def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
         ("cpu", "a laptop of 8 cores and 16 GiB, without an accelerator"),
     ],
 )
-def test_a_card_is_found_as_people_write_it(
-    given: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_as_people_write_it(given: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert find_machine(given).name == name
 
@@ -248,9 +246,7 @@ def test_several_cards_of_a_host_have_more_of_it() -> None:
         ("NVIDIA GB200", None, 2.25e15),
     ],
 )
-def test_a_driver_names_a_card_and_the_peak_of_its_data_sheet(
-    device: str, name: str | None, peak: float | None
-) -> None:
+def test_a_driver_names_a_card_and_the_peak_of_its_sheet(device: str, name: str | None, peak: float | None) -> None:
     assert find_name(device) == name
     found = peak_of(device, "float16")
     assert (None if found is None else found[0]) == peak

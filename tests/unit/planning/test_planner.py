@@ -227,9 +227,7 @@ def test_auto_is_short_for_a_place_in_a_list() -> None:
         load_config(None, ["parallel.auto=[run.seed]"])
 
 
-def test_auto_takes_keys_that_are_not_given_where_nothing_else_fits(
-    on_card: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_other_keys_where_nothing_else_fits(on_card: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, [*_KEYS, "parallel=auto", "batch.micro_size=8"])
     layout = Layout(stage=1, micro=8, recompute="block")
     needed = Planner(on_card, _card(1 << 40))._estimator.estimate(layout).device_bytes
@@ -293,9 +291,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         pytest.param(80, 512, {}, 4 * 3 * 2, id="80 layers", marks=pytest.mark.full),
     ],
 )
-def test_more_ranks_take_no_more_traces(
-    calls: Counter[str], layers: int, ranks: int, fixed: dict[str, Any], traces: int
-) -> None:
+def test_ranks_add_no_traces(calls: Counter[str], layers: int, ranks: int, fixed: dict[str, Any], traces: int) -> None:
     keys = ["data.sequence_length=4096", "batch.global_size=2048", "precision.compute=bfloat16"]
     model = {**MODELS["70B"], "num_hidden_layers": layers}
     planner = Planner(

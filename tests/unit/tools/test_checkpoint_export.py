@@ -105,9 +105,7 @@ def test_exports_in_other_dtypes(trained: Trained, tmp_path: Path, dtype: str) -
         assert same(weights(out), weights(trained.last("mixed")))
 
 
-def test_an_export_of_several_files_through_small_windows(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_through_small_windows(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeromesh.checkpoint.format.safetensors_layout._LARGEST_FILE", 30000)
     monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.reading.WINDOW_BYTES", 4096)
     for name in ("llama", "mixtral"):
@@ -131,7 +129,7 @@ def test_a_model_of_nobodys_library_is_exported_as_it_is(
     assert same(weights(out), trained.models["pictures"].state_dict())
 
 
-def test_numbers_beyond_float16_are_refused_by_name(
+def test_numbers_beyond_float16_are_refused(
     copied: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = copied("llama"), tmp_path / "out"
@@ -191,9 +189,7 @@ def split(directory: Path, out: Path, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_parts_merge_into_the_whole(
-    trained: Trained, tmp_path: Path, count: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_make_the_whole(trained: Trained, tmp_path: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     whole = trained.last("mixed")
     parts = [str(part) for part in split(whole, tmp_path, count)]
     assert all(contents(Path(part)) != contents(whole) for part in parts)

@@ -81,9 +81,7 @@ def test_one_process_trains_in_this_one(
     "words",
     [["{}", "--nproc", "2", "run.seed=3"], ["--nproc", "2", "{}", "run.seed=3"], ["{}", "run.seed=3", "--nproc=2"]],
 )
-def test_nproc_starts_workers_of_the_same_command(
-    config: str, fitted: list[TrainerConfig], launched: list[Any], words: list[str]
-) -> None:
+def test_nproc_starts_workers(config: str, fitted: list[TrainerConfig], launched: list[Any], words: list[str]) -> None:
     assert main(["train", *(word.format(config) for word in words)]) == 0
     ((processes, arguments),) = launched
     assert processes == 2

@@ -168,9 +168,7 @@ def test_torch_the_driver_and_devices_have_to_fit(
         ("", "1.0", "ok"),
     ],
 )
-def test_versions_against_what_is_needed(
-    monkeypatch: pytest.MonkeyPatch, conditions: str, version: str, level: str
-) -> None:
+def test_versions_that_are_needed(monkeypatch: pytest.MonkeyPatch, conditions: str, version: str, level: str) -> None:
     monkeypatch.setattr(software.metadata, "version", lambda name: version)
     found = software.requirement(f"torch{conditions}")
     assert found.level.value == level
@@ -202,9 +200,7 @@ def test_the_packages_here_are_those_that_the_project_names() -> None:
         ({"trial": Trial(failure="rank 0 is gone")}, {"two processes": "problem"}),
     ],
 )
-def test_what_keeps_ranks_from_meeting_is_found(
-    monkeypatch: pytest.MonkeyPatch, present: dict[str, Any], found: dict[str, str]
-) -> None:
+def test_why_ranks_cannot_meet(monkeypatch: pytest.MonkeyPatch, present: dict[str, Any], found: dict[str, str]) -> None:
     address, times = present.get("address", "127.0.1.1"), iter([0.0, present.get("seconds", 0.001)])
 
     def getaddrinfo(*_: object, **__: object) -> list[Any]:

@@ -297,9 +297,7 @@ def test_a_log_has_all_lines_whole_and_no_escapes() -> None:
     assert "\x1b" not in plain.getvalue()
 
 
-def test_a_notebook_has_one_line_that_changes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notebook_has_one_changing_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown: list[str] = []
 
     class Handle:

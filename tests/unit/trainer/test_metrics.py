@@ -168,9 +168,7 @@ def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> 
     assert shown.endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
-    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_has_a_bar_on_a_terminal_alone(terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeromesh.trainer.monitoring.console._REFRESH_SECONDS", 0.0)
     with Console(terminal) as console:
         console.show_evaluation(1, 3)

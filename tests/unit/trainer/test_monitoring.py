@@ -101,9 +101,7 @@ def looks(busy: Sequence[float], count: int, steps: int = 1) -> dict[int, str]:
         ([0.01, 0.061], 10, 1, [10], "rank 1 is slow: over 10 steps it was at work for 61 ms"),
     ],
 )
-def test_a_slow_rank_is_named_once_in_a_hundred_steps(
-    busy: list[float], count: int, steps: int, when: list[int], said: str
-) -> None:
+def test_a_slow_rank_is_named_rarely(busy: list[float], count: int, steps: int, when: list[int], said: str) -> None:
     found = looks(busy, count, steps)
     assert list(found) == when
     whole = f"{said} a step, the others for {1000 * busy[0]:.0f} ms, and waited for it"

@@ -108,9 +108,7 @@ def test_a_budget_that_the_configuration_names_is_taken_as_it_is(monkeypatch: py
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("trained", [True, False])
-def test_what_is_kept_by_default_takes_no_memory_that_the_step_would_not_need(
-    compute: torch.dtype, trained: bool
-) -> None:
+def test_what_is_kept_by_default_takes_no_memory_that_a_step_does_not_need(compute: torch.dtype, trained: bool) -> None:
     """Of a bfloat16 copy beside masters the root alone; all where what is gathered is the only copy."""
     plan = plan_model(on_meta().requires_grad_(trained), compute)
     found, none, whole = (

@@ -64,9 +64,7 @@ def test_any_placement_becomes_any_other(data: st.DataObject, ranks: int, numel:
         (replicated(8, 2), replicated(8, 2), []),
     ],
 )
-def test_a_change_of_placement_is_a_collective(
-    before: FlatPlacement, after: FlatPlacement, collectives: list[Collective]
-) -> None:
+def test_a_change_is_a_collective(before: FlatPlacement, after: FlatPlacement, collectives: list[Collective]) -> None:
     _, ranks = in_threads(2, _moving(before, after))
     assert [rank.started for rank in ranks] == [collectives] * 2
 
