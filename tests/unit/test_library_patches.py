@@ -16,16 +16,7 @@ from zeromesh.overrides import PATCHES, replaced
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {
-    "torch",
-    "transformers",
-    "accelerate",
-    "lightning",
-    "peft",
-    "trl",
-    "wandb",
-    "tokenizers",
-    "datasets",
-    "rich",
+    *("torch", "transformers", "accelerate", "lightning", "peft", "trl", "wandb", "tokenizers", "datasets", "rich"),
     "plotly",
 }
 FINGERPRINTS = {
@@ -149,14 +140,11 @@ def found_in(path: Path) -> Iterator[tuple[str, str]]:
     names = {alias: name for alias, name in names.items() if name.partition(".")[0] in LIBRARIES}
     yield from (("uses", name) for name in names.values() if private(name))
     for node in ast.walk(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
-        for target in targets:
-            if isinstance(target, ast.Attribute) and (name := dotted(target, names)):
+        if isinstance(node, ast.Attribute) and (name := dotted(node, names)):
+            if isinstance(node.ctx, ast.Store):
                 yield "sets", name
-        if isinstance(node, ast.Attribute) and (name := dotted(node, names)) and private(name):
-            yield "uses", name
+            if private(name):
+                yield "uses", name
 
 
 def private(name: str) -> bool:
@@ -165,13 +153,12 @@ def private(name: str) -> bool:
 
 
 def test_every_use_of_a_name_that_is_not_promised_is_listed() -> None:
-    used, set_there = set[str](), set[str]()
-    for root in ("zeromesh", "trainer", "offload"):
-        for path in (ROOT / root).rglob("*.py"):
-            for what, name in found_in(path):
-                (used if what == "uses" else set_there).add(name)
+    paths = [path for root in ("zeromesh", "trainer", "offload") for path in (ROOT / root).rglob("*.py")]
+    found = {each for path in paths for each in found_in(path)}
+    used = {name for what, name in found if what == "uses"}
     # Switches that torch offers to be set.
-    assert set_there <= {"torch.backends.cudnn.benchmark", "torch.backends.cudnn.allow_tf32"}
+    switches = {"torch.backends.cudnn.benchmark", "torch.backends.cudnn.allow_tf32"}
+    assert {name for what, name in found if what == "sets"} <= switches
     beginnings = {name for name in used if any(other.startswith(f"{name}.") for other in {*used, *INTERNALS})}
     covered = {name for name in used for known in INTERNALS if f"{name}.".startswith(f"{known}.")}
     assert used - beginnings - covered == set()

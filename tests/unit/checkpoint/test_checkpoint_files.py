@@ -162,12 +162,17 @@ def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
     assert sorted(begun) == [2 * BLOCK * piece for piece in pieces]
 
 
-def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
+def test_tied_names_small_files_and_indices_are_found(tmp_path: Path) -> None:
     reader = write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), {"config.json": b'{"a": [1, 2]}'})
     first = reader.manifest.tensors[0]
     assert reader.tensor(first.kind, "tied.weight") == reader.tensor(first.kind, first.name)
     assert reader.tensor("model", "nothing") is None
     assert reader.tensor("nothing", "embed") is None
+    indices = {path: reader.directory / path for path in reader.manifest.files if path.endswith(".index.json")}
+    assert sorted(indices) == ["model.safetensors.index.json", "optimizer/exp_avg.safetensors.index.json"]
+    for where in indices.values():
+        for name, file in json.loads(where.read_bytes())["weight_map"].items():
+            assert name in read_header(where.parent / file)
     assert reader.document("config.json") == {"a": [1, 2]}
     assert reader.content("config.json") == b'{"a": [1, 2]}'
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
@@ -226,19 +231,6 @@ def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: p
     assert [file.path for file in plan_files([spec("w", (3,), kind="exp_avg")], 1)] == [
         "optimizer/exp_avg-00001-of-00001.safetensors"
     ]
-
-
-def test_the_index_lies_beside_the_files_that_it_names(tmp_path: Path) -> None:
-    reader = write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)))
-    indices = [path for path in reader.manifest.files if path.endswith(".index.json")]
-    assert sorted(indices) == ["model.safetensors.index.json", "optimizer/exp_avg.safetensors.index.json"]
-    for path in indices:
-        where = reader.directory / path
-        for name, file in json.loads(where.read_bytes())["weight_map"].items():
-            assert name in read_header(where.parent / file)
-
-
-# The manifest
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.stored_cases import (
-    SOME,
-    bits,
-    manifest_of,
-    read,
-    spec,
-    split,
-    values_of,
-    write,
-    written,
-)
+from tests.support.stored_cases import SOME, bits, manifest_of, read, spec, split, values_of, write, written
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
@@ -167,9 +157,7 @@ def test_what_cannot_be_removed_is_told_once_and_tried_again(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_full_or_refuses_is_found_before_a_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_or_refuses_is_found_before_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = plan_files([spec("w", (1 << 18,))], 1)
     (tmp_path / "file").write_bytes(b"a file")
     with pytest.raises(StorageError, match=r"step-00000001\.tmp.*Not a directory"):

@@ -32,9 +32,6 @@ def test_what_nobody_touched_is_read(original: Path, copy: Path) -> None:
     assert len(CheckpointReader(original).manifest.files[FILE].pieces) > 3
 
 
-# Damage
-
-
 @given(data=st.data())
 @settings(max_examples=150)
 def test_a_flipped_byte_is_refused_by_name(original: Path, data: st.DataObject) -> None:

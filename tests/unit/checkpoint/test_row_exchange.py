@@ -27,9 +27,6 @@ FEW = settings(max_examples=8)
 BF16 = torch.bfloat16
 
 
-# Rows
-
-
 @given(region=regions(), data=st.data())
 def test_rows_are_where_numpy_has_the_elements(region: Region, data: st.DataObject) -> None:
     """The elements of any stretch of the logical tensor are one stretch of the local one, and are taken as one."""
@@ -52,9 +49,6 @@ def test_rows_are_where_numpy_has_the_elements(region: Region, data: st.DataObje
     assert sum(tile.rows * tile.length for tile in tiles) == local.length
     if wanted:
         assert rows.hull(local) == Interval(start=wanted[0], end=wanted[-1] + 1)
-
-
-# The exchange
 
 
 def shard_of(each: TensorSpec, value: torch.Tensor, own: Slices, interval: Interval | None) -> TensorShard:

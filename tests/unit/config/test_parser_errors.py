@@ -189,9 +189,6 @@ def test_a_key_of_the_file_itself_is_its_own(tmp_path: Path) -> None:
     assert "root.yaml" not in str(raised.value)
 
 
-# Anything else
-
-
 KEYS = st.sampled_from(
     ["<<", "=", "null", "?", "1", "true", "run", "max_steps", "model", "config", "a b", "\u0085", ""]
 )

@@ -498,9 +498,6 @@ def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: Pretrain
     assert isinstance(alone.eval, TokenDataset)
 
 
-# What ends an answer
-
-
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 

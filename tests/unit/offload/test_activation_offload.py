@@ -647,9 +647,6 @@ def test_mistakes_are_named(tmp_path: Path, tiers: Tiers) -> None:
         ActivationStore(Tiers(device=torch.device("cpu"), ledger=Ledger()), FILE)
 
 
-# Ranges
-
-
 @given(st.data())
 def test_extents_are_apart_and_become_one_again(data: st.DataObject) -> None:
     extents, length = FreeRanges(), data.draw(st.integers(1, 200))
@@ -671,9 +668,6 @@ def test_extents_are_apart_and_become_one_again(data: st.DataObject) -> None:
         extents.free(*each)
     assert extents.length_before(length) == length
     assert extents.take(length) == 0
-
-
-# On an accelerator
 
 
 @accelerated

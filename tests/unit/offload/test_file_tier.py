@@ -468,9 +468,7 @@ def test_a_full_disk_when_room_is_taken(tier: FileTier, monkeypatch: pytest.Monk
 
 @checked
 @pytest.mark.parametrize("whole", [True, False], ids=["whole pieces", "some bytes"])
-def test_what_a_disk_did_not_take(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch, whole: bool, checksums: bool
-) -> None:
+def test_what_no_disk_has_taken(tier: FileTier, monkeypatch: pytest.MonkeyPatch, whole: bool, checksums: bool) -> None:
     slot, other = tier.allocate(3 * file_tier.PIECE, "master of layer 3"), tier.allocate(100, "other")
     slot.write(0, some_bytes(slot.nbytes, 1)).wait()
     begin, end = (0, slot.nbytes) if whole else (file_tier.PIECE + 10, file_tier.PIECE + 5000)
@@ -569,9 +567,6 @@ def test_a_whole_piece_may_replace_a_changed_one(summed: FileTier) -> None:
     assert torch.equal(content(slot), some_bytes(slot.nbytes, 2))
 
 
-# The end
-
-
 def check_closed(transfer: Transfer, ended: threading.Event, span: str) -> None:
     """The transfer is over, has told so, and says that its tier is closed."""
     assert ended.wait(SECONDS)
@@ -623,9 +618,6 @@ def test_after_the_end_nothing_is_moved_and_nothing_hangs(tmp_path: Path) -> Non
         check_closed(transfer, ended, "[0, 20,480)")
     with pytest.raises(StorageError, match="file tier, more:"):
         tier.allocate(BLOCK, "more")
-
-
-# Transfers
 
 
 def test_a_transfer_that_fails_is_over_when_it_says_so() -> None:

@@ -246,9 +246,6 @@ def test_the_end_takes_the_files(tmp_path: Path) -> None:
         tensor.load(CPU)
 
 
-# The host's memory
-
-
 def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
     refused: list[int] = []

@@ -344,9 +344,6 @@ def test_a_disk_that_does_not_keep_up_takes_no_more_memory(tiers: Tiers, monkeyp
     numbers.check()
 
 
-# Read ahead in vain
-
-
 def test_what_was_read_ahead_in_vain_is_dropped(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while it is still being read: its buffers come back when that is over, and nobody else's are written to."""
     one, two, three, found = Numbers(tiers, 1, 1), Numbers(tiers, 2, 2), Numbers(tiers, 6, 3), make()

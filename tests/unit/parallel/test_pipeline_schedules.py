@@ -13,15 +13,7 @@ from schedule_picture import render
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from zeromesh.errors import LayoutError
-from zeromesh.pipeline.schedule import (
-    Action,
-    Kind,
-    PipelineSchedule,
-    ScheduleError,
-    make_schedule,
-    simulate,
-    validate,
-)
+from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleError, make_schedule, simulate, validate
 from zeromesh.pipeline.stages.build import cut_by_cost
 from zeromesh.settings.keys import ScheduleName
 

@@ -237,9 +237,6 @@ def test_auto_takes_other_keys_where_nothing_else_fits(on_card: Subject, monkeyp
     assert settled.model.activation_checkpointing != "none"
 
 
-# Layouts by hand
-
-
 # States on a file beside parameters on the host; the others take too long here.
 @pytest.mark.parametrize(
     "bar", [BARS[8], pytest.param(BARS[9], marks=pytest.mark.full)], ids=["8B on 16GB", "8B on 16GB with adapters"]
@@ -314,9 +311,6 @@ def test_ranks_add_no_traces(calls: Counter[str], layers: int, ranks: int, fixed
     assert calls["_chunk"] < sum(each.pipeline * each.chunks for each in layouts) / 50
     if layers == 80:
         assert min(len(some.rows), len(many.rows)) > 5000
-
-
-# The picture: everything drawn is in the plan.
 
 
 def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:

@@ -1,7 +1,7 @@
 """Small runs with checkpoints, made in this process, and what tests do to their files."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 NARROW = {"compute": "float32", "master": "float32", "reduce": "float32"}
 MIXED = {**NARROW, "compute": "bfloat16"}
 MIXTRAL = {"model_type": "mixtral", **LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
+Copied = Callable[[str], Path]
+"""Makes a copy of a run that may be damaged."""
 SMALL_GRID = 16384
 """Bytes between checksum boundaries here, so that a tiny file has several pieces."""
 

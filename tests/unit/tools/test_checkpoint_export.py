@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,7 @@ import transformers as tf
 
 from tests.support.doc_blocks import script
 from tests.support.trainer_cases import LLAMA
-from tests.unit.tools.checkpoint_runs import (
-    Trained,
-    contents,
-    flip,
-    rewritten,
-    same,
-    weights,
-    write_manifest,
-)
+from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, same, weights, write_manifest
 from zeromesh.checkpoint.format.manifest import FileRecord
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
@@ -32,9 +23,6 @@ from zeromesh.trainer.models.hub_form import HubNames
 
 ROOT = Path(__file__).resolve().parents[3]
 IDS = torch.arange(10)[None]
-
-
-# export
 
 
 @pytest.mark.parametrize("name", ["llama", "mixed", "tied", "mixtral"])
@@ -119,7 +107,7 @@ def test_an_export_through_small_windows(trained: Trained, tmp_path: Path, monke
         assert same(dict(loaded.named_parameters()), dict(trained.models[name].named_parameters()))
 
 
-def test_a_model_of_nobodys_library_is_exported_as_it_is(
+def test_a_model_of_no_library_is_exported(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -129,9 +117,7 @@ def test_a_model_of_nobodys_library_is_exported_as_it_is(
     assert same(weights(out), trained.models["pictures"].state_dict())
 
 
-def test_numbers_beyond_float16_are_refused(
-    copied: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_beyond_float16_are_refused(copied: Copied, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = copied("llama"), tmp_path / "out"
     rewritten(run / "checkpoints/step-00000002", "model.layers.1.mlp.up_proj.weight", -123456.0)
     assert main(["checkpoint", "export", str(run), str(out), "--dtype", "float16"]) == 2
@@ -145,9 +131,7 @@ def test_numbers_beyond_float16_are_refused(
     assert weights(tmp_path / "half")["model.layers.1.mlp.up_proj.weight"][0, 0] == float("inf")
 
 
-def test_an_export_keeps_what_is_there(
-    copied: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_keeps_what_is_there(copied: Copied, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = copied("llama"), tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
@@ -158,9 +142,6 @@ def test_an_export_keeps_what_is_there(
     assert "are not what rank 0 wrote" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "out"]
     assert (out / "notes.txt").read_text() == "mine"
-
-
-# merge
 
 
 def split(directory: Path, out: Path, count: int) -> list[Path]:
@@ -255,10 +236,7 @@ def test_parts_that_are_no_checkpoint_are_refused(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-# The page
-
-
-def test_the_reader_of_the_page_reads_everything(trained: Trained, copied: Callable[[str], Path]) -> None:
+def test_the_reader_of_the_page_reads_everything(trained: Trained, copied: Copied) -> None:
     code, there = script("docs/checkpoint-format.md", "reader.py").code, {}
     assert len(code.splitlines()) <= 30
     exec(code, there)

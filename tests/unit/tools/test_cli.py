@@ -140,6 +140,13 @@ def test_a_mistake_is_one_message_and_exit_code_2(
         (["train", "c", "--nproc", "0"], "got '0'; allowed is an integer >= 1"),
         (["train", "c", "--nprocs-per-node", "2"], "unknown arguments: --nprocs-per-node"),
         (["fit"], "invalid choice"),
+        (["checkpoint"], "required: ACTION"),
+        (["checkpoint", "mend"], "invalid choice"),
+        (["checkpoint", "export", "a"], "required: OUT"),
+        (["checkpoint", "export", "a", "b", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["checkpoint", "diff", "a", "b", "--tolerance", "-1"], "got '-1'; allowed is a number >= 0"),
+        (["checkpoint", "merge", "a"], "required: --out"),
+        (["checkpoint", "list", "a", "b"], "unknown arguments: b"),
     ],
 )
 def test_a_wrong_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,11 +160,7 @@ def test_a_wrong_command_line(words: list[str], message: str, capsys: pytest.Cap
     ("error", "code"), [(DataError("no text"), 2), (CollectiveError("rank 1 is gone"), 1), (KeyboardInterrupt(), 130)]
 )
 def test_errors_of_a_run(
-    config: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
 ) -> None:
     def fail(**_: Any) -> None:
         raise error
@@ -232,9 +235,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert ended.stderr == b""
 
 
-def test_init_lists_examples_and_writes_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_of_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0
     listed = capsys.readouterr().out

@@ -44,9 +44,6 @@ def test_what_is_not_ok_says_what_that_means_and_what_to_do() -> None:
     ]
 
 
-# Machine
-
-
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine without a fault; a test breaks one thing of it."""
@@ -90,9 +87,6 @@ def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) ->
     found = texts(hardware.machine())
     assert "48.0 GiB free of 8.0 GiB by the control group, 64.0 GiB" in found
     assert "Set OMP_NUM_THREADS to 2 divided by --nproc" in found
-
-
-# Accelerators
 
 
 def devices_of(
@@ -151,9 +145,6 @@ def test_torch_the_driver_and_devices_have_to_fit(
     assert devices.failure in texts(shown) or not driver
 
 
-# Packages
-
-
 @pytest.mark.parametrize(
     ("conditions", "version", "level"),
     [
@@ -182,9 +173,6 @@ def test_the_packages_here_are_those_that_the_project_names() -> None:
     found = list(software.packages())
     assert {"python", "zeromesh", "torch", "numpy", "transformers", "wandb", "xxhash"} <= {each.what for each in found}
     assert not levels(found)
-
-
-# Network
 
 
 @pytest.mark.parametrize(
@@ -224,9 +212,6 @@ def test_two_processes_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch)
         assert try_exchange(seconds).failure == failure
 
 
-# Disks
-
-
 @pytest.mark.parametrize(
     ("present", "found"),
     [
@@ -261,9 +246,6 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert levels(hardware.directory(Path("/proc/zeromesh"))) == {"/proc/zeromesh": "problem"}
 
 
-# Launch
-
-
 def test_variables_that_slow_runs_down_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-very-secret-key")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
@@ -282,9 +264,6 @@ def test_a_launch_that_is_there_in_part_is_a_problem(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert levels(software.launch()) == {"launcher": "warning"}
-
-
-# The command
 
 
 def test_the_command_looks_at_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,9 +68,6 @@ def shown(*paths: Path) -> Elements:
     return Elements(page_of(read_runs(list(paths))))
 
 
-# Arithmetic
-
-
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=2000), st.integers(4, 300))
 def test_fewer_points_have_the_same_ends_and_extremes(values: list[float], most: int) -> None:
     places = thinned_indices(values, most)
@@ -89,17 +86,11 @@ def test_a_smooth_curve_stays_between_the_extremes_and_on_a_straight_line(values
     assert moving_average(line, window) == pytest.approx(line)
 
 
-# Markup
-
-
 def test_texts_become_no_markup() -> None:
     """What cannot be seen or written is replaced."""
     made = element("p", "<b>&", element("i", 'a"b'), title='"><script>', hidden=True, lang=None)
     assert made == '<p title="&quot;&gt;&lt;script&gt;" hidden>&lt;b&gt;&amp;<i>a&quot;b</i></p>'
     assert element("p", "a\x00b\u202ec\ud800d") == "<p>a\ufffdb\ufffdc\ufffdd</p>"
-
-
-# The page
 
 
 def test_a_run_has_a_chart_of_everything_that_its_lines_have(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ from rich.console import Console as RichConsole
 from tests.support.damage_cases import STATE, Json, replace, resign
 from tests.support.step_lines import metrics
 from tests.support.terminal import on_terminal, seen
-from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, printable_lines
+from zeromesh import errors
+from zeromesh.errors import counted, plural, printable, printable_lines, ranks_text
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.formatting import Detail, table_lines, wrapped
 from zeromesh.trainer.loop.context import FitReport
@@ -42,7 +43,7 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
         assert printable(text) == text
 
 
-@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, StorageError])
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.CheckpointError, errors.StorageError])
 def test_errors_show_names_as_escapes(kind: Any) -> None:
     error = kind(f"{EVIL} is no file\nsecond line")
     assert str(error) == f"{SHOWN} is no file\nsecond line"
@@ -155,9 +156,7 @@ def written(run: Path, pids: list[int], **more: Any) -> Path:
     return run
 
 
-def test_a_stopped_rank_is_named(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_rank(tmp_path: Path, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
     run = written(tmp_path / "run", [os.getpid(), sleeper.pid])
     assert main(["status", str(run)]) == 0
     assert "rank 0 waits for rank 1: compute" in capsys.readouterr().out
@@ -182,6 +181,24 @@ def test_what_holds_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "one" / "metrics.jsonl").write_text("")
     assert main(["status", str(tmp_path)]) == 1
     assert f"runs in it are {tmp_path / 'one'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "noun", "spec", "text"),
+    [
+        (1, "step", "", "1 step"),
+        (0, "rank", "", "0 ranks"),
+        (1200, "file", ",", "1,200 files"),
+        (2, "batch", "", "2 batches"),
+        (3, "process", "", "3 processes"),
+        (2, "more directory", "", "2 more directories"),
+        (1, "whole step", "", "1 whole step"),
+    ],
+)
+def test_a_noun_goes_with_its_number(count: int, noun: str, spec: str, text: str) -> None:
+    assert counted(count, noun, spec) == text
+    assert text.endswith(plural(count, noun))
+    assert [ranks_text([3]), ranks_text([1, 2])] == ["rank 3", "ranks 1, 2"]
 
 
 def test_a_table_is_no_wider_than_the_terminal() -> None:

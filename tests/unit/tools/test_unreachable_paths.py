@@ -145,7 +145,7 @@ def test_a_home_that_is_nobodys(capsys: pytest.CaptureFixture[str]) -> None:
         ("layer_types", ["none such"]),
     ],
 )
-def test_a_model_directory_that_libraries_fail_on(
+def test_broken_model_directories(
     places: dict[str, str], field: str, value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path(places["m"], "config.json")

@@ -28,9 +28,6 @@ def refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not strict JSON")
 
 
-# metrics.jsonl
-
-
 def test_a_line_per_step_with_the_fields_of_the_design(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     with MetricsWriter(path) as writer:
@@ -114,9 +111,6 @@ def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
             writer.write(metrics())
         with pytest.raises(StorageError, match="cannot be written"):
             writer.write(metrics())
-
-
-# The console
 
 
 def test_piped_output_is_one_plain_line_per_logged_step() -> None:

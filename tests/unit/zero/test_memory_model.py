@@ -13,11 +13,11 @@ from zeromesh.offload import PinnedBudget, Purpose, TierChoice
 from zeromesh.offload.accelerator import DeviceMemory
 from zeromesh.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.trainer.setup import memory_check
-from zeromesh.units.build import plan_layouts
+from zeromesh.units.build import kept_buckets, plan_layouts
 from zeromesh.units.plan import plan_model
 from zeromesh.zero.memory_model import MemoryModel
 
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TRANSPORTS = {1: "local", 2: "gloo", 4: "shared"}
 
 
@@ -38,7 +38,7 @@ def refusal(
         monkeypatch.setattr(memory_check, "device_memory", lambda device: memory)
         monkeypatch.setattr(zeromesh.options, "device_memory", lambda device: memory)
     mesh: Any = SimpleNamespace(
-        device=torch.device("cpu") if on_device is None else GPU,
+        device=CPU if on_device is None else GPU,
         shard=SimpleNamespace(size=ranks),
         environment=SimpleNamespace(local_world_size=ranks),
     )
@@ -170,3 +170,32 @@ def test_what_is_pinned_is_said() -> None:
     (said,) = memory_check.pinned_notes(PinnedBudget(used=3 << 30, pageable=1 << 30))
     assert said.startswith("WARNING: offload: 3.0 GiB of the host's memory are pinned")
     assert "and 1.0 GiB are not" in said
+
+
+def _layout(nbytes: int) -> Any:
+    return SimpleNamespace(nbytes=nbytes, first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept"),
+    [
+        (49, [False, False, False]),
+        (50, [True, False, False]),
+        (100, [False, False, True]),
+        (299, [True, False, True]),
+        (300, [False, True, True]),
+        (349, [False, True, True]),
+        (350, [True, True, True]),
+    ],
+)
+def test_a_budget_keeps_what_fits_it_exactly_the_last_unit_first(budget: int, kept: list[bool]) -> None:
+    units: Any = [[_layout(50)], [_layout(120), _layout(80)], [_layout(100)]]
+    found = kept_buckets(units, ZeroOptions(stage=3, gathered_budget=budget), CPU, "shared")
+    assert found == [[stays] * len(unit) for stays, unit in zip(kept, units, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("local", True), ("shared", True), ("gloo", False)])
+def test_no_budget_is_an_automatic_one(kind: str, kept: bool) -> None:
+    budgets: Any = ("auto", None)
+    for budget in budgets:
+        assert kept_buckets([[_layout(50)]], ZeroOptions(gathered_budget=budget), CPU, kind) == [[kept]]
