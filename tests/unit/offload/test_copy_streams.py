@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.simulated.device import compiler
 from tests.support.devices import DEVICE, accelerated
-from tests.support.workers import Workers
 from tests.unit.offload.file_cases import CPU, check_refused
 from zeromesh.errors import StorageError
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, TieredTensor, Tiers, WaitTime
@@ -183,22 +181,6 @@ def test_pinned_pages_are_pinned_and_no_longer_than_asked_for(device_tiers: Tier
     assert memory.is_pinned()
     assert device_tiers.pinned.used == memory.nbytes
     assert tensor.parts[0].tier is Tier.HOST
-
-
-@pytest.mark.skipif(compiler() is None, reason="the simulated device needs a C++ compiler")
-@pytest.mark.parametrize(
-    "case",
-    [
-        "the_gather_of_a_shard_in_two_memories_comes_after_both",
-        "copies_in_do_not_wait_for_copies_out",
-        "gradients_leave_and_come_back_without_the_host",
-        "a_save_waits_for_nothing_but_its_own_copies_into_pinned_memory",
-        "helper_threads_sleep_and_know_their_device",
-        "what_the_driver_does_not_pin_is_ordinary_memory",
-    ],
-)
-def test_a_rule_of_offload_and_saving_on_the_simulated_device(workers: Workers, tmp_path: Path, case: str) -> None:
-    workers.run(1, f"device_memory_cases:{case}", device="sim", folder=str(tmp_path))
 
 
 @pytest.mark.skipif(DEVICE.type in ("cpu", "sim"), reason="needs a device that computes beside its host")

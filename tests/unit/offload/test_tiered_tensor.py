@@ -10,6 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.simulated.device import compiler
+from tests.support.workers import Workers
 from tests.unit.offload.file_cases import CPU, made_tiers, small_tiers, values
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.offload import Ledger, PinnedBudget, Purpose, Tier, TierChoice, TieredTensor, Tiers, pinnable_bytes
@@ -288,3 +290,19 @@ def test_what_may_be_pinned_is_what_is_free_and_not_what_may_be_locked(monkeypat
     free[0] = 0
     budget.release(1500)
     assert budget.reserve(1500, device), "torch keeps what was pinned"
+
+
+@pytest.mark.skipif(compiler() is None, reason="the simulated device needs a C++ compiler")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "the_gather_of_a_shard_in_two_memories_comes_after_both",
+        "copies_in_do_not_wait_for_copies_out",
+        "gradients_leave_and_come_back_without_the_host",
+        "a_save_waits_for_nothing_but_its_own_copies_into_pinned_memory",
+        "helper_threads_sleep_and_know_their_device",
+        "what_the_driver_does_not_pin_is_ordinary_memory",
+    ],
+)
+def test_a_rule_of_offload_and_saving_on_the_simulated_device(workers: Workers, tmp_path: Path, case: str) -> None:
+    workers.run(1, f"device_memory_cases:{case}", device="sim", folder=str(tmp_path))
