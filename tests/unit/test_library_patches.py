@@ -59,7 +59,6 @@ INTERNALS = (
 
 
 def named(name: str) -> Any:
-    """The object of a dotted name."""
     found: Any = importlib.import_module(name.partition(".")[0])
     for depth, part in enumerate(name.split(".")[1:], start=2):
         try:
@@ -148,7 +147,6 @@ def found_in(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def private(name: str) -> bool:
-    """Return True if a part of a name begins with one underscore."""
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 

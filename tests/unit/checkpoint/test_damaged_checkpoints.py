@@ -174,7 +174,6 @@ def test_the_payload_works(tmp_path: Path) -> None:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every path that Python opens from now on."""
     found: list[str] = []
     for module, name in ((os, "open"), (io, "open")):
         original = getattr(module, name)

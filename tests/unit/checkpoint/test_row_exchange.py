@@ -79,7 +79,6 @@ def dealt(
 
 
 def matrices(rng: random.Random) -> dict[TensorSpec, torch.Tensor]:
-    """Matrices of 64 KiB to some more."""
     found = {}
     for number, kind in enumerate((*KINDS, "model")):
         shape, dtype = (rng.randrange(150, 200), rng.randrange(120, 150)), rng.choice([torch.float32, torch.float64])

@@ -22,7 +22,6 @@ from zeromesh.zero.engine import ZeroEngine
 
 @pytest.fixture
 def alone() -> Mesh:
-    """A mesh of this process."""
     return Mesh(MeshShape(), read_environment({}), device=torch.device("cpu"), timeout_seconds=5)
 
 

@@ -21,7 +21,6 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """An error of the block is plain text."""
     try:
         yield
     except ConfigError as error:
@@ -209,25 +208,8 @@ def test_any_document_is_a_configuration_or_an_error(document: Any) -> None:
 
 
 ODD = [
-    None,
-    True,
-    0,
-    1,
-    -1,
-    0.5,
-    1e300,
-    float("inf"),
-    10**290,
-    10**400,
-    "auto",
-    "cpu",
-    "Adam",
-    "x",
-    "",
-    "\x1b",
-    [1],
-    {},
-    [[1]],
+    *(None, True, 0, 1, -1, 0.5, 1e300, float("inf"), 10**290, 10**400),
+    *("auto", "cpu", "Adam", "x", "", "\x1b", [1], {}, [[1]]),
 ]
 NAMES = st.sampled_from([row.name for row in TABLE])
 

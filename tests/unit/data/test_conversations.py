@@ -56,6 +56,7 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 ROWS = [{"messages": messages(turns)} for turns in CHATS]
 ASKED = {"messages": messages(CHATS[1])}
+PAIRS = {"format": "pairs"}
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +65,11 @@ def raw() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
-    special = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
+    marks = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    texts = [content for turns in CHATS for _, content in turns] + [
-        "assistant\n\nuser\n\nsystem\n\ntools\n\n" * 3,
-        "Q: A: 12 " * 9,
-    ]
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=marks, initial_alphabet=alphabet, show_progress=False)
+    texts = [content for turns in CHATS for _, content in turns]
+    texts += ["assistant\n\nuser\n\nsystem\n\ntools\n\n" * 3, "Q: A: 12 " * 9]
     words.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>")
 
@@ -247,37 +244,21 @@ def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
     ("rows", "keys", "message"),
     [
         ([{"conversations": []}], {}, "row 0 has no field 'messages', only 'conversations'; set data.format: sharegpt"),
-        (
-            [{"messages": []}],
-            {"format": "pairs"},
-            "row 0 has no field 'prompt', only 'messages'; set data.format: chat",
-        ),
+        ([{"messages": []}], PAIRS, "row 0 has no field 'prompt', only 'messages'; set data.format: chat"),
         ([{"prompt": "a", "completion": "b"}], {"format": "text"}, "set data.format: pairs"),
         ([{"messages": "hello"}], {}, "field 'messages' is str; it should be a list of messages"),
         ([{"messages": []}], {}, "field 'messages' is an empty list"),
         ([{"messages": [{"from": "human", "value": "a"}]}], {}, "a message without role, only 'from', 'value'"),
-        (
-            [{"prompt": "a", "completion": messages(CHATS[1])}],
-            {"format": "pairs"},
-            "field 'prompt' is str; it should be text",
-        ),
-        (
-            [ASKED],
-            {"chat_template": "{{ raise_exception('no') }}"},
-            "row 0: .* TemplateError: no",
-        ),
+        ([{"prompt": "a", "completion": messages(CHATS[1])}], PAIRS, "field 'prompt' is str; it should be text"),
+        ([ASKED], {"chat_template": "{{ raise_exception('no') }}"}, "row 0: .* TemplateError: no"),
         ([{**ASKED, "tools": "{"}], {}, "field 'tools' is text, and no JSON"),
         ([ASKED], {"chat_template": "a/b.jinja"}, "data.chat_template: no file 'a/b.jinja'"),
-        (
-            [{"messages": messages(CHATS[1][:1])}],
-            {},
-            "1 row, and none has a target of the loss in its first 96 tokens",
-        ),
+        ([{"messages": messages(CHATS[1][:1])}], {}, "1 row, and none has a target of the loss in its first 96 tokens"),
         ([ASKED], {"train": "stdlib"}, "no file with rows in 'stdlib'"),
         *(
             (
                 [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", column: bad}],
-                {"format": "pairs"},
+                PAIRS,
                 f"row 1: field '{column}' is {type(bad).__name__}; it should be text",
             )
             for column in ("prompt", "completion")

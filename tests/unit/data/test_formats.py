@@ -57,6 +57,12 @@ def trained(tmp_path: Path, **sections: Any) -> tuple[Any, Any]:
         return trainer.run, report
 
 
+def check_refused(kind: type[Exception], said: str, /, *given: Any, **sections: Any) -> None:
+    """The trainer of one rank with these arguments cannot evaluate."""
+    with pytest.raises(kind, match=said), one_rank(*given, **sections) as trainer:
+        trainer.evaluate()
+
+
 def labelled(tmp_path: Path, form: str, classes: list[Any]) -> str:
     kinds = [0, 1] * 16
     texts = [" ".join(f"w{10 * kind + n % 7}" for n in range(number % 5 + 1)) for number, kind in enumerate(kinds)]
@@ -248,24 +254,16 @@ def texts(tmp_path: Path) -> dict[str, Any]:
 def test_a_model_brings_its_own_tokenizer(tmp_path: Path, begins: PreTrainedTokenizerFast) -> None:
     own = tmp_path / "own"
     seeded(llama).save_pretrained(own)
-    with (
-        pytest.raises(
-            ConfigError, match=r"data\.tokenizer: null means the tokenizer of the model, and '.*own' has none"
-        ),
-        one_rank(tmp_path, model={"source": str(own)}, data=texts(tmp_path)) as trainer,
-    ):
-        trainer.evaluate()
+    said = r"data\.tokenizer: null means the tokenizer of the model, and '.*own' has none"
+    check_refused(ConfigError, said, tmp_path, model={"source": str(own)}, data=texts(tmp_path))
     begins.save_pretrained(own)
     given = type(llama()).from_pretrained(own)
     for model, section in ((None, {"source": str(own)}), (given, {})):
         with one_rank(tmp_path, model, model=section, data=texts(tmp_path)) as trainer:
             ids = trainer.run.data.train[0]["input_ids"].tolist()  # type: ignore[index]
         assert ids == [1, 5, 6, 7, 2, 1, 5, 6]
-    with (
-        pytest.raises(ConfigError, match="bytes for a model that a callable builds, and this one comes from"),
-        one_rank(tmp_path, lambda: type(llama()).from_pretrained(own), data=texts(tmp_path)) as trainer,
-    ):
-        trainer.evaluate()
+    said = "bytes for a model that a callable builds, and this one comes from"
+    check_refused(ConfigError, said, tmp_path, lambda: type(llama()).from_pretrained(own), data=texts(tmp_path))
     with one_rank(tmp_path, llama(vocab_size=256), data=texts(tmp_path)) as trainer:
         assert bytes(trainer.run.data.train[0]["input_ids"].tolist()) == b"w1 w2 w3"  # type: ignore[index]
 
@@ -290,11 +288,8 @@ def test_the_template_that_was_learnt_is_saved(tmp_path: Path, begins: PreTraine
 
 
 def test_a_name_that_no_template_has_is_refused(tmp_path: Path, begins: PreTrainedTokenizerFast) -> None:
-    with (
-        pytest.raises(DataError, match="'tool_use' is no template, no file and no name"),
-        one_rank(tmp_path, seeded(llama), data=chats(tmp_path, "tool_use"), processing_class=begins) as trainer,
-    ):
-        trainer.evaluate()
+    given = {"data": chats(tmp_path, "tool_use"), "processing_class": begins}
+    check_refused(DataError, "'tool_use' is no template, no file and no name", tmp_path, seeded(llama), **given)
 
 
 EXPERTS = {"vocab_size": 256, **_SIZES, "num_key_value_heads": 2}
@@ -316,7 +311,6 @@ def test_no_loss_depends_on_how_much_padding_follows(tmp_path: Path, kind: str) 
 
 
 def untaught(count: int, *places: slice) -> list[dict[str, Any]]:
-    """Sentences, of which those in `places` have no target."""
     rows = sentences(count)
     for row in [row for place in places for row in rows[place]]:
         row["labels"] = torch.full_like(row["labels"], -100)
@@ -334,11 +328,7 @@ def test_a_global_batch_without_targets_is_passed_over(tmp_path: Path) -> None:
     assert (report.passed_over, report.final_step, len(report.losses)) == (2, 2, 2)
     assert all(map(math.isfinite, report.losses))
     assert report.losses[0] == wanted.losses[0]
-    with (
-        one_rank(tmp_path, seeded(llama), rows[:8], run={"name": "none"}) as one,
-        pytest.raises(DataError, match="every label"),
-    ):
-        one.evaluate()
+    check_refused(DataError, "every label", tmp_path, seeded(llama), rows[:8], run={"name": "none"})
 
 
 class EndsEpoch(TrainerCallback):  # type: ignore[misc]
@@ -379,17 +369,13 @@ def test_text_beside_tokens_is_not_given_to_a_collator(
 ) -> None:
     ids = [[5, 6, 7][: n % 3 + 1] * 2 for n in range(8)]
     rows = [{"input_ids": each, "text": "a", "tags": [1] * n, "labels": [5] * len(each)} for n, each in enumerate(ids)]
-    collate = DataCollatorForTokenClassification(begins)
-    with one_rank(tmp_path, seeded(llama), rows, data_collator=collate, processing_class=begins) as trainer:
+    given = {"data_collator": DataCollatorForTokenClassification(begins)}
+    with one_rank(tmp_path, seeded(llama), rows, **given, processing_class=begins) as trainer:
         assert all(map(math.isfinite, trainer.fit().losses))
     assert "train_dataset: left out before the data_collator text, tags, which LlamaForCausalLM.forward" in " ".join(
         capsys.readouterr().out.split()
     )
-    with (
-        one_rank(tmp_path, seeded(llama), rows, data_collator=collate, data={"remove_unused": False}) as trainer,
-        pytest.raises(Exception, match=r"text|tensor"),
-    ):
-        trainer.evaluate()
+    check_refused(Exception, r"text|tensor", tmp_path, seeded(llama), rows, **given, data={"remove_unused": False})
 
 
 # Folders of pictures
@@ -463,7 +449,7 @@ def test_a_model_learns_pictures_and_is_saved_with_their_names(tmp_path: Path) -
         "model": {"head": "image_classification", "config": {**VIT, "image_size": 8, "patch_size": 4}},
         "data": {
             "train": str(folder(tmp_path / "all")),
-            "eval": str(folder(tmp_path / "test", count=3)),
+            "eval": str(folder(tmp_path / "test", 3)),
             "format": "pictures",
         },
         "run": {"output_dir": str(tmp_path), "name": "run", "max_steps": 6},

@@ -47,7 +47,6 @@ class DrawingStream:
 
 
 def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A collator that draws too."""
     rows = torch.stack([each["x"] for each in samples])
     return {"x": rows * (torch.rand(rows.shape) > 0.2), "who": torch.stack([each["who"] for each in samples])}
 

@@ -22,8 +22,6 @@ from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counting(ByteTokenizer):
-    """Bytes, and how many texts became such."""
-
     texts: list[str]
     name: str | None = "counting"
 

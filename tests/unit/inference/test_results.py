@@ -26,7 +26,6 @@ def _row(number: int) -> dict[str, object]:
 
 
 def _journal(out: Path, count: int, *numbers: int) -> ResultJournal:
-    """A journal of a generation with so many results, some of which are there."""
     journal = ResultJournal(out, "abc", count)
     for number in numbers:
         journal.add(_row(number))

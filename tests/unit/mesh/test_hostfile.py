@@ -74,8 +74,6 @@ PIECES = st.one_of(
 
 
 class Printed(Output):
-    """What would be printed, as it is put."""
-
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
 

@@ -192,7 +192,6 @@ def free_port() -> int:
 def leading(
     nodes: Nodes, notify: Callable[[str], object] = lambda line: None
 ) -> Iterator[tuple[Leader, threading.Thread]]:
-    """A leader, and the thread in which it waits for others."""
     stop = threading.Event()
     leader = Leader(nodes, 1, notify, stop.is_set)
     waiting = threading.Thread(target=leader.first_start)

@@ -91,8 +91,6 @@ def test_a_shard_looks_at_its_own_parameters() -> None:
 
 
 class CountingStore(dict[str, str]):
-    """A store that knows how often it was asked."""
-
     asked = 0
     set = dict.__setitem__
 

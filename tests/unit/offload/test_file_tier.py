@@ -109,14 +109,12 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
 
 
 def _without_direct(path: str, flags: int) -> int:
-    """Open a file as on a file system without `O_DIRECT`."""
     if flags & os.O_DIRECT:
         raise OSError(errno.EINVAL, "Invalid argument")
     return open_regular(path, flags)
 
 
 def flip(tier: FileTier, offset: int) -> None:
-    """Change a byte of a tier's files."""
     byte = torch.zeros(1, dtype=torch.uint8)
     tier.read(byte, offset)
     tier.write(byte ^ 1, offset)

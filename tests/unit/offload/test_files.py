@@ -125,7 +125,6 @@ def test_a_lock_that_somebody_has_is_not_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    """A mesh of this process alone."""
     found = connect(TrainerConfig())
     yield found
     found.close()

@@ -102,7 +102,6 @@ def _buffer(count: int, spare: SparePages, lead: int = 0) -> ReleasableBuffer:
 
 
 def _resident() -> int:
-    """Bytes of private pages that this process has."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) << 10
 

@@ -114,8 +114,6 @@ def add(row: StreamRow, tensors: list[torch.Tensor]) -> None:
 
 
 class Computed(list[int]):
-    """Adds 1, and notes the numbers of the rows."""
-
     def __call__(self, row: StreamRow, tensors: list[torch.Tensor]) -> None:
         self.append(row.start // ROW)
         add(row, tensors)

@@ -42,7 +42,6 @@ def gradients(loss: torch.Tensor, case: Leaves, seed: float) -> list[torch.Tenso
 
 
 def check(loss: torch.Tensor, case: Leaves, seed: float, change: LogitChange = UNCHANGED) -> None:
-    """Compare a loss and its gradients with the plain ones."""
     expected = plain(case, change)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(gradients(loss, case, seed), gradients(expected, case, seed), strict=True):

@@ -90,8 +90,6 @@ def test_pytorch_knows_the_operator() -> None:
 
 
 class Scaled(nn.Linear):
-    """Computes otherwise than its base."""
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)
 

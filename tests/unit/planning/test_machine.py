@@ -24,17 +24,20 @@ SMALL = {
         "launch_seconds": 1e-5,
         "products": {"float32": 8e10},
     },
-    "host": {
-        "devices": 2,
-        "cores": 2,
-        "memory_bytes": 1 << 34,
-        "memory_bandwidth": 1.5e10,
-    },
+    "host": {"devices": 2, "cores": 2, "memory_bytes": 1 << 34, "memory_bandwidth": 1.5e10},
     "links": {
         "inside": {"shared": {"latency_seconds": 1e-5, "bandwidth": 4e9}},
         "between": {"gloo": {"latency_seconds": 5e-5, "bandwidth": 1e9}},
     },
     "disk": {"read": 1e9, "written": 5e8, "latency_seconds": 1e-4},
+}
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
 MACHINE = Machine.model_validate(SMALL)
 SIXTEEN = MACHINE.device.model_copy(update={"products": {"bfloat16": 8e10}})

@@ -11,7 +11,7 @@ import pytest
 from model_zoo.small_models import small_model
 from plan_bar import BARS, MODELS, tried
 
-from tests.unit.planning.test_machine import MACHINE, SMALL
+from tests.unit.planning.test_machine import MACHINE, MODEL, SMALL
 from tests.unit.tools.browser import Browser, find_browser, looks_of
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
@@ -36,15 +36,7 @@ from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import MemoryModel
 
-_MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-_KEYS = (f"model.config={_MODEL}", "data.sequence_length=32", "batch.global_size=8")
+_KEYS = (f"model.config={MODEL}", "data.sequence_length=32", "batch.global_size=8")
 _HOST = TierChoice(tier="host")
 
 

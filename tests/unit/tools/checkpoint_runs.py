@@ -39,11 +39,9 @@ class Trained:
         return self.folder / name
 
     def last(self, name: str) -> Path:
-        """The newest checkpoint of a run."""
         return max((self.folder / name / "checkpoints").glob("step-*"))
 
     def copy(self, name: str, folder: Path) -> Path:
-        """A copy of a run that may be damaged."""
         return Path(shutil.copytree(self.run(name), folder / name))
 
 
@@ -74,7 +72,6 @@ def trained_runs(folder: Path) -> Iterator[Trained]:
 
 
 def flip(path: Path, at: int) -> None:
-    """Change one bit of a file."""
     with path.open("rb+") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -83,7 +80,6 @@ def flip(path: Path, at: int) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """All files but the manifest, by name."""
     files = [path for path in directory.rglob("*") if path.is_file() and path.name != manifests.NAME]
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
@@ -98,7 +94,6 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    """Whether names, dtypes and values are equal."""
     return found.keys() == wanted.keys() and all(
         found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]) for name in wanted
     )

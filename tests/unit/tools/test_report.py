@@ -362,7 +362,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def written(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a whole run."""
     run = write_run(tmp_path_factory.mktemp("report") / "run")
     assert main(["report", str(run)]) == 0
     browser.complaints.clear()

@@ -132,8 +132,6 @@ def test_piped_output_is_one_plain_line_per_logged_step() -> None:
 
 
 class FakeTerminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
