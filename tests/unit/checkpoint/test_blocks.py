@@ -7,14 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.checkpoint.io.file_slices import (
-    GRID,
-    cut_at_grid,
-    merged,
-    overlapping,
-    starts_in_others_blocks,
-    written_blocks,
-)
+from zeromesh.checkpoint.io import file_slices
+from zeromesh.checkpoint.io.file_slices import GRID, merged
 from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import BLOCK
 
@@ -42,8 +36,8 @@ def near(unit: int, most: int) -> st.SearchStrategy[int]:
 def test_each_block_has_one_writer_that_has_all_of_its_bytes(shared: tuple[int, list[list[Interval]]]) -> None:
     """The owner of a block's first byte writes it, and has each byte once: of its own or of the others' edges."""
     nbytes, owned = shared
-    written = [written_blocks(extents, nbytes) for extents in owned]
-    edges = [starts_in_others_blocks(extents) for extents in owned]
+    written = [file_slices.written_blocks(extents, nbytes) for extents in owned]
+    edges = [file_slices.starts_in_others_blocks(extents) for extents in owned]
     ordered = sorted((block.start, block.end) for found in written for block in found)
     assert all(first[1] == second[0] for first, second in pairwise(ordered))
     assert [ordered[0][0], ordered[-1][1]] == [0, nbytes] if nbytes else not ordered
@@ -71,7 +65,7 @@ def test_each_block_has_one_writer_that_has_all_of_its_bytes(shared: tuple[int, 
 
 @given(start=near(GRID, 3), length=near(GRID, 3))
 def test_pieces_tile_an_interval_and_lie_in_one_cell_each(start: int, length: int) -> None:
-    found = list(cut_at_grid(Interval(start=start, end=start + length)))
+    found = list(file_slices.cut_at_grid(Interval(start=start, end=start + length)))
     if not length:
         assert not found
         return
@@ -103,4 +97,4 @@ def test_overlapping_finds_what_a_look_at_all_of_them_finds(data: st.DataObject)
     begin = data.draw(st.integers(0, 60))
     end = data.draw(st.integers(begin + 1, 61))
     expected = [member for member in members if member.begin < end and member.end > begin]
-    assert list(overlapping(members, begin, end)) == expected
+    assert list(file_slices.overlapping(members, begin, end)) == expected

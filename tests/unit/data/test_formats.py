@@ -11,17 +11,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import transformers as tf
 from PIL import Image
 from torch.testing import assert_close
-from transformers import (
-    AutoImageProcessor,
-    AutoTokenizer,
-    DataCollatorForTokenClassification,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-    TrainerControl,
-    ViTImageProcessorPil,
-)
 
 from tests.support.text_files import CHAT_TEMPLATE, one_rank, word_tokenizer, write_rows
 from tests.support.trainer_cases import llama, seeded, sentences, settings
@@ -240,7 +232,7 @@ CHAT = {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "c
 
 
 @pytest.fixture
-def begins() -> PreTrainedTokenizerFast:
+def begins() -> tf.PreTrainedTokenizerFast:
     """A tokenizer of 64 words that begins a text with <bos>."""
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "chat_template": OLD}
     return word_tokenizer(["<pad>", "<bos>", "<eos>", "<end>", *NUMBERED], "<pad>", text="<bos> $A <eos>", **special)
@@ -251,7 +243,7 @@ def texts(tmp_path: Path) -> dict[str, Any]:
     return {"train": train, "eval_fraction": 0.0, "sequence_length": 8}
 
 
-def test_a_model_brings_its_own_tokenizer(tmp_path: Path, begins: PreTrainedTokenizerFast) -> None:
+def test_a_model_brings_its_own_tokenizer(tmp_path: Path, begins: tf.PreTrainedTokenizerFast) -> None:
     own = tmp_path / "own"
     seeded(llama).save_pretrained(own)
     said = r"data\.tokenizer: null means the tokenizer of the model, and '.*own' has none"
@@ -274,7 +266,7 @@ def chats(tmp_path: Path, template: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_the_template_that_was_learnt_is_saved(tmp_path: Path, begins: PreTrainedTokenizerFast, named: bool) -> None:
+def test_the_template_that_was_learnt_is_saved(tmp_path: Path, begins: tf.PreTrainedTokenizerFast, named: bool) -> None:
     """On a copy of the user's tokenizer; and generation ends where answers end."""
     if named:
         begins.chat_template = {"default": OLD, "new": NEW}
@@ -283,11 +275,11 @@ def test_the_template_that_was_learnt_is_saved(tmp_path: Path, begins: PreTraine
         trainer.fit()
         trainer.save(tmp_path / "out")
         assert trainer.run.model.module.generation_config.eos_token_id == [3]
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == NEW
+    assert tf.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == NEW
     assert begins.chat_template == ({"default": OLD, "new": NEW} if named else OLD)
 
 
-def test_a_name_that_no_template_has_is_refused(tmp_path: Path, begins: PreTrainedTokenizerFast) -> None:
+def test_a_name_that_no_template_has_is_refused(tmp_path: Path, begins: tf.PreTrainedTokenizerFast) -> None:
     given = {"data": chats(tmp_path, "tool_use"), "processing_class": begins}
     check_refused(DataError, "'tool_use' is no template, no file and no name", tmp_path, seeded(llama), **given)
 
@@ -331,12 +323,12 @@ def test_a_global_batch_without_targets_is_passed_over(tmp_path: Path) -> None:
     check_refused(DataError, "every label", tmp_path, seeded(llama), rows[:8], run={"name": "none"})
 
 
-class EndsEpoch(TrainerCallback):  # type: ignore[misc]
+class EndsEpoch(tf.TrainerCallback):  # type: ignore[misc]
     """Asks for the end of the epoch at the first `on_step_begin`."""
 
     asked = False
 
-    def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **named: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: tf.TrainerControl, **named: Any) -> None:
         control.should_epoch_stop, self.asked = not self.asked, True
 
 
@@ -365,11 +357,11 @@ def test_targets_that_are_counted_after_forward_may_be_none(tmp_path: Path) -> N
 
 
 def test_text_beside_tokens_is_not_given_to_a_collator(
-    tmp_path: Path, begins: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, begins: tf.PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = [[5, 6, 7][: n % 3 + 1] * 2 for n in range(8)]
     rows = [{"input_ids": each, "text": "a", "tags": [1] * n, "labels": [5] * len(each)} for n, each in enumerate(ids)]
-    given = {"data_collator": DataCollatorForTokenClassification(begins)}
+    given = {"data_collator": tf.DataCollatorForTokenClassification(begins)}
     with one_rank(tmp_path, seeded(llama), rows, **given, processing_class=begins) as trainer:
         assert all(map(math.isfinite, trainer.fit().losses))
     assert "train_dataset: left out before the data_collator text, tags, which LlamaForCausalLM.forward" in " ".join(
@@ -393,7 +385,7 @@ def folder(root: Path, count: int = 12, **labels: tuple[int, int, int]) -> Path:
 
 
 def pictures(train: Path, **section: Any) -> Any:
-    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
+    processor = tf.ViTImageProcessorPil(size={"height": 8, "width": 8})
     return load_pictures(DataSection(train=str(train), format="pictures", **section), processor, "RGB")
 
 
@@ -461,7 +453,7 @@ def test_a_model_learns_pictures_and_is_saved_with_their_names(tmp_path: Path) -
         trainer.save(tmp_path / "saved")
     assert learnt < 0.69
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["id2label"] == {"0": "cat", "1": "dog"}
-    assert AutoImageProcessor.from_pretrained(tmp_path / "saved").size == {"height": 8, "width": 8}
+    assert tf.AutoImageProcessor.from_pretrained(tmp_path / "saved").size == {"height": 8, "width": 8}
     # The saved directory is a model of its own, with the processor that it was trained with.
     config["model"] = {"head": "image_classification", "source": str(tmp_path / "saved")}
     config["run"]["name"] = "further"

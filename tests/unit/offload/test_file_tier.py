@@ -313,10 +313,9 @@ def test_a_file_is_read_and_written_past_the_page_cache_from_its_first_whole_blo
 def test_bytes_outside_a_slot_are_refused(tier: FileTier) -> None:
     slot, other = tier.allocate(100, "small"), tier.allocate(100, "neighbour")
     for begin, count in ((-1, 5), (0, 101), (96, 5), (101, 0)):
-        with pytest.raises(ValueError, match="do not lie in the 100 of small"):
-            slot.read(begin, memory(count, 0))
-        with pytest.raises(ValueError, match="do not lie in the 100 of small"):
-            slot.write(begin, memory(count, 0))
+        for move in (slot.read, slot.write):
+            with pytest.raises(ValueError, match="do not lie in the 100 of small"):
+                move(begin, memory(count, 0))
     assert not content(slot).any()
     assert not content(other).any()
 
@@ -584,10 +583,8 @@ def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
     transfer = slot.read(0, out)
     transfer.on_end(ended.set)
     wait_for(lambda: len(reads.began) == 2)
-    waiting = threading.Thread(
-        target=transfer.wait_for_end, daemon=True
-    )  # Somebody waits already when pieces are given up.
-    waiting.start()
+    waiting = threading.Thread(target=transfer.wait_for_end, daemon=True)
+    waiting.start()  # Somebody waits already when pieces are given up.
     assert not ended.wait(A_MOMENT / 4)
     closing = threading.Thread(target=tier.close, daemon=True)
     closing.start()

@@ -174,11 +174,7 @@ def test_tokenizers_that_libraries_fail_on(tmp_path: Path) -> None:
     _tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     whole = path.read_text()
-    added = {
-        "content": "b",
-        "special": False,
-        **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-    }
+    added = {"content": "b", **dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)}
     wrong = [
         '{"a":' * 100_000,
         "[" * 100_000 + "]" * 100_000,

@@ -18,6 +18,7 @@ from zeromesh.units.plan import plan_model
 from zeromesh.zero.memory_model import MemoryModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SMALLER = "make the model smaller (model.config), or use more hosts"
 TRANSPORTS = {1: "local", 2: "gloo", 4: "shared"}
 
 
@@ -57,22 +58,14 @@ def options(**changes: Any) -> ZeroOptions:
 @pytest.mark.parametrize(
     ("ranks", "stage", "advice"),
     [
-        (1, 0, "make the model smaller (model.config), or use more hosts with a zero.stage above 0"),
-        (1, 1, "make the model smaller (model.config), or use more hosts"),
-        (1, 3, "make the model smaller (model.config), or use more hosts"),
-        (
-            2,
-            0,
-            "set zero.stage to 3, which needs *, make the model smaller (model.config), or use more hosts with a zero.stage",
-        ),
-        (2, 2, "set zero.stage to 3, which needs *, make the model smaller (model.config), or use more hosts"),
-        (2, 3, "make the model smaller (model.config), or use more hosts"),
-        (
-            4,
-            0,
-            "set zero.stage to 3, which needs *, make the model smaller (model.config), or use more hosts with a zero.stage",
-        ),
-        (4, 3, "make the model smaller (model.config), or use more hosts"),
+        (1, 0, f"{SMALLER} with a zero.stage above 0"),
+        (1, 1, SMALLER),
+        (1, 3, SMALLER),
+        (2, 0, f"set zero.stage to 3, which needs *, {SMALLER} with a zero.stage"),
+        (2, 2, f"set zero.stage to 3, which needs *, {SMALLER}"),
+        (2, 3, SMALLER),
+        (4, 0, f"set zero.stage to 3, which needs *, {SMALLER} with a zero.stage"),
+        (4, 3, SMALLER),
     ],
 )
 def test_the_advice_fits_the_stage(monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int, advice: str) -> None:
@@ -110,16 +103,9 @@ def test_a_budget_that_the_configuration_names_is_taken_as_it_is(monkeypatch: py
 @pytest.mark.parametrize("trained", [True, False])
 def test_what_is_kept_by_default_takes_no_memory_that_a_step_does_not_need(compute: torch.dtype, trained: bool) -> None:
     """Of a bfloat16 copy beside masters the root alone; all where what is gathered is the only copy."""
-    plan = plan_model(on_meta().requires_grad_(trained), compute)
-    found, none, whole = (
-        MemoryModel(
-            plan_layouts(plan, 4),
-            ZeroOptions(precision=Precision(compute=compute), gathered_budget=budget),
-            4,
-            "shared",
-        )
-        for budget in ("auto", 0, 1 << 40)
-    )
+    layouts = plan_layouts(plan_model(on_meta().requires_grad_(trained), compute), 4)
+    given = [ZeroOptions(precision=Precision(compute=compute), gathered_budget=each) for each in ("auto", 0, 1 << 40)]
+    found, none, whole = (MemoryModel(layouts, each, 4, "shared") for each in given)
     assert found.total <= none.total
     assert found.kept == (whole.kept if compute == torch.float32 or not trained else found.kept)
     assert found.kept < whole.kept or not trained or compute == torch.float32
