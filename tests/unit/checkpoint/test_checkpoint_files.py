@@ -89,9 +89,7 @@ def test_what_ranks_wrote_is_what_safetensors_the_manifest_and_any_other_ranks_r
 
 
 def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
-    values = {
-        spec: torch.randn(spec.numel).reshape(spec.shape) for spec in (spec("a", (1700, 1000)), spec("b", (555_555,)))
-    }
+    values = {each: torch.randn(each.shape) for each in (spec("a", (1700, 1000)), spec("b", (555_555,)))}
     reader = write(tmp_path, 1, split(values, 3, random.Random(5)))
     record = reader.manifest.files["model-00001-of-00001.safetensors"]
     assert record.nbytes == BLOCK + 4 * (1_700_000 + 555_555) > 2 * file_slices.GRID
@@ -153,9 +151,8 @@ def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
         real(file, data, offset)
 
     monkeypatch.setattr(PositionalFile, "read", noted)
-    targets = [
-        PlacedValues.stored(tensor, first, TieredTensor.of(torch.full((length,), -1.0))) for first, length in wanted
-    ]
+    memories = [(first, TieredTensor.of(torch.full((length,), -1.0))) for first, length in wanted]
+    targets = [PlacedValues.stored(tensor, first, memory) for first, memory in memories]
     reader.read(targets, tell)
     for target, (first, length) in zip(targets, wanted, strict=True):
         assert torch.equal(target.values.memory, value[first : first + length])
@@ -187,9 +184,8 @@ def test_tied_names_small_files_and_indices_are_found(tmp_path: Path) -> None:
 def test_tensors_are_dense_and_aligned_as_headers_and_indices_say(wanted: list[TensorSpec], writers: int) -> None:
     with small_units():
         files = plan_files(wanted, writers)
-    assert sorted((each.kind, each.name) for file in files for each in file.tensors) == sorted(
-        (s.kind, s.name) for s in wanted
-    )
+    planned = sorted((each.kind, each.name) for file in files for each in file.tensors)
+    assert planned == sorted((each.kind, each.name) for each in wanted)
     places: dict[str, dict[str, str]] = {}
     totals: dict[str, int] = {}
     for file in files:

@@ -32,13 +32,9 @@ from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenWrite
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 
 
-def text_section(**keys: Any) -> DataSection:
-    """A `data` section, short and with nothing held out, whose paths may be those of pathlib."""
-    return DataSection.model_construct(**{"sequence_length": 8, "eval_fraction": 0.0, **keys})
-
-
 def loaded(**keys: Any) -> Any:
-    return load_datasets(text_section(**keys))
+    """Data of a section that is short and has nothing held out, whose paths may be those of pathlib."""
+    return load_datasets(DataSection.model_construct(**{"sequence_length": 8, "eval_fraction": 0.0, **keys}))
 
 
 @pytest.fixture

@@ -164,14 +164,9 @@ COLUMNS = [[(0, 23)], [(0, 9)], [(4, 5)], [(0, 2), (5, 11), (20, 23)], [(at, at 
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-@pytest.mark.parametrize(("near", "pieces", "at_once"), [(1 << 14, 1024, 1 << 30), (8, 1024, 9), (60, 7, 30)])
+@pytest.mark.parametrize(("near", "pieces", "most"), [(1 << 14, 1024, 1 << 30), (8, 1024, 9), (60, 7, 30)])
 def test_columns_of_rows_are_read_in_few_calls_which_may_end_early(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    columns: list[tuple[int, int]],
-    near: int,
-    pieces: int,
-    at_once: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: list[tuple[int, int]], near: int, pieces: int, most: int
 ) -> None:
     whole = torch.randn(11, 23)
     save_file({"a": torch.randn(3), "b": whole}, tmp_path / "model.safetensors")
@@ -180,7 +175,7 @@ def test_columns_of_rows_are_read_in_few_calls_which_may_end_early(
     def short(descriptor: int, buffers: list[Any], offset: int) -> int:
         assert len(buffers) <= pieces
         sizes.append(sum(map(len, buffers)))
-        room, kept = at_once, []
+        room, kept = most, []
         for buffer in buffers:
             kept.append(memoryview(buffer)[:room])
             room -= len(kept[-1])

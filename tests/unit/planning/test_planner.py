@@ -58,11 +58,6 @@ def on_card() -> Subject:
     return _on_card()
 
 
-def _small(memory: int) -> Machine:
-    """The machine with so many bytes of memory, on which libraries take none."""
-    return Machine.model_validate({**SMALL, "host": {**SMALL["host"], "memory_bytes": memory}, "disk": None})  # type: ignore[dict-item]
-
-
 def _card(memory: float = 1 << 34, *, disk: bool = True) -> Machine:
     """A card with so much of the memory that a layout needs, on which libraries take none."""
     card = find_machine("a10", devices=2)
@@ -112,7 +107,8 @@ def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:
 
 
 def test_layouts_that_do_not_fit_say_what_they_lack(subject: Subject, on_card: Subject) -> None:
-    plan = Planner(subject, _small(2 << 20)).plan(2)
+    host: Any = SMALL["host"] | {"memory_bytes": 2 << 20}  # type: ignore[operator]
+    plan = Planner(subject, Machine.model_validate({**SMALL, "host": host, "disk": None})).plan(2)
     assert plan.best is None
     assert all("of 1.0 MiB, most of it" in row.why_not for row in plan.rows)
     assert "nothing fits" in _lines(plan)

@@ -19,6 +19,7 @@ from zeromesh.trainer import TrainerConfig
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.cli.train import exit_code_of
 
+Runs = list[TrainerConfig]
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 
@@ -65,9 +66,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_one_process_trains_in_this_one(
-    config: str, fitted: list[TrainerConfig], launched: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_trains(config: str, fitted: Runs, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends without another look at all objects, which took one to two seconds after the last line of a run."""
     registered: list[object] = []
     monkeypatch.setattr(atexit, "register", registered.append)
@@ -97,11 +96,7 @@ def test_nproc_starts_workers(config: str, fitted: list[TrainerConfig], launched
 
 
 def test_under_a_launcher_the_ranks_are_there(
-    config: str,
-    fitted: list[TrainerConfig],
-    launched: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    config: str, fitted: Runs, launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,10 +57,6 @@ def sound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def refuse(*_: object, **__: object) -> None:
-    raise TimeoutError("timed out")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "found"),
     [
@@ -70,7 +67,7 @@ def refuse(*_: object, **__: object) -> None:
         ("_limit", lambda which: 1024, dict.fromkeys(("locked memory", "open files", "processes"), "warning")),
         ("os.statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=16384), {"/dev/shm": "warning"}),
         ("os.path.isdir", lambda path: False, {}),
-        ("os.memfd_create", refuse, {"shared memory": "problem"}),
+        ("os.memfd_create", Mock(side_effect=TimeoutError("timed out")), {"shared memory": "problem"}),
     ],
 )
 def test_limits_of_a_machine(sound: pytest.MonkeyPatch, name: str, value: Any, found: dict[str, str]) -> None:

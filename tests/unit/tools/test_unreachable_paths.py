@@ -101,22 +101,18 @@ def _refusing(call: Callable[..., Any], where: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_disk_that_fails_below_checkpoints(
-    places: dict[str, str],
-    tmp_path: Path,
-    number: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    places: dict[str, str], number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Any) -> list[int]:
         raise OSError(number, os.strerror(number), str(self.root))
 
     monkeypatch.setattr(CheckpointStore, "steps", fail)
-    (tmp_path / "r" / "config.resolved.yaml").write_text("{}")
+    Path(places["r"], "config.resolved.yaml").write_text("{}")
     for words in (["evaluate", "{r}"], ["generate", "{r}", "--prompts", "{p}"], ["checkpoint", "list", "{r}"]):
         assert main([word.format(**places) for word in words]) == 1
         said = capsys.readouterr().err
         assert os.strerror(number) in said
-        assert str(tmp_path / "r" / "checkpoints") in said
+        assert str(Path(places["r"], "checkpoints")) in said
 
 
 def test_a_home_that_is_nobodys(capsys: pytest.CaptureFixture[str]) -> None:

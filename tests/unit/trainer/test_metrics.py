@@ -24,10 +24,6 @@ from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
 from zeromesh.trainer.monitoring.tracking import evaluation_row
 
 
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not strict JSON")
-
-
 def test_a_line_per_step_with_the_fields_of_the_design(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     with MetricsWriter(path) as writer:
@@ -48,7 +44,7 @@ def test_every_line_is_strict_json(tmp_path_factory: pytest.TempPathFactory, val
     path = tmp_path_factory.mktemp("strict") / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         writer.write(metrics(loss=value, nested={"norms": [value]}))
-    record = json.loads(path.read_text(), parse_constant=refuse_constant)
+    record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
     expected = value if math.isfinite(value) else str(value)
     assert record["loss"] == expected
     assert record["nested"]["norms"] == [expected]
