@@ -25,6 +25,7 @@ from zeromesh.trainer.data.datasets import load_datasets, load_pictures
 
 _SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT = {"model_type": "bert", **_SIZES, "max_position_embeddings": 32}
+ONE_CLASS = {**BERT, "num_labels": 1}
 LLAMA = {"model_type": "llama", **_SIZES, "vocab_size": 256}
 NUMBERED = [f"w{n}" for n in range(60)]
 
@@ -82,10 +83,7 @@ def test_a_column_of_labels_makes_a_classifier(tmp_path: Path, words: str, form:
     ("model", "message"),
     [
         ({"config": LLAMA}, r"data\.format: labels are for a model that has classes"),
-        (
-            {"config": {**BERT, "num_labels": 1}, "head": "sequence_classification"},
-            "num_labels is 1, and the data has 2 classes",
-        ),
+        ({"config": ONE_CLASS, "head": "sequence_classification"}, "num_labels is 1, and the data has 2 classes"),
     ],
 )
 def test_models_that_labels_do_not_fit(tmp_path: Path, words: str, model: dict[str, Any], message: str) -> None:

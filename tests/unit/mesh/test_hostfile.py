@@ -122,10 +122,8 @@ def test_what_a_dry_run_says(folder: Path, capsys: pytest.CaptureFixture[str], m
     assert not [secret for secret in ("hush", "quiet") if secret in said]
     *commands, last = said.splitlines()
     assert last.endswith(": HF_TOKEN, MORE, OMP_NUM_THREADS")
-    assert [shlex.split(command)[:4] for command in commands] == [
-        ["ssh", "-p", "2222", "gpu1"],
-        ["ssh", "-p", "2222", "me@gpu2"],
-    ]
+    begin = ["ssh", "-p", "2222"]
+    assert [shlex.split(command)[:4] for command in commands] == [[*begin, "gpu1"], [*begin, "me@gpu2"]]
     for command, ranks in zip(commands, ("0 to 3", "4 to 5"), strict=True):
         assert command.endswith(f"    # ranks {ranks} of 6, which meet at gpu1:23456")
         remote = shlex.split(command)[4]

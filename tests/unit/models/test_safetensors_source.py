@@ -227,9 +227,8 @@ def test_a_head_for_other_classes_is_initialised_and_said(classes: int, tmp_path
     assert not same.notes
     assert "there for other classes, so newly initialised: classifier.weight, classifier.bias" in other.notes[0]
     size = classes * 32
-    assert not torch.equal(
-        other.source.read("classifier.weight", 0, size)[:64], same.source.read("classifier.weight", 0, 64)
-    )
+    new, kept = (each.source.read("classifier.weight", 0, count) for each, count in ((other, size), (same, 64)))
+    assert not torch.equal(new[:64], kept)
     pooler = stored.bert.pooler.dense.weight.detach().reshape(-1)
     assert torch.equal(other.source.read("bert.pooler.dense.weight", 0, 1024), pooler)
 

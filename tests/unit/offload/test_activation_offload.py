@@ -225,12 +225,9 @@ def test_a_tensor_changed_later_was_copied(store: ActivationStore) -> None:
 
 def test_hooks_of_any_operation(store: ActivationStore) -> None:
     gradients = []
-    for hooks in (
-        saved_tensors_hooks(lambda t: t, lambda t: t),
-        saved_tensors_hooks(partial(packed, store), store.unpack),
-    ):
+    for pack, unpack in ((lambda t: t, lambda t: t), (partial(packed, store), store.unpack)):
         leaf = torch.linspace(0, 1, 6000).requires_grad_()
-        with hooks:
+        with saved_tensors_hooks(pack, unpack):
             out = (leaf * leaf).exp().sin().prod()
         gradients.append(torch.autograd.grad(out, leaf, retain_graph=True)[0])
         gradients.append(torch.autograd.grad(out, leaf)[0])
@@ -276,10 +273,7 @@ def test_only_the_inputs_of_blocks_are_kept(mode: Mode, store: ActivationStore, 
 @pytest.mark.parametrize(
     ("choice", "away"),
     [
-        *(
-            (TierChoice(tier="file", fraction=fraction), away)
-            for fraction, away in ((1, 10), (0.7, 7), (0.75, 8), (0.04, 1))
-        ),
+        *((TierChoice(tier="file", fraction=part), away) for part, away in ((1, 10), (0.7, 7), (0.75, 8), (0.04, 1))),
         (TierChoice(tier="host", fraction=0.5), 5),  # Host and device of a CPU are one memory.
     ],
 )
@@ -295,22 +289,15 @@ def test_the_last_blocks_stay(choice: TierChoice, away: int, store: ActivationSt
     loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("hidden", "same"),
-    [
-        (lambda: computed(8, 8), True),
-        (lambda: computed(8, 8).t(), False),
-        (lambda: computed(9, 7)[1:], False),  # not aligned as memory of its own is
-    ],
-)
-def test_a_block_computes_with_what_it_will_get_again(hidden: Any, same: bool, tiers: Tiers) -> None:
+@pytest.mark.parametrize("how", ["whole", "turned", "not aligned as memory of its own is"])
+def test_a_block_computes_with_what_it_will_get_again(how: str, tiers: Tiers) -> None:
     block, seen = Scaled(nn.Parameter(torch.rand(1))), []
-    given = hidden()
+    given = {"whole": computed(8, 8), "turned": computed(8, 8).t()}.get(how, computed(9, 7)[1:])
     forward = block.forward
     block.forward = lambda x: seen.append((x.data_ptr(), x.stride(), x.data_ptr() % 64)) or forward(x)  # type: ignore[method-assign]
     enable_activation_checkpointing(block, "block", blocks=[block], store=ActivationStore(tiers, FILE))
     block(given).sum().backward()
-    assert (seen[0][0] == given.data_ptr()) == same  # and is not copied before it is copied
+    assert (seen[0][0] == given.data_ptr()) == (how == "whole")  # and is not copied before it is copied
     assert seen[0][1:] == seen[1][1:]
 
 

@@ -157,9 +157,8 @@ class Modelled:
 
 
 def near_blocks(most: int) -> st.SearchStrategy[int]:
-    exact = st.builds(
-        lambda k, by: min(most, max(0, k * BLOCK + by)), st.integers(0, most // BLOCK), st.integers(-1, 1)
-    )
+    blocks = st.integers(0, most // BLOCK)
+    exact = st.builds(lambda k, by: min(most, max(0, k * BLOCK + by)), blocks, st.integers(-1, 1))
     return st.one_of(exact, st.integers(0, most))
 
 

@@ -180,10 +180,7 @@ def test_others_elements_are_not_touched(tiers: Tiers, tier: str) -> None:
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        *(
-            ({"tier": "file", "fraction": fraction}, "fraction of tier file is")
-            for fraction in (-0.1, 1.1, float("nan"))
-        ),
+        *(({"tier": "file", "fraction": part}, "fraction of tier file is") for part in (-0.1, 1.1, float("nan"))),
         ({"tier": "disk"}, "tier is 'disk'; allowed are none, host, file"),
     ],
 )

@@ -227,11 +227,8 @@ def test_a_cut_by_cost_is_the_best(costs: list[int], stages: int, first: int, la
 
     cut = cut_by_cost(costs, stages=stages, first=first, last=last)
     assert sum(cut) == len(costs)
-    others = (
-        tuple(b - a for a, b in pairwise((0, *ends, len(costs))))
-        for ends in combinations(range(1, len(costs)), stages - 1)
-    )
-    assert largest(cut) == min(map(largest, others))
+    ends = ((0, *each, len(costs)) for each in combinations(range(1, len(costs)), stages - 1))
+    assert largest(cut) == min(largest([b - a for a, b in pairwise(each)]) for each in ends)
 
 
 def test_equal_blocks_are_cut_evenly() -> None:

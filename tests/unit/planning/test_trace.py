@@ -86,9 +86,8 @@ def test_a_deep_model_is_its_blocks_many_times() -> None:
     short, deep = _llama(num_hidden_layers=4), _llama(num_hidden_layers=9)
     few, many = (trace_microbatch(each, _tokens(), make_loss(each), torch.float32) for each in (short, deep))
     assert many.segments[1:4] == few.segments[1:4]
-    assert (
-        sum(each.kept for each in many.segments) - sum(each.kept for each in few.segments) == 5 * few.segments[2].kept
-    )
+    less, more = (sum(each.kept for each in found.segments) for found in (few, many))
+    assert more - less == 5 * few.segments[2].kept
     assert deep.config.num_hidden_layers == len(deep.model.layers) == 9
     assert not any(each.is_meta for each in deep.parameters())
 

@@ -163,9 +163,7 @@ def looks_of(browser: Browser, path: Path) -> list[str]:
         if browser.ask("document.querySelectorAll('.modebar').length"):
             found.append(f"buttons over charts at {width}")
         # All charts of a row together fill it.
-        edges = browser.ask(
-            "[...document.querySelectorAll('figure')].map((each) => each.getBoundingClientRect().right)"
-        )
+        edges = browser.ask("[...document.querySelectorAll('figure')].map((one) => one.getBoundingClientRect().right)")
         if edges and edges[-1] < max(edges) - 1:
             found.append(f"the last chart stands alone at {width}")
     browser.media()

@@ -72,9 +72,8 @@ def test_groups_of_conversions_are_those_of_the_library(tmp_path: Path, kind: st
     found: dict[str, torch.Tensor] = {}
     for group in groups:
         outputs = names._revert({name: state[name] for name in group.names})
-        assert {name: each.shape for name, each in outputs.items()} == {
-            n: each.shape for n, each in group.outputs.items()
-        }
+        shapes, wanted = ({name: each.shape for name, each in all_.items()} for all_ in (outputs, group.outputs))
+        assert shapes == wanted
         assert group.converted or len(outputs) == len(group.names) == 1
         found |= outputs
     assert same(found, weights(tmp_path))
@@ -151,9 +150,8 @@ def split(directory: Path, out: Path, count: int) -> list[Path]:
     for index in range(count):
         part, files = out / f"part{index}", {}
         for path, record in manifest.files.items():
-            pieces = tuple(
-                p for place, p in enumerate(record.pieces) if (place + (len(record.pieces) > 1)) % count == index
-            )
+            first = (index - (len(record.pieces) > 1)) % count
+            pieces = record.pieces[first::count]
             files[path] = FileRecord(nbytes=record.nbytes, pieces=pieces)
             if not pieces and index % 2:
                 continue  # A part may lack what it has no piece of.
