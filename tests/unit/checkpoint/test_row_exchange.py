@@ -108,10 +108,8 @@ def test_what_ranks_exchanged_and_wrote_is_read_by_any(tensor: int, shards: int,
 
 def test_neither_runs_nor_what_ranks_send_each_other_grow_with_the_number_of_rows() -> None:
     """Two matrices of 6 MB, two columns by two shards: what a rank has no whole rows of are the ends of its shards."""
-    values = {
-        spec("w", (2000, 600)): torch.randn(2000, 600),
-        spec("v", (600, 1000), BF16): torch.randn(600, 1000).to(BF16),
-    }
+    wanted = (spec("w", (2000, 600)), spec("v", (600, 1000), BF16))
+    values = {each: torch.randn(each.shape).to(each.dtype) for each in wanted}
     ranks = dealt(values, 2, 2, random.Random(3))
     planned = runs_of(plan_files(values, 4), ranks, 2)
     for after, runs in zip(exchanged(ranks, 2), planned, strict=True):

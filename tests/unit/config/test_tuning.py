@@ -24,18 +24,16 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def directory(tmp_path: Path) -> Path:
-    tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)).save_pretrained(
-        tmp_path / "m"
-    )
+    config = tf.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
+    tf.LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
     return tmp_path / "m"
 
 
 def test_a_model_and_a_file_make_a_configuration(tmp_path: Path) -> None:
     model, data = directory(tmp_path), tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "", "completion": ""}\n' * 2)
-    options = parsed(
-        "--model", str(model), "--data", str(data), "--lora", "optimizer.betas=[0.5, 0.6]", "batch.global_size=6"
-    )
+    keys = ("optimizer.betas=[0.5, 0.6]", "batch.global_size=6")
+    options = parsed("--model", str(model), "--data", str(data), "--lora", *keys)
     config = load_config(None, options.overrides, tunes="whole")
     assert (config.model.source, config.data.train, config.data.format) == (str(model), str(data), "pairs")
     assert (config.data.sequence_length, config.run.name, config.run.epochs) == (64, "m-lora", 3)

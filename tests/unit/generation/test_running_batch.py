@@ -41,11 +41,9 @@ def _add(batch: RunningBatch, request: Request) -> None:
     batch.add(request, ModelSettings(batch._module, None).for_request(request.fields, len(request.tokens)))
 
 
-def _run(
-    model: Any, batch: RunningBatch, requests: list[Request], *, eager: bool, draw: random.Random
-) -> dict[int, Any]:
+def _run(model: Any, batch: RunningBatch, all_: list[Request], *, eager: bool, draw: random.Random) -> dict[int, Any]:
     """Let requests come in at random times, and collect what is made of them."""
-    coming, made = list(requests), {request.number: ([], [], None) for request in requests}
+    coming, made = list(all_), {request.number: ([], [], None) for request in all_}
     most = 0
     while coming or batch.busy:
         while coming and draw.random() < 0.4:

@@ -185,9 +185,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def leading(
-    nodes: Nodes, notify: Callable[[str], object] = lambda line: None
-) -> Iterator[tuple[Leader, threading.Thread]]:
+def leading(nodes: Nodes, notify: Callable[[str], object] = print) -> Iterator[tuple[Leader, threading.Thread]]:
     stop = threading.Event()
     leader = Leader(nodes, 1, notify, stop.is_set)
     waiting = threading.Thread(target=leader.first_start)

@@ -6,6 +6,7 @@ Flash attention has no CPU kernel: a stand-in has transformers' own function cal
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -92,12 +93,8 @@ def by_documents(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float,
         assert told["max_length_q"] == told["max_length_k"] == int(ends.diff().max())
         SEEN.append(len(ends) - 1)
     flat = [each.transpose(1, 2).reshape(rows * length, -1, size).transpose(0, 1) for each in (q, k, v)]
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *(each[None, :, start:end] for each in flat), is_causal=True, scale=scaling
-        )
-        for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-    ]
+    cut = [[each[None, :, start:end] for each in flat] for start, end in pairwise(ends.tolist())]
+    parts = [nn.functional.scaled_dot_product_attention(*each, is_causal=True, scale=scaling) for each in cut]
     return torch.cat(parts, dim=2)[0].transpose(0, 1).reshape(rows, length, heads, size), None
 
 

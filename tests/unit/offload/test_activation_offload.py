@@ -329,17 +329,13 @@ def test_memory_is_lower_by_what_is_kept(tmp_path: Path) -> None:
         before = resident_bytes()
         Path("/proc/self/clear_refs").write_text("5")
         net(given).backward()
-        peaks.append(_high_water() - before)
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peaks.append(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 - before)
         tiers.close()
     inputs = blocks * nbytes
     assert peaks[0] > inputs - (1 << 20)  # The kernel counts resident pages up to a few of them late.
     # One is being written while another waits; backward has one and the next one.
     assert peaks[1] < peaks[0] - inputs + 4.5 * nbytes, peaks
-
-
-def _high_water() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
 
 
 def test_few_are_on_their_way_at_a_time(store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,6 +382,13 @@ def test_no_room_is_taken_where_nothing_will_be_computed_again(store: Activation
     assert kept(tiers, Tier.FILE) == 0
 
 
+def check_twice(net: Wide) -> None:
+    """The gradients are twice those of one backward."""
+    once = wide(None)
+    once(INPUT).backward()
+    assert all(torch.equal(p.grad, 2 * q.grad) for p, q in zip(net.parameters(), once.parameters(), strict=True))
+
+
 def test_graphs_that_are_dropped_give_their_room_back(store: ActivationStore, tiers: Tiers) -> None:
     net = wide(store)
     for _ in range(3):
@@ -396,14 +399,7 @@ def test_graphs_that_are_dropped_give_their_room_back(store: ActivationStore, ti
     assert settled(store, tiers) == 8 * ROOM
     first.backward()
     second.backward()
-    expected = [2 * parameter.grad for parameter in _once().parameters()]
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), expected, strict=True))
-
-
-def _once() -> Wide:
-    net = wide(None)
-    net(INPUT).backward()
-    return net
+    check_twice(net)
 
 
 def test_an_exception_leaves_nothing(store: ActivationStore, tiers: Tiers) -> None:
@@ -433,7 +429,7 @@ def test_backward_twice(store: ActivationStore, tiers: Tiers) -> None:
     loss.backward(retain_graph=True)
     settled(store, tiers)
     loss.backward()
-    assert all(torch.equal(p.grad, 2 * q.grad) for p, q in zip(net.parameters(), _once().parameters(), strict=True))
+    check_twice(net)
 
 
 def test_room_is_used_again_whatever_the_size(store: ActivationStore, tiers: Tiers) -> None:
@@ -531,24 +527,19 @@ def test_room_is_kept_while_bytes_move(store: ActivationStore, tiers: Tiers, mon
 # What goes wrong
 
 
-def shortened(tiers: Tiers) -> None:
-    os.ftruncate(tiers.file()._files[0]._buffered, ROOM)
-
-
-def changed(tiers: Tiers) -> None:
-    tiers.file().write(torch.tensor([120], dtype=torch.uint8), 2 * ROOM + 77)
-
-
 @pytest.mark.parametrize(
     ("damage", "checksums", "said"),
-    [(shortened, False, ""), (shortened, True, ""), (changed, True, "bytes .* are not what was written")],
+    [("shortened", False, ""), ("shortened", True, ""), ("changed", True, "bytes .* are not what was written")],
 )
-def test_a_file_that_was_damaged(damage: Callable[[Tiers], None], checksums: bool, said: str, tmp_path: Path) -> None:
+def test_a_file_that_was_damaged(damage: str, checksums: bool, said: str, tmp_path: Path) -> None:
     with closing(made_tiers(tmp_path, checksums=checksums)) as tiers:
         store = ActivationStore(tiers, FILE)
         loss = wide(store)(INPUT)
         settled(store, tiers)
-        damage(tiers)
+        if damage == "shortened":
+            os.ftruncate(tiers.file()._files[0]._buffered, ROOM)
+        else:
+            tiers.file().write(torch.tensor([120], dtype=torch.uint8), 2 * ROOM + 77)
         with pytest.raises(StorageError, match=LABEL + said):
             loss.backward()
         del loss

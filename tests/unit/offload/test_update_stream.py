@@ -371,9 +371,7 @@ def test_what_changes_after_it_was_read_ahead_is_read_again(tiers: Tiers) -> Non
 # What goes wrong
 
 
-def failing(
-    monkeypatch: pytest.MonkeyPatch, move: str, first: int, number: int
-) -> tuple[Callable[[], None], list[int]]:
+def failing(monkeypatch: pytest.MonkeyPatch, move: str, first: int, code: int) -> tuple[Callable[[], None], list[int]]:
     """`os.preadv` or `os.pwritev` fails from row `first` on: what ends that, and the rows that it was tried with."""
     tried: list[int] = []
     real = getattr(os, move)
@@ -381,7 +379,7 @@ def failing(
     def fails(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
         if offset // BUFFER >= first:
             tried.append(offset // BUFFER)
-            raise OSError(number, os.strerror(number))
+            raise OSError(code, os.strerror(code))
         count: int = real(descriptor, views, offset)
         return count
 

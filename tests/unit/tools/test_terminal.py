@@ -56,9 +56,8 @@ def test_the_console_shows_notes_and_status_as_escapes() -> None:
     assert plain.getvalue() == f"{SHOWN}\nsecond line\n"
     terminal = io.StringIO()
     console = Console(terminal)
-    console._rich = RichConsole(
-        file=terminal, force_terminal=True, width=200, highlight=False, markup=False, emoji=False
-    )
+    plainly = {"highlight": False, "markup": False, "emoji": False}
+    console._rich = RichConsole(file=terminal, force_terminal=True, width=200, **plainly)
     console._is_terminal = True
     console.status(EVIL)
     console.start(total_steps=3)
@@ -206,9 +205,8 @@ def test_a_table_is_no_wider_than_the_terminal() -> None:
     assert table_lines(columns, [row], columns[2:], width=200) == table_lines(columns, [row], columns[2:])
     lines = table_lines(columns, [row], columns[2:], width=40)
     assert max(map(len, lines)) <= 40
-    assert " ".join(" ".join(lines).split()) == (
-        "rank doing seconds without progress 0 reducing gradients of 1.5 unit layers.12"
-    )
+    shown = "rank doing seconds without progress 0 reducing gradients of 1.5 unit layers.12"
+    assert " ".join(" ".join(lines).split()) == shown
     assert list(wrapped(["  one two three"], 10)) == ["  one two", "    three"]
     assert list(wrapped(["", "one two"], None)) == ["", "one two"]
 
