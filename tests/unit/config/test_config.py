@@ -377,9 +377,8 @@ def test_configurations_are_frozen_and_check_themselves() -> None:
 def test_arguments_of_transformers_are_sent_to_their_own_trainer(tmp_path: Path, make: Callable[[Any], Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         make(TrainingArguments(output_dir=str(tmp_path)))
-    assert str(caught.value) == (
-        "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
-    )
+    said = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
+    assert str(caught.value) == said
 
 
 def test_a_subclass_with_hooks_of_transformers_is_refused() -> None:
@@ -388,9 +387,8 @@ def test_a_subclass_with_hooks_of_transformers_is_refused() -> None:
 
         def compute_loss(self, model: Any, inputs: Any) -> None: ...
 
-    with pytest.raises(
-        ConfigError, match="Own overrides compute_loss, training_step, which transformers' Trainer calls"
-    ):
+    said = "Own overrides compute_loss, training_step, which transformers' Trainer calls"
+    with pytest.raises(ConfigError, match=said):
         Own(None, {})
 
 

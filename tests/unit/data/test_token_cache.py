@@ -140,9 +140,8 @@ def test_damage_that_the_start_does_not_see_is_noticed_later(home: Home, monkeyp
     count, loaded = home.load()
     assert count == 0
     assert len(loaded.train[0]["input_ids"]) == 16
-    with pytest.raises(
-        DataError, match=r"tokens.bin' is damaged at byte 65,536; start again, and the text is tokenised anew"
-    ):
+    said = r"tokens.bin' is damaged at byte 65,536; start again, and the text is tokenised anew"
+    with pytest.raises(DataError, match=said):
         loaded.train[70_000 // 16]
     assert home.load()[0] == 20
 

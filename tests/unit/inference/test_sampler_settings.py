@@ -159,10 +159,8 @@ def test_a_model_s_own_settings_are_refused_at_the_start(tmp_path: Path, capsys:
     prompts.write_text('{"input_ids": [1]}\n')
     for own in ({"do_sample": True, "top_k": -1}, {"temperature": "hot"}, {"suppress_tokens": [10**6]}):
         (tmp_path / "m" / "generation_config.json").write_text(json.dumps(own))
-        for words in (
-            ["serve", "--port", "0", str(tmp_path / "m")],
-            ["generate", str(tmp_path / "m"), "--prompts", str(prompts)],
-        ):
+        model = str(tmp_path / "m")
+        for words in (["serve", "--port", "0", model], ["generate", model, "--prompts", str(prompts)]):
             assert main(words) == 2, own
             said = capsys.readouterr().err
             assert "generation_config.json" in said, said

@@ -122,10 +122,7 @@ def test_completions(scene: Scene) -> None:
 
 
 def test_chat(scene: Scene) -> None:
-    messages: Any = [
-        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-        {"role": "assistant", "content": "x"},
-    ]
+    messages: Any = [USER | {"content": [{"type": "text", "text": "Hi"}]}, {"role": "assistant", "content": "x"}]
     made = scene.client.chat.completions.create(model="repeater", messages=messages, max_tokens=6, logprobs=True)
     assert made.choices[0].message.content == "naïve"
     assert len(made.choices[0].logprobs.content or []) == 6

@@ -193,9 +193,8 @@ def test_columns_of_rows_are_read_in_few_calls_which_may_end_early(
             assert torch.equal(out, local[start:end].to(dtype))
     assert near < 1024 or sizes[0] == rows.hull(Interval(start=0, end=len(local))).length * 4
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 90)
-    with pytest.raises(
-        StorageError, match=r"ends after [\d,]+ bytes; [\d,]+ were to be read at|has changed since it was opened"
-    ):
+    said = r"ends after [\d,]+ bytes; [\d,]+ were to be read at|has changed since it was opened"
+    with pytest.raises(StorageError, match=said):
         files.fill("b", rows, Interval(start=0, end=len(local)), torch.empty(len(local)))
 
 
@@ -342,9 +341,8 @@ def test_pickles_and_absent_directories_are_refused_with_the_cure(tmp_path: Path
     with pytest.raises(ConfigError, match=r"no config\.json; give a directory"):
         load(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(
-        ConfigError, match=r"has adapters, which are not loaded from there; merge them \(`python -c .*merge_and_unload"
-    ):
+    said = r"has adapters, which are not loaded from there; merge them \(`python -c .*merge_and_unload"
+    with pytest.raises(ConfigError, match=said):
         load(tmp_path)
     (tmp_path / "config.json").write_text("{}")  # transformers loads the adapter on top of such a model.
     (tmp_path / "manifest.json").write_text("{}")

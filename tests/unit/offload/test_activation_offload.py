@@ -605,9 +605,8 @@ class Changing(nn.Module):
 def test_inputs_that_are_changed_in_place(choice: TierChoice, store: ActivationStore) -> None:
     block = Changing()
     enable_activation_checkpointing(block, "block", blocks=[block], store=store)
-    with pytest.raises(
-        RuntimeError, match=r"\[3, 4\] of torch.float32 .* in place by the block that it is the input of"
-    ):
+    said = r"\[3, 4\] of torch.float32 .* in place by the block that it is the input of"
+    with pytest.raises(RuntimeError, match=said):
         block(computed(3, 4), torch.ones(4))
     block = Scaled(nn.Parameter(torch.ones(4)))  # type: ignore[assignment]
     enable_activation_checkpointing(block, "block", blocks=[block], store=store)

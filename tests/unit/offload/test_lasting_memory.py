@@ -177,7 +177,6 @@ def test_pages_that_the_system_does_not_move_are_named(monkeypatch: pytest.Monke
     buffers[0].take()
     buffers[0].give_back()
     monkeypatch.setattr(allocation, "_libc", SimpleNamespace(mremap=refused, madvise=allocation._libc.madvise))
-    with pytest.raises(
-        StorageError, match="2,097,152 bytes of memory for gathered parameters cannot be moved: Cannot allocate"
-    ):
+    said = "2,097,152 bytes of memory for gathered parameters cannot be moved: Cannot allocate"
+    with pytest.raises(StorageError, match=said):
         buffers[1].take()

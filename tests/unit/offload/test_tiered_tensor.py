@@ -340,9 +340,8 @@ def test_sums_and_the_highest_of_them(steps: list[tuple[Tier, Purpose, int]], li
 def test_what_was_refused_can_be_had_elsewhere_and_later() -> None:
     ledger = Ledger({Tier.DEVICE: 100})
     ledger.add(Tier.DEVICE, Purpose.MASTER, 60)
-    with pytest.raises(
-        StorageError, match=r"optimizer moments: 41 bytes more .*, which has 100 and of these 60 in use"
-    ):
+    said = r"optimizer moments: 41 bytes more .*, which has 100 and of these 60 in use"
+    with pytest.raises(StorageError, match=said):
         ledger.add(Tier.DEVICE, Purpose.MOMENTS, 41)
     assert ledger.peak() == ledger.total() == 60
     ledger.add(Tier.HOST, Purpose.MOMENTS, 41)

@@ -188,9 +188,8 @@ def test_modules_whose_parts_run_without_them_are_taken_apart() -> None:
         assert torch.equal(model(ids), whole(ids))
     model = TakenApart()
     model.embeddings.register_parameter("scale", nn.Parameter(torch.ones(8)))
-    with pytest.raises(
-        LayoutError, match=r"embeddings\.scale is a parameter of a module of which parts run without it"
-    ):
+    said = r"embeddings\.scale is a parameter of a module of which parts run without it"
+    with pytest.raises(LayoutError, match=said):
         examine(model)
 
 

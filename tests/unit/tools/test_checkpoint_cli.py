@@ -148,9 +148,8 @@ def test_one_changed_element_is_found(
     words = ["checkpoint", "diff", str(trained.last("llama")), str(directory)]
     assert main(words) == 1
     said = capsys.readouterr().out
-    assert re.search(
-        rf"^model {re.escape(name)}: max \|difference\| 0\.5 at \[0, 0\] \(.* in A, .* in B\);", said, re.M
-    )
+    line = rf"^model {re.escape(name)}: max \|difference\| 0\.5 at \[0, 0\] \(.* in A, .* in B\);"
+    assert re.search(line, said, re.M)
     assert "1 of 1,536 elements differ\n1 of 63 tensors that both have differ\n" in said
     assert main([*words, "--tolerance", "0.4"]) == 1
     assert main([*words, "--tolerance", "0.6"]) == 0

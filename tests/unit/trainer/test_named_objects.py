@@ -158,9 +158,8 @@ def test_one_clear_error(folder: Path, key: str, value: Any, said: str) -> None:
 
 def test_code_that_fails_is_named_with_its_line(folder: Path) -> None:
     (folder / "code" / "own_failing.py").write_text("a = 1\nb = a.z\n")
-    with pytest.raises(
-        ConfigError, match=r"own_failing cannot be imported \(AttributeError.* in .*own_failing.py, line 2\)"
-    ):
+    said = r"own_failing cannot be imported \(AttributeError.* in .*own_failing.py, line 2\)"
+    with pytest.raises(ConfigError, match=said):
         Trainer(config=written(folder, model__python="own_failing:Net"))
 
 
