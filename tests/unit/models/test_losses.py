@@ -221,6 +221,7 @@ def test_the_head_computes_inside_its_own_call() -> None:
 
 
 CAPPED = "loss: cross entropy in chunks of tokens, of logits changed by a factor of 1, capped at 30, equal"
+NO_MEAN = "neither labels nor shifted labels"
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ CAPPED = "loss: cross entropy in chunks of tokens, of logits changed by a factor
         # A term that the chunked head does not see.
         (None, lambda output, labels: output.loss + 1e-6 * output.logits.square().mean(), "labels", ""),
         # A sum where the library has a mean.
-        (None, lambda output, labels: output.loss * (labels[:, 1:] != -100).sum(), "examples", "nor shifted labels"),
+        (None, lambda output, labels: output.loss * (labels[:, 1:] != -100).sum(), "examples", NO_MEAN),
     ],
     ids=["cap", "roots", "term", "sum"],
 )
@@ -244,7 +245,8 @@ def test_the_loss_of_a_users_own_class(logits: Any, loss: Any, kind: str, words:
             output = super().forward(*args, labels=labels if loss else None, **kwargs)
             if logits:
                 output.logits = logits(output.logits)
-                output.loss = labels if labels is None else self.loss_function(output.logits, labels, 90)
+            if labels is not None and logits:
+                output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
             elif labels is not None:
                 output.loss = loss(output, labels)
             return output
@@ -253,6 +255,7 @@ def test_the_loss_of_a_users_own_class(logits: Any, loss: Any, kind: str, words:
     assert found.kind == kind
     assert ("in chunks of tokens" in str(found.notes)) == (words == CAPPED)
     assert words in found.notes[0]
+    assert words != CAPPED or [note.startswith(CAPPED) for note in found.notes] == [True]
 
 
 def test_a_replaced_loss_function_is_respected() -> None:

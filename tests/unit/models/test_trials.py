@@ -142,7 +142,7 @@ def _of(base: Any, mlp: type[nn.Module] | None, like: nn.Module) -> nn.Module:
     class OtherMLPs(base):  # type: ignore[misc]
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            for block in self.model.layers if hasattr(self, "model") else self.transformer.h:
+            for block in [each for each in self.modules() if hasattr(each, "mlp")]:
                 block.mlp = mlp()
 
     with torch.device("meta"):
