@@ -176,9 +176,6 @@ def test_tied_names_small_files_and_indices_are_found(tmp_path: Path) -> None:
         reader.content("tokenizer.json")
 
 
-# The safetensors format
-
-
 @given(wanted=specs(), writers=st.integers(1, 5))
 @settings(max_examples=50)
 def test_tensors_are_dense_and_aligned_as_headers_and_indices_say(wanted: list[TensorSpec], writers: int) -> None:

@@ -320,9 +320,6 @@ def test_datasets_of_the_hub(tmp_path: Path, own: PretrainedTokenizer, monkeypat
             load(tmp_path, [], own, train=spec)
 
 
-# Packing
-
-
 def test_conversations_share_sequences_and_are_cut(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
     rows = [{"messages": messages(turns)} for turns in (*CHATS, *CHATS, CHATS[1][:1])]
     sizes = [len(by_hand(raw, turns)[0]) for turns in CHATS]
@@ -415,9 +412,6 @@ def test_few_conversations_are_held_out(tmp_path: Path, own: PretrainedTokenizer
     few = load(tmp_path, rows[:2], own, eval_fraction=0.001)
     assert (len(few.train), len(few.eval)) == (1, 1)
     assert not torch.equal(few.train[0]["input_ids"], few.eval[0]["input_ids"])
-
-
-# Mixtures
 
 
 @given(

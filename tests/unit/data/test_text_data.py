@@ -56,9 +56,6 @@ def tokenizer_directory(tmp_path: Path) -> Path:
     return tmp_path / "tokenizer"
 
 
-# The standard library
-
-
 def test_the_standard_library_is_source_alone_and_is_the_same_twice() -> None:
     """And it prints the loss to beat."""
     source = stdlib_source()
@@ -294,9 +291,6 @@ def test_rows_leave_nothing_in_a_cache_folder(tmp_path: Path, monkeypatch: pytes
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
-# Held-out text
-
-
 def test_held_out_documents_are_whole_and_depend_on_their_names_alone(tmp_path: Path) -> None:
     def held(count: int) -> Any:
         for number in range(count):
@@ -334,9 +328,6 @@ def test_eval_text_of_its_own_leaves_the_training_text_whole(tmp_path: Path) -> 
     (tmp_path / "b.txt").write_text("held-out")
     data = loaded(train=[tmp_path / "a.txt"], eval=tmp_path / "b.txt", eval_fraction=0.5)
     assert (joined_text(data.train), joined_text(data.eval)) == (b"training", b"held-out")
-
-
-# Tokenizers
 
 
 @given(texts=st.lists(st.text(), max_size=4))

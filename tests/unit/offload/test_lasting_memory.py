@@ -79,8 +79,6 @@ def test_blocks_of_a_device_are_written_where_torch_knows_them(monkeypatch: pyte
     assert not accelerator.write_allocations(device, path)
 
 
-# Memory that comes and goes
-
 HUGE = 2 << 20
 
 

@@ -304,8 +304,6 @@ def test_a_rule_of_offload_and_saving_on_the_simulated_device(workers: Workers, 
     workers.run(1, f"device_memory_cases:{case}", device="sim", folder=str(tmp_path))
 
 
-# The ledger
-
 MEMORY = (Tier.DEVICE, Tier.HOST)
 steps = st.lists(st.tuples(st.sampled_from(Tier), st.sampled_from(Purpose), st.integers(-80, 100)), max_size=40)
 

@@ -153,9 +153,6 @@ def test_rows_that_a_plan_cannot_tell_apart_are_one(on_card: Subject) -> None:
     assert "0.9" not in "\n".join(line for line in lines if "times as fast" in line)
 
 
-# Keys of the configuration
-
-
 @pytest.mark.parametrize(
     ("ranks", "fixed", "said"),
     [

@@ -112,8 +112,6 @@ def test_what_is_kept_by_default_takes_no_memory_that_a_step_does_not_need(compu
     assert whole.total > none.total or not trained or compute == torch.float32
 
 
-# Accelerators
-
 ROOM = 1 << 40
 """Bytes of a host that has enough."""
 
