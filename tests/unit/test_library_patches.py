@@ -16,16 +16,7 @@ from zeromesh.overrides import PATCHES, replaced
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = {
-    "torch",
-    "transformers",
-    "accelerate",
-    "lightning",
-    "peft",
-    "trl",
-    "wandb",
-    "tokenizers",
-    "datasets",
-    "rich",
+    *("torch", "transformers", "accelerate", "lightning", "peft", "trl", "wandb", "tokenizers", "datasets", "rich"),
     "plotly",
 }
 FINGERPRINTS = {
@@ -68,7 +59,6 @@ INTERNALS = (
 
 
 def named(name: str) -> Any:
-    """The object of a dotted name."""
     found: Any = importlib.import_module(name.partition(".")[0])
     for depth, part in enumerate(name.split(".")[1:], start=2):
         try:
@@ -105,11 +95,8 @@ def test_what_is_not_promised_is_there(name: str) -> None:
 
 def test_only_what_is_listed_is_replaced() -> None:
     before = torch.autograd.backward
-    with (
-        pytest.raises(RuntimeError, match="backward is not among PATCHES"),
-        replaced(torch.autograd, {"backward": None}),
-    ):
-        pass
+    with pytest.raises(RuntimeError, match="backward is not among PATCHES"):
+        replaced(torch.autograd, {"backward": None}).__enter__()
     assert torch.autograd.backward is before
 
 
@@ -149,29 +136,24 @@ def found_in(path: Path) -> Iterator[tuple[str, str]]:
     names = {alias: name for alias, name in names.items() if name.partition(".")[0] in LIBRARIES}
     yield from (("uses", name) for name in names.values() if private(name))
     for node in ast.walk(tree):
-        targets = (
-            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-        )
-        for target in targets:
-            if isinstance(target, ast.Attribute) and (name := dotted(target, names)):
+        if isinstance(node, ast.Attribute) and (name := dotted(node, names)):
+            if isinstance(node.ctx, ast.Store):
                 yield "sets", name
-        if isinstance(node, ast.Attribute) and (name := dotted(node, names)) and private(name):
-            yield "uses", name
+            if private(name):
+                yield "uses", name
 
 
 def private(name: str) -> bool:
-    """Return True if a part of a name begins with one underscore."""
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
 def test_every_use_of_a_name_that_is_not_promised_is_listed() -> None:
-    used, set_there = set[str](), set[str]()
-    for root in ("zeromesh", "trainer", "offload"):
-        for path in (ROOT / root).rglob("*.py"):
-            for what, name in found_in(path):
-                (used if what == "uses" else set_there).add(name)
+    paths = [path for root in ("zeromesh", "trainer", "offload") for path in (ROOT / root).rglob("*.py")]
+    found = {each for path in paths for each in found_in(path)}
+    used = {name for what, name in found if what == "uses"}
     # Switches that torch offers to be set.
-    assert set_there <= {"torch.backends.cudnn.benchmark", "torch.backends.cudnn.allow_tf32"}
+    switches = {"torch.backends.cudnn.benchmark", "torch.backends.cudnn.allow_tf32"}
+    assert {name for what, name in found if what == "sets"} <= switches
     beginnings = {name for name in used if any(other.startswith(f"{name}.") for other in {*used, *INTERNALS})}
     covered = {name for name in used for known in INTERNALS if f"{name}.".startswith(f"{known}.")}
     assert used - beginnings - covered == set()

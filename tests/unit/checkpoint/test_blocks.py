@@ -1,43 +1,29 @@
 """Blocks, edges and pieces of a file: however ranks share it, each block has one writer that gets all of its bytes."""
 
-from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeromesh.checkpoint.io.file_slices import (
-    GRID,
-    cut_at_grid,
-    merged,
-    overlapping,
-    starts_in_others_blocks,
-    written_blocks,
-)
+from zeromesh.checkpoint.io import file_slices
+from zeromesh.checkpoint.io.file_slices import GRID, merged
 from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import BLOCK
 
 RANKS = 4
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """A file of `nbytes` bytes; `extents` has each rank's, merged."""
-
-    nbytes: int
-    extents: tuple[list[Interval], ...]
-
-
 @st.composite
-def shared_files(draw: st.DrawFn) -> Shared:
-    """Files cut anywhere, most often near the ends of blocks, the parts dealt to ranks at random."""
+def shared_files(draw: st.DrawFn) -> tuple[int, list[list[Interval]]]:
+    """Bytes of files, and extents of each rank, merged: cut anywhere, most often near the ends of blocks, and dealt at random."""
     nbytes = draw(near(BLOCK, 7))
     cuts = sorted(min(cut, nbytes) for cut in draw(st.lists(near(BLOCK, 7), max_size=12)))
     parts = [Interval(start=a, end=b) for a, b in pairwise([0, *cuts, nbytes])]
     owners = draw(st.lists(st.integers(0, RANKS - 1), min_size=len(parts), max_size=len(parts)))
     dealt = [[part for part, owner in zip(parts, owners, strict=True) if owner == rank] for rank in range(RANKS)]
-    return Shared(nbytes=nbytes, extents=tuple(merged(each) for each in dealt))
+    return nbytes, [merged(each) for each in dealt]
 
 
 def near(unit: int, most: int) -> st.SearchStrategy[int]:
@@ -46,34 +32,29 @@ def near(unit: int, most: int) -> st.SearchStrategy[int]:
     return st.one_of(exact, st.integers(0, most * unit))
 
 
-def owner_of(shared: Shared, byte: int) -> int:
-    (owner,) = [
-        rank for rank, extents in enumerate(shared.extents) if any(each.start <= byte < each.end for each in extents)
-    ]
-    return owner
-
-
 @given(shared=shared_files())
-def test_each_block_has_one_writer_that_has_all_of_its_bytes(shared: Shared) -> None:
+def test_each_block_has_one_writer_that_has_all_of_its_bytes(shared: tuple[int, list[list[Interval]]]) -> None:
     """The owner of a block's first byte writes it, and has each byte once: of its own or of the others' edges."""
-    written = [written_blocks(extents, shared.nbytes) for extents in shared.extents]
-    edges = [starts_in_others_blocks(extents) for extents in shared.extents]
+    nbytes, owned = shared
+    written = [file_slices.written_blocks(extents, nbytes) for extents in owned]
+    edges = [file_slices.starts_in_others_blocks(extents) for extents in owned]
     ordered = sorted((block.start, block.end) for found in written for block in found)
     assert all(first[1] == second[0] for first, second in pairwise(ordered))
-    assert [ordered[0][0], ordered[-1][1]] == [0, shared.nbytes] if shared.nbytes else not ordered
-    for start in range(0, shared.nbytes, BLOCK):
-        end = min(start + BLOCK, shared.nbytes)
+    assert [ordered[0][0], ordered[-1][1]] == [0, nbytes] if nbytes else not ordered
+    for start in range(0, nbytes, BLOCK):
+        end = min(start + BLOCK, nbytes)
         writers = [rank for rank, found in enumerate(written) if any(b.start < end and b.end > start for b in found)]
-        assert writers == [owner_of(shared, start)]
-    for rank, extents in enumerate(shared.extents):
-        held = np.zeros(shared.nbytes, dtype=int)
+        assert writers == [rank for rank, found in enumerate(owned) if any(e.start <= start < e.end for e in found)]
+        assert len(writers) == 1
+    for rank, extents in enumerate(owned):
+        held = np.zeros(nbytes, dtype=int)
         for part in [*extents, *(edge for other, found in enumerate(edges) if other != rank for edge in found)]:
             held[part.start : part.end] += 1
         for block in written[rank]:
             assert (held[block.start : block.end] == 1).all()
             assert block.start % BLOCK == 0
             assert block.length
-            assert block.end % BLOCK == 0 or block.end == shared.nbytes
+            assert block.end % BLOCK == 0 or block.end == nbytes
         assert all(first.end < second.start for first, second in pairwise(written[rank]))
         assert len(edges[rank]) <= len(extents)
         for edge in edges[rank]:
@@ -84,7 +65,7 @@ def test_each_block_has_one_writer_that_has_all_of_its_bytes(shared: Shared) -> 
 
 @given(start=near(GRID, 3), length=near(GRID, 3))
 def test_pieces_tile_an_interval_and_lie_in_one_cell_each(start: int, length: int) -> None:
-    found = list(cut_at_grid(Interval(start=start, end=start + length)))
+    found = list(file_slices.cut_at_grid(Interval(start=start, end=start + length)))
     if not length:
         assert not found
         return
@@ -92,9 +73,6 @@ def test_pieces_tile_an_interval_and_lie_in_one_cell_each(start: int, length: in
     assert all(first.end == second.start for first, second in pairwise(found))
     assert all(first.end % GRID == 0 for first in found[:-1])
     assert all(piece.length and piece.start // GRID == (piece.end - 1) // GRID for piece in found)
-
-
-def test_the_grid_is_made_of_whole_blocks() -> None:
     assert GRID % BLOCK == 0
 
 
@@ -112,17 +90,11 @@ def test_merging_joins_neighbours_and_drops_what_is_empty(some: list[Interval]) 
     assert all(first.end < second.start for first, second in pairwise(found))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Member:
-    begin: int
-    end: int
-
-
 @given(data=st.data())
 def test_overlapping_finds_what_a_look_at_all_of_them_finds(data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, 60), unique=True, max_size=16)))
-    members = [Member(begin=a, end=b) for a, b in pairwise(cuts) if data.draw(st.booleans())]
+    members = [SimpleNamespace(begin=a, end=b) for a, b in pairwise(cuts) if data.draw(st.booleans())]
     begin = data.draw(st.integers(0, 60))
     end = data.draw(st.integers(begin + 1, 61))
     expected = [member for member in members if member.begin < end and member.end > begin]
-    assert list(overlapping(members, begin, end)) == expected
+    assert list(file_slices.overlapping(members, begin, end)) == expected

@@ -89,9 +89,7 @@ def test_what_ranks_wrote_is_what_safetensors_the_manifest_and_any_other_ranks_r
 
 
 def test_pieces_of_the_real_grid_are_written_and_read(tmp_path: Path) -> None:
-    values = {
-        spec: torch.randn(spec.numel).reshape(spec.shape) for spec in (spec("a", (1700, 1000)), spec("b", (555_555,)))
-    }
+    values = {each: torch.randn(each.shape) for each in (spec("a", (1700, 1000)), spec("b", (555_555,)))}
     reader = write(tmp_path, 1, split(values, 3, random.Random(5)))
     record = reader.manifest.files["model-00001-of-00001.safetensors"]
     assert record.nbytes == BLOCK + 4 * (1_700_000 + 555_555) > 2 * file_slices.GRID
@@ -153,40 +151,38 @@ def test_a_piece_is_read_once_and_only_where_something_of_it_is_wanted(
         real(file, data, offset)
 
     monkeypatch.setattr(PositionalFile, "read", noted)
-    targets = [
-        PlacedValues.stored(tensor, first, TieredTensor.of(torch.full((length,), -1.0))) for first, length in wanted
-    ]
+    memories = [(first, TieredTensor.of(torch.full((length,), -1.0))) for first, length in wanted]
+    targets = [PlacedValues.stored(tensor, first, memory) for first, memory in memories]
     reader.read(targets, tell)
     for target, (first, length) in zip(targets, wanted, strict=True):
         assert torch.equal(target.values.memory, value[first : first + length])
     assert sorted(begun) == [2 * BLOCK * piece for piece in pieces]
 
 
-def test_tied_names_and_small_files_are_found(tmp_path: Path) -> None:
+def test_tied_names_small_files_and_indices_are_found(tmp_path: Path) -> None:
     reader = write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), {"config.json": b'{"a": [1, 2]}'})
     first = reader.manifest.tensors[0]
     assert reader.tensor(first.kind, "tied.weight") == reader.tensor(first.kind, first.name)
     assert reader.tensor("model", "nothing") is None
     assert reader.tensor("nothing", "embed") is None
+    indices = {path: reader.directory / path for path in reader.manifest.files if path.endswith(".index.json")}
+    assert sorted(indices) == ["model.safetensors.index.json", "optimizer/exp_avg.safetensors.index.json"]
+    for where in indices.values():
+        for name, file in json.loads(where.read_bytes())["weight_map"].items():
+            assert name in read_header(where.parent / file)
     assert reader.document("config.json") == {"a": [1, 2]}
     assert reader.content("config.json") == b'{"a": [1, 2]}'
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         reader.content("tokenizer.json")
 
 
-# The safetensors format
-
-
 @given(wanted=specs(), writers=st.integers(1, 5))
 @settings(max_examples=50)
-def test_tensors_are_dense_and_aligned_and_headers_and_indices_say_where(
-    wanted: list[TensorSpec], writers: int
-) -> None:
+def test_tensors_are_dense_and_aligned_as_headers_and_indices_say(wanted: list[TensorSpec], writers: int) -> None:
     with small_units():
         files = plan_files(wanted, writers)
-    assert sorted((each.kind, each.name) for file in files for each in file.tensors) == sorted(
-        (s.kind, s.name) for s in wanted
-    )
+    planned = sorted((each.kind, each.name) for file in files for each in file.tensors)
+    assert planned == sorted((each.kind, each.name) for each in wanted)
     places: dict[str, dict[str, str]] = {}
     totals: dict[str, int] = {}
     for file in files:
@@ -228,19 +224,6 @@ def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: p
     assert [file.path for file in plan_files([spec("w", (3,), kind="exp_avg")], 1)] == [
         "optimizer/exp_avg-00001-of-00001.safetensors"
     ]
-
-
-def test_the_index_lies_beside_the_files_that_it_names(tmp_path: Path) -> None:
-    reader = write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)))
-    indices = [path for path in reader.manifest.files if path.endswith(".index.json")]
-    assert sorted(indices) == ["model.safetensors.index.json", "optimizer/exp_avg.safetensors.index.json"]
-    for path in indices:
-        where = reader.directory / path
-        for name, file in json.loads(where.read_bytes())["weight_map"].items():
-            assert name in read_header(where.parent / file)
-
-
-# The manifest
 
 
 @pytest.mark.parametrize(

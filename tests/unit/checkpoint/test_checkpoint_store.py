@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.stored_cases import (
-    SOME,
-    bits,
-    manifest_of,
-    read,
-    spec,
-    split,
-    values_of,
-    write,
-    written,
-)
+from tests.support.stored_cases import SOME, bits, manifest_of, read, spec, split, values_of, write, written
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
@@ -63,9 +53,7 @@ def test_a_step_that_is_saved_again_replaces_the_old_one(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004"]
 
 
-def test_the_old_checkpoint_of_a_step_is_removed_only_once_the_new_one_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_checkpoint_goes_once_the_new_one_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, rename, removed = CheckpointStore(tmp_path), Path.rename, list[Path]()
     monkeypatch.setattr(store.trash, "remove", removed.append)
     store.create(4, ())
@@ -145,9 +133,7 @@ def test_old_checkpoints_are_removed_beside_training(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_what_cannot_be_removed_is_reported_once_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_removed_is_told_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore(tmp_path)
     for step in (1, 2, 3):
         store.path(step).mkdir()
@@ -171,24 +157,19 @@ def test_what_cannot_be_removed_is_reported_once_and_tried_again(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_or_one_that_refuses_is_found_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_or_refuses_is_found_before_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = plan_files([spec("w", (1 << 18,))], 1)
     (tmp_path / "file").write_bytes(b"a file")
     with pytest.raises(StorageError, match=r"step-00000001\.tmp.*Not a directory"):
         CheckpointStore(tmp_path / "file").create(1, files)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
-    with pytest.raises(
-        StorageError, match=r"takes 1,052,672 bytes, 16,777,216 more are kept free, and 1,048,576 are free; make room"
-    ):
+    said = r"takes 1,052,672 bytes, 16,777,216 more are kept free, and 1,048,576 are free; make room"
+    with pytest.raises(StorageError, match=said):
         CheckpointStore(tmp_path).create(1, files)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
 
 
-def test_files_of_a_directory_are_replaced_together_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_directory_are_replaced_together_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, replaced = tmp_path / "out", list[str]()
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda old, new: (replaced.append(new.name), replace(old, new)))

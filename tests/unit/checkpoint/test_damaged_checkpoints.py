@@ -32,9 +32,6 @@ def test_what_nobody_touched_is_read(original: Path, copy: Path) -> None:
     assert len(CheckpointReader(original).manifest.files[FILE].pieces) > 3
 
 
-# Damage
-
-
 @given(data=st.data())
 @settings(max_examples=150)
 def test_a_flipped_byte_is_refused_by_name(original: Path, data: st.DataObject) -> None:
@@ -177,7 +174,6 @@ def test_the_payload_works(tmp_path: Path) -> None:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every path that Python opens from now on."""
     found: list[str] = []
     for module, name in ((os, "open"), (io, "open")):
         original = getattr(module, name)

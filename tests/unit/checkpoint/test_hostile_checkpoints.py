@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -19,8 +20,8 @@ from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import read_header
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.file_slices import GRID
-from zeromesh.checkpoint.io.reader import CheckpointReader, Damage, find_damage
-from zeromesh.errors import CheckpointError
+from zeromesh.checkpoint.io.reader import CheckpointReader, Damage, TensorFiles, find_damage
+from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.offload.io.direct_io import BLOCK
 
 # Manifests whose own hash is right
@@ -265,19 +266,27 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "an empty file": (b"", "but the file has 0"),
     "deep nesting": (header(b"[" * 100_000), "not readable JSON"),
     "a name twice": (header(b'{"a": 1, "a": 1}'), "appears twice"),
+    "an open brace": (header(b"{"), "not readable JSON"),
+    "no UTF-8": (header(b"\xff\xfe"), "not readable JSON"),
+    "a name twice, with other values": (header(b'{"a": 1, "a": 2}'), "appears twice"),
     "a list": (header([]), "not a JSON object"),
+    "a list of numbers": (header([1, 2]), "not a JSON object"),
     "no dtype": (header({"a": {"shape": [2], "data_offsets": [0, 8]}}) + bytes(8), "no dtype, shape"),
     "a tensor that is text": (header({"a": "text"}), "no dtype, shape"),
+    "a tensor that is a number": (header({"a": 3}), "no dtype, shape"),
     "one offset": (header({"a": entry(data_offsets=[0])}) + bytes(8), "two data_offsets"),
     "offsets of text": (header({"a": entry(data_offsets="08")}) + bytes(8), "not whole numbers"),
     "offsets backwards": (header({"a": entry(data_offsets=[8, 0])}) + bytes(8), "gives a -8 bytes"),
     "a hole": (header({"a": entry(data_offsets=[4, 12])}) + bytes(12), "hole or an overlap before a"),
     "an overlap": (header({"a": entry(), "b": entry()}) + bytes(8), "hole or an overlap before b"),
+    "half of the data": (header({"a": entry()}) + bytes(4), "cut short or has a tail"),
     "a tail": (header({"a": entry()}) + bytes(9), "cut short or has a tail"),
     "another size": (header({"a": entry(shape=[3])}) + bytes(8), "gives a 8 bytes"),
     "a dtype of eight bits": (header({"a": entry(dtype="F8_E5M2")}) + bytes(8), "dequantized first"),
+    "another one": (header({"a": entry(dtype="F8_E4M3", data_offsets=[0, 2])}) + bytes(2), "dequantized first"),
     "a dtype in a list": (header({"a": entry(dtype=["F32"])}) + bytes(8), "known are"),
     "a negative shape": (header({"a": entry(shape=[-1, -2])}) + bytes(8), "not whole numbers"),
+    "another negative shape": (header({"a": entry(shape=[-2, -1])}) + bytes(8), "not whole numbers"),
     "a true shape": (header({"a": entry(shape=[True, 2])}) + bytes(8), "not whole numbers"),
     "a shape with a point": (header({"a": entry(shape=[2.0])}) + bytes(8), "not whole numbers"),
     "a shape of text": (header({"a": entry(shape="2")}) + bytes(8), "not whole numbers"),
@@ -293,12 +302,16 @@ HEADERS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_hostile_header_is_refused_by_name(case: str, copy: Path) -> None:
+def test_a_hostile_header_is_refused_by_name(case: str, copy: Path, tmp_path: Path) -> None:
+    """In a checkpoint, and in a directory that another program has written."""
     raw, word = HEADERS[case]
     resign(copy, lambda content: content["tensors"].pop("model"))
     replace(copy, FILE, raw)
     message = refused(copy, str(copy / FILE), word, by=lambda path: read_header(path / FILE))
     assert [(damage.path, damage.reasons) for damage in damage_of(copy)] == [(FILE, (message,))]
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    with pytest.raises(ConfigError, match=re.escape(word)):
+        TensorFiles(tmp_path)
 
 
 def damage_of(directory: Path) -> list[Damage]:

@@ -12,9 +12,8 @@ from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import Region, Tile, share_of
 from zeromesh.intervals import Interval, padded_length, shard_interval
 
-sizes = st.sampled_from(
-    [0, *range(1, 7), *range(1, 7), *range(1, 7)]
-)  # A tensor without elements now and then is enough.
+# A tensor without elements now and then is enough.
+sizes = st.sampled_from([0, *range(1, 7), *range(1, 7), *range(1, 7)])
 shapes = st.lists(sizes, max_size=4).map(tuple)
 Slices = tuple[Interval, ...]
 
@@ -121,10 +120,8 @@ def test_a_few_elements_of_a_vast_tensor_cost_no_more_than_their_rows() -> None:
     region = Region(shape=(size, size), dims=((Interval(start=0, end=size),), half))
     start = region.numel - size // 2 - 3
     runs = list(region.runs(Interval(start=start, end=start + 7)))
-    assert [(run.logical, run.length) for run in runs] == [
-        ((size - 1) * size - 3, 3),
-        ((size - 1) * size + size // 2, 4),
-    ]
+    last = (size - 1) * size
+    assert [(run.logical, run.length) for run in runs] == [(last - 3, 3), (last + size // 2, 4)]
 
 
 @given(

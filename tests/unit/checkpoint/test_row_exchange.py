@@ -27,9 +27,6 @@ FEW = settings(max_examples=8)
 BF16 = torch.bfloat16
 
 
-# Rows
-
-
 @given(region=regions(), data=st.data())
 def test_rows_are_where_numpy_has_the_elements(region: Region, data: st.DataObject) -> None:
     """The elements of any stretch of the logical tensor are one stretch of the local one, and are taken as one."""
@@ -52,9 +49,6 @@ def test_rows_are_where_numpy_has_the_elements(region: Region, data: st.DataObje
     assert sum(tile.rows * tile.length for tile in tiles) == local.length
     if wanted:
         assert rows.hull(local) == Interval(start=wanted[0], end=wanted[-1] + 1)
-
-
-# The exchange
 
 
 def shard_of(each: TensorSpec, value: torch.Tensor, own: Slices, interval: Interval | None) -> TensorShard:
@@ -85,7 +79,6 @@ def dealt(
 
 
 def matrices(rng: random.Random) -> dict[TensorSpec, torch.Tensor]:
-    """Matrices of 64 KiB to some more."""
     found = {}
     for number, kind in enumerate((*KINDS, "model")):
         shape, dtype = (rng.randrange(150, 200), rng.randrange(120, 150)), rng.choice([torch.float32, torch.float64])
@@ -96,9 +89,7 @@ def matrices(rng: random.Random) -> dict[TensorSpec, torch.Tensor]:
 
 @given(tensor=st.integers(1, 3), shards=st.integers(1, 3), seed=st.integers(0, 2**32), readers=st.integers(1, 3))
 @FEW
-def test_what_ranks_have_exchanged_and_written_is_read_by_any(
-    tensor: int, shards: int, seed: int, readers: int
-) -> None:
+def test_what_ranks_exchanged_and_wrote_is_read_by_any(tensor: int, shards: int, seed: int, readers: int) -> None:
     rng = random.Random(seed)
     values = matrices(rng)
     ranks = dealt(values, tensor, shards, rng)
@@ -117,10 +108,8 @@ def test_what_ranks_have_exchanged_and_written_is_read_by_any(
 
 def test_neither_runs_nor_what_ranks_send_each_other_grow_with_the_number_of_rows() -> None:
     """Two matrices of 6 MB, two columns by two shards: what a rank has no whole rows of are the ends of its shards."""
-    values = {
-        spec("w", (2000, 600)): torch.randn(2000, 600),
-        spec("v", (600, 1000), BF16): torch.randn(600, 1000).to(BF16),
-    }
+    wanted = (spec("w", (2000, 600)), spec("v", (600, 1000), BF16))
+    values = {each: torch.randn(each.shape).to(each.dtype) for each in wanted}
     ranks = dealt(values, 2, 2, random.Random(3))
     planned = runs_of(plan_files(values, 4), ranks, 2)
     for after, runs in zip(exchanged(ranks, 2), planned, strict=True):

@@ -17,11 +17,9 @@ zero2:
     reduce_bucket_size: 5.0e+8
     contiguous_gradients: true
     round_robin_gradients: true
-zero3:
-  zero_optimization: &stage3
+zero3-gathered:
+  zero_optimization: &gathered
     stage: 3
-    offload_optimizer: *cpu
-    offload_param: *cpu
     overlap_comm: true
     contiguous_gradients: true
     sub_group_size: 1.0e+9
@@ -31,6 +29,9 @@ zero3:
     stage3_max_live_parameters: 1.0e+9
     stage3_max_reuse_distance: 1.0e+9
     stage3_gather_16bit_weights_on_model_save: true
+  train_batch_size: auto
+  train_micro_batch_size_per_gpu: auto
+zero3: {zero_optimization: &stage3 {<<: *gathered, offload_optimizer: *cpu, offload_param: *cpu}}
 zero2-whole: &whole
   fp16: &fp16 {enabled: auto, loss_scale: 0, loss_scale_window: 1000, initial_scale_power: 16, hysteresis: 2, min_loss_scale: 1}
   bf16: {enabled: auto}
@@ -55,20 +56,6 @@ nvme:
     offload_param:
       {device: nvme, nvme_path: /local_nvme, pin_memory: true, buffer_count: 5, buffer_size: 1.0e+8, max_in_cpu: 1.0e+9}
     aio: {block_size: 262144, queue_depth: 32, thread_count: 1, single_submit: false, overlap_events: true}
-zero3-gathered:
-  zero_optimization:
-    stage: 3
-    overlap_comm: true
-    contiguous_gradients: true
-    sub_group_size: 1.0e+9
-    reduce_bucket_size: auto
-    stage3_prefetch_bucket_size: auto
-    stage3_param_persistence_threshold: auto
-    stage3_max_live_parameters: 1.0e+9
-    stage3_max_reuse_distance: 1.0e+9
-    stage3_gather_16bit_weights_on_model_save: true
-  train_batch_size: auto
-  train_micro_batch_size_per_gpu: auto
 fp16: {fp16: {<<: *fp16, enabled: true}, train_micro_batch_size_per_gpu: 4}
 fp16-auto: {fp16: *fp16}
 bf16: {bf16: {enabled: true}, communication_data_type: fp32}

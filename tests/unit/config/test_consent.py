@@ -126,9 +126,8 @@ def test_every_key_that_names_code_is_found(stranger: Path) -> None:
     data["callbacks"] = {"python": None, "mixture": {"python": {"train": "x"}}}
     assert list(foreign_code(data)) == ["data.train.0.python", "model.python", "model.trust_remote_code"]
     path = stranger / "layout.yaml"
-    with pytest.raises(
-        ConfigError, match=r"model\.trust_remote_code: would run code .* name the key on the command line"
-    ):
+    said = r"model\.trust_remote_code: would run code .* name the key on the command line"
+    with pytest.raises(ConfigError, match=said):
         load_config(path)
     assert load_config(path, [YES]).model.trust_remote_code
     assert load_config(path, consent=Consent.GIVEN).model.trust_remote_code

@@ -155,9 +155,7 @@ def test_a_key_does_what_its_row_says(row: SettingRow) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTED)
 @pytest.mark.parametrize("as_file", [False, True])
-def test_documented_configurations_load_and_every_key_is_accounted_for(
-    name: str, as_file: bool, tmp_path: Path
-) -> None:
+def test_documented_configurations_load_and_account_for_every_key(name: str, as_file: bool, tmp_path: Path) -> None:
     source: Any = DOCUMENTED[name]
     if as_file:
         source = tmp_path / "ds.json"

@@ -22,7 +22,6 @@ from zeromesh.zero.engine import ZeroEngine
 
 @pytest.fixture
 def alone() -> Mesh:
-    """A mesh of this process."""
     return Mesh(MeshShape(), read_environment({}), device=torch.device("cpu"), timeout_seconds=5)
 
 
@@ -52,11 +51,7 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         # Sums and master weights are not narrower.
         (Precision, {"compute": torch.float64}, ["precision.master is torch.float32, less than", "precision.reduce"]),
         (Precision, {"reduce": torch.float16}, ["precision.reduce is torch.float16, less than", "differ: an update"]),
-        (
-            Precision,
-            {"compute": torch.float16, "reduce": torch.bfloat16},
-            ["differ: an update needs equal ones"],
-        ),
+        (Precision, {"compute": torch.float16, "reduce": torch.bfloat16}, ["differ: an update needs equal ones"]),
         (Precision, {"master": torch.float64}, ["differ: an update needs equal ones"]),
     ],
 )
@@ -93,9 +88,7 @@ def test_without_a_configuration_defaults_are_those_of_torch() -> None:
     """A configuration has betas and a weight decay of its own."""
     (group,) = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).param_groups
     decayed, _ = hyperparameters(OptimizerSettings())
-    assert [decayed[name] for name in ("betas", "eps", "weight_decay")] == [
-        group[name] for name in ("betas", "eps", "weight_decay")
-    ]
+    assert all(decayed[name] == group[name] for name in ("betas", "eps", "weight_decay"))
     configured, _ = hyperparameters(engine_options(load_config({}), accumulation=1).optimizer)
     assert (configured["betas"], configured["weight_decay"]) == ((0.9, 0.95), 0.1)
 
@@ -120,16 +113,25 @@ def test_what_an_engine_refuses_of_a_model(alone: Mesh) -> None:
             ZeroEngine.build(model, alone, options)
 
 
-def test_the_loss_scale_halves_and_grows() -> None:
-    scaler = LossScaler(ScalerSettings(initial_scale=4.0, growth_interval=2))
-    seen = []
-    for overflow in (True, True, True, False, False, False, False):
-        scaler.update(overflow=overflow)
+@pytest.mark.parametrize(
+    ("settings", "overflows", "scales"),
+    [
+        (ScalerSettings(initial_scale=4.0, growth_interval=2), "1110000", [2.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0]),
+        (
+            ScalerSettings(initial_scale=8.0, growth_interval=2, smallest=2.0),
+            "00010111",
+            [8.0, 16.0, 16.0, 8.0, 8.0, 4.0, 2.0, 2.0],
+        ),
+        (None, "1", [1.0]),
+    ],
+)
+def test_the_loss_scale_halves_and_grows(settings: ScalerSettings | None, overflows: str, scales: list[float]) -> None:
+    """In the step that fills the interval; a fixed one stays."""
+    scaler, seen = LossScaler(settings), []
+    for overflow in overflows:
+        scaler.update(overflow=overflow == "1")
         seen.append(scaler.scale)
-    assert seen == [2.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0]
-    fixed = LossScaler(None)
-    fixed.update(overflow=True)
-    assert fixed.scale == 1.0
+    assert seen == scales
 
 
 def test_a_mark_exempts_a_parameter_from_decay() -> None:

@@ -21,7 +21,6 @@ from zeromesh.trainer.config.yaml_reader import parse_yaml
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """An error of the block is plain text."""
     try:
         yield
     except ConfigError as error:
@@ -189,9 +188,6 @@ def test_a_key_of_the_file_itself_is_its_own(tmp_path: Path) -> None:
     assert "root.yaml" not in str(raised.value)
 
 
-# Anything else
-
-
 KEYS = st.sampled_from(
     ["<<", "=", "null", "?", "1", "true", "run", "max_steps", "model", "config", "a b", "\u0085", ""]
 )
@@ -212,25 +208,8 @@ def test_any_document_is_a_configuration_or_an_error(document: Any) -> None:
 
 
 ODD = [
-    None,
-    True,
-    0,
-    1,
-    -1,
-    0.5,
-    1e300,
-    float("inf"),
-    10**290,
-    10**400,
-    "auto",
-    "cpu",
-    "Adam",
-    "x",
-    "",
-    "\x1b",
-    [1],
-    {},
-    [[1]],
+    *(None, True, 0, 1, -1, 0.5, 1e300, float("inf"), 10**290, 10**400),
+    *("auto", "cpu", "Adam", "x", "", "\x1b", [1], {}, [[1]]),
 ]
 NAMES = st.sampled_from([row.name for row in TABLE])
 

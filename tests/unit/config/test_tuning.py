@@ -24,18 +24,16 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def directory(tmp_path: Path) -> Path:
-    tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)).save_pretrained(
-        tmp_path / "m"
-    )
+    config = tf.LlamaConfig(**SIZES, num_key_value_heads=2, max_position_embeddings=64)
+    tf.LlamaForCausalLM(config).save_pretrained(tmp_path / "m")
     return tmp_path / "m"
 
 
 def test_a_model_and_a_file_make_a_configuration(tmp_path: Path) -> None:
     model, data = directory(tmp_path), tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "", "completion": ""}\n' * 2)
-    options = parsed(
-        "--model", str(model), "--data", str(data), "--lora", "optimizer.betas=[0.5, 0.6]", "batch.global_size=6"
-    )
+    keys = ("optimizer.betas=[0.5, 0.6]", "batch.global_size=6")
+    options = parsed("--model", str(model), "--data", str(data), "--lora", *keys)
     config = load_config(None, options.overrides, tunes="whole")
     assert (config.model.source, config.data.train, config.data.format) == (str(model), str(data), "pairs")
     assert (config.data.sequence_length, config.run.name, config.run.epochs) == (64, "m-lora", 3)
@@ -78,9 +76,7 @@ def test_rows_are_recognised_in_files_of_all_kinds(tmp_path: Path, name: str, te
         (None, "text", "causal_lm", "text"),
     ],
 )
-def test_a_directory_says_what_its_model_is_for(
-    tmp_path: Path, architecture: str | None, columns: str, head: str, kind: str
-) -> None:
+def test_a_directory_has_its_task(tmp_path: Path, architecture: str | None, columns: str, head: str, kind: str) -> None:
     """A classifier on rows with labels is tuned as one, and not as a model of the next token with a new head."""
     (tmp_path / "m").mkdir()
     (tmp_path / "m/config.json").write_text(json.dumps({"architectures": architecture and [architecture]}))

@@ -43,15 +43,8 @@ def stack(*samples: Any) -> Callable[[], Any]:
 
 def test_lists_arrays_tensors_and_numbers_are_stacked_as_transformers_does() -> None:
     samples = [
-        {
-            "input_ids": [i, 2],
-            "pixels": np.ones((2, 3), dtype=np.float32) * i,
-            "x": torch.tensor(i),
-            "label": i,
-            "weight": 0.5,
-            "text": "dropped",
-            "nothing": None,
-        }
+        {"input_ids": [i, 2], "pixels": np.ones((2, 3), dtype=np.float32) * i, "x": torch.tensor(i), "label": i}
+        | {"weight": 0.5, "text": "dropped", "nothing": None}
         for i in range(3)
     ]
     batch, expected = default_collate(samples, range(3)), default_data_collator(samples)

@@ -56,6 +56,7 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 ROWS = [{"messages": messages(turns)} for turns in CHATS]
 ASKED = {"messages": messages(CHATS[1])}
+PAIRS = {"format": "pairs"}
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +65,11 @@ def raw() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
-    special = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
+    marks = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=340, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    texts = [content for turns in CHATS for _, content in turns] + [
-        "assistant\n\nuser\n\nsystem\n\ntools\n\n" * 3,
-        "Q: A: 12 " * 9,
-    ]
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=marks, initial_alphabet=alphabet, show_progress=False)
+    texts = [content for turns in CHATS for _, content in turns]
+    texts += ["assistant\n\nuser\n\nsystem\n\ntools\n\n" * 3, "Q: A: 12 " * 9]
     words.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>")
 
@@ -140,9 +137,7 @@ def test_the_loss_is_on_the_assistant_s_turns(tmp_path: Path, raw: Any, own: Pre
         assert labels == [-100, *ids[1:]]
 
 
-def test_a_template_that_marks_answers_is_as_in_transformers(
-    tmp_path: Path, raw: Any, own: PretrainedTokenizer
-) -> None:
+def test_templates_that_mark_answers_are_as_in_transformers(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
     template = tmp_path / "marked.jinja"
     template.write_text(MARKED)
     tools = [{"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}]
@@ -249,37 +244,21 @@ def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
     ("rows", "keys", "message"),
     [
         ([{"conversations": []}], {}, "row 0 has no field 'messages', only 'conversations'; set data.format: sharegpt"),
-        (
-            [{"messages": []}],
-            {"format": "pairs"},
-            "row 0 has no field 'prompt', only 'messages'; set data.format: chat",
-        ),
+        ([{"messages": []}], PAIRS, "row 0 has no field 'prompt', only 'messages'; set data.format: chat"),
         ([{"prompt": "a", "completion": "b"}], {"format": "text"}, "set data.format: pairs"),
         ([{"messages": "hello"}], {}, "field 'messages' is str; it should be a list of messages"),
         ([{"messages": []}], {}, "field 'messages' is an empty list"),
         ([{"messages": [{"from": "human", "value": "a"}]}], {}, "a message without role, only 'from', 'value'"),
-        (
-            [{"prompt": "a", "completion": messages(CHATS[1])}],
-            {"format": "pairs"},
-            "field 'prompt' is str; it should be text",
-        ),
-        (
-            [ASKED],
-            {"chat_template": "{{ raise_exception('no') }}"},
-            "row 0: .* TemplateError: no",
-        ),
+        ([{"prompt": "a", "completion": messages(CHATS[1])}], PAIRS, "field 'prompt' is str; it should be text"),
+        ([ASKED], {"chat_template": "{{ raise_exception('no') }}"}, "row 0: .* TemplateError: no"),
         ([{**ASKED, "tools": "{"}], {}, "field 'tools' is text, and no JSON"),
         ([ASKED], {"chat_template": "a/b.jinja"}, "data.chat_template: no file 'a/b.jinja'"),
-        (
-            [{"messages": messages(CHATS[1][:1])}],
-            {},
-            "1 row, and none has a target of the loss in its first 96 tokens",
-        ),
+        ([{"messages": messages(CHATS[1][:1])}], {}, "1 row, and none has a target of the loss in its first 96 tokens"),
         ([ASKED], {"train": "stdlib"}, "no file with rows in 'stdlib'"),
         *(
             (
                 [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", column: bad}],
-                {"format": "pairs"},
+                PAIRS,
                 f"row 1: field '{column}' is {type(bad).__name__}; it should be text",
             )
             for column in ("prompt", "completion")
@@ -316,9 +295,7 @@ def test_saved_datasets_are_read(tmp_path: Path, own: PretrainedTokenizer) -> No
         load(tmp_path, [], own, train=str(tmp_path / "splits"))
 
 
-def test_datasets_of_the_hub_are_read(
-    tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_datasets_of_the_hub(tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "repository").mkdir()
     wanted = load(tmp_path / "repository", ROWS, own).train
     asked, real = [], datasets.load_dataset
@@ -341,9 +318,6 @@ def test_datasets_of_the_hub_are_read(
     }.items():
         with pytest.raises(DataError, match=f"data.train: {message}"):
             load(tmp_path, [], own, train=spec)
-
-
-# Packing
 
 
 def test_conversations_share_sequences_and_are_cut(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
@@ -412,9 +386,7 @@ def test_tokens_of_conversations_are_kept(tmp_path: Path, own: PretrainedTokeniz
         assert other != first
 
 
-def test_processes_give_the_same_tokens(
-    tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_give_equal_tokens(tmp_path: Path, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"messages": messages(CHATS[number % 3])} for number in range(30)]
     wanted = load(tmp_path, rows, own, packing=True)
     monkeypatch.setattr("zeromesh.trainer.data.datasets._LARGE", 0)
@@ -440,9 +412,6 @@ def test_few_conversations_are_held_out(tmp_path: Path, own: PretrainedTokenizer
     few = load(tmp_path, rows[:2], own, eval_fraction=0.001)
     assert (len(few.train), len(few.eval)) == (1, 1)
     assert not torch.equal(few.train[0]["input_ids"], few.eval[0]["input_ids"])
-
-
-# Mixtures
 
 
 @given(
@@ -487,9 +456,7 @@ def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: Pretrain
     data = load(tmp_path, ROWS, own, mixture=mixture, **given)
     lengths = [len(part) for part in data.train.parts]
     assert len(data.train) == sum(lengths)
-    assert set(data.eval) == {"text"} | {
-        name for name, size in zip(mixture, lengths, strict=True) if name == "chat" and size
-    }
+    assert set(data.eval) == ({"text", "chat"} if lengths[1] else {"text"})
     assert all(sorted(data.train[index]) == ["input_ids", "labels", "position_ids"] for index in range(len(data.train)))
     assert "data.mixture: text 50.0%, chat 25.0%, pairs 25.0% of the sequences" in data.notes[-1]
     for part in data.train.parts:
@@ -502,9 +469,6 @@ def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: Pretrain
     assert changed.train.fingerprint() == data.train.fingerprint()
     alone = load(tmp_path, ROWS, own, mixture=mixture, eval=str(tmp_path / "rows.jsonl"), packing=True)
     assert isinstance(alone.eval, TokenDataset)
-
-
-# What ends an answer
 
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

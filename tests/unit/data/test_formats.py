@@ -11,17 +11,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import transformers as tf
 from PIL import Image
 from torch.testing import assert_close
-from transformers import (
-    AutoImageProcessor,
-    AutoTokenizer,
-    DataCollatorForTokenClassification,
-    PreTrainedTokenizerFast,
-    TrainerCallback,
-    TrainerControl,
-    ViTImageProcessorPil,
-)
 
 from tests.support.text_files import CHAT_TEMPLATE, one_rank, word_tokenizer, write_rows
 from tests.support.trainer_cases import llama, seeded, sentences, settings
@@ -33,6 +25,7 @@ from zeromesh.trainer.data.datasets import load_datasets, load_pictures
 
 _SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT = {"model_type": "bert", **_SIZES, "max_position_embeddings": 32}
+ONE_CLASS = {**BERT, "num_labels": 1}
 LLAMA = {"model_type": "llama", **_SIZES, "vocab_size": 256}
 NUMBERED = [f"w{n}" for n in range(60)]
 
@@ -55,6 +48,12 @@ def trained(tmp_path: Path, **sections: Any) -> tuple[Any, Any]:
         assert report.losses[-1] < report.losses[0]
         trainer.save(tmp_path / "out")
         return trainer.run, report
+
+
+def check_refused(kind: type[Exception], said: str, /, *given: Any, **sections: Any) -> None:
+    """The trainer of one rank with these arguments cannot evaluate."""
+    with pytest.raises(kind, match=said), one_rank(*given, **sections) as trainer:
+        trainer.evaluate()
 
 
 def labelled(tmp_path: Path, form: str, classes: list[Any]) -> str:
@@ -84,15 +83,10 @@ def test_a_column_of_labels_makes_a_classifier(tmp_path: Path, words: str, form:
     ("model", "message"),
     [
         ({"config": LLAMA}, r"data\.format: labels are for a model that has classes"),
-        (
-            {"config": {**BERT, "num_labels": 1}, "head": "sequence_classification"},
-            "num_labels is 1, and the data has 2 classes",
-        ),
+        ({"config": ONE_CLASS, "head": "sequence_classification"}, "num_labels is 1, and the data has 2 classes"),
     ],
 )
-def test_models_that_labels_do_not_fit_are_refused(
-    tmp_path: Path, words: str, model: dict[str, Any], message: str
-) -> None:
+def test_models_that_labels_do_not_fit(tmp_path: Path, words: str, model: dict[str, Any], message: str) -> None:
     data = {"train": labelled(tmp_path, "jsonl", ["a", "b"]), "format": "labels", "tokenizer": words}
     with pytest.raises(ConfigError, match=message):
         trained(tmp_path, model=model, data={**data, "sequence_length": 16})
@@ -118,9 +112,7 @@ def test_models_that_labels_do_not_fit_are_refused(
         ("train", "bad.jsonl", '{"text": "w1", "label": 0.5}\n', "row 0: 'text' is str and 'label' float"),
     ],
 )
-def test_labels_that_cannot_be_learnt_are_refused(
-    tmp_path: Path, words: str, key: str, name: str, text: str, message: str
-) -> None:
+def test_labels_that_cannot_be_learnt(tmp_path: Path, words: str, key: str, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     data = {"train": labelled(tmp_path, "jsonl", ["a", "b"]), key: str(tmp_path / name), "format": "labels"}
     with pytest.raises(DataError, match=message):
@@ -172,9 +164,7 @@ def test_rows_of_other_trainers_are_conversations(tmp_path: Path, form: str, row
         ("sharegpt", {"conversations": "a"}, "no row of data.format sharegpt"),
     ],
 )
-def test_rows_that_are_not_of_their_format_are_refused(
-    tmp_path: Path, form: Any, row: dict[str, Any], message: str
-) -> None:
+def test_rows_that_are_not_of_their_format(tmp_path: Path, form: Any, row: dict[str, Any], message: str) -> None:
     train = write_rows(tmp_path / "rows.jsonl", [row])
     section = DataSection(train=train, format=form, chat_template=CHAT_TEMPLATE)
     with pytest.raises(DataError, match=rf"row 0 is no row of data\.format {form}: .*{message}|{message}"):
@@ -240,7 +230,7 @@ CHAT = {"messages": [{"role": "user", "content": "w1"}, {"role": "assistant", "c
 
 
 @pytest.fixture
-def begins() -> PreTrainedTokenizerFast:
+def begins() -> tf.PreTrainedTokenizerFast:
     """A tokenizer of 64 words that begins a text with <bos>."""
     special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "chat_template": OLD}
     return word_tokenizer(["<pad>", "<bos>", "<eos>", "<end>", *NUMBERED], "<pad>", text="<bos> $A <eos>", **special)
@@ -251,27 +241,19 @@ def texts(tmp_path: Path) -> dict[str, Any]:
     return {"train": train, "eval_fraction": 0.0, "sequence_length": 8}
 
 
-def test_a_model_brings_its_own_tokenizer(tmp_path: Path, begins: PreTrainedTokenizerFast) -> None:
+def test_a_model_brings_its_own_tokenizer(tmp_path: Path, begins: tf.PreTrainedTokenizerFast) -> None:
     own = tmp_path / "own"
     seeded(llama).save_pretrained(own)
-    with (
-        pytest.raises(
-            ConfigError, match=r"data\.tokenizer: null means the tokenizer of the model, and '.*own' has none"
-        ),
-        one_rank(tmp_path, model={"source": str(own)}, data=texts(tmp_path)) as trainer,
-    ):
-        trainer.evaluate()
+    said = r"data\.tokenizer: null means the tokenizer of the model, and '.*own' has none"
+    check_refused(ConfigError, said, tmp_path, model={"source": str(own)}, data=texts(tmp_path))
     begins.save_pretrained(own)
     given = type(llama()).from_pretrained(own)
     for model, section in ((None, {"source": str(own)}), (given, {})):
         with one_rank(tmp_path, model, model=section, data=texts(tmp_path)) as trainer:
             ids = trainer.run.data.train[0]["input_ids"].tolist()  # type: ignore[index]
         assert ids == [1, 5, 6, 7, 2, 1, 5, 6]
-    with (
-        pytest.raises(ConfigError, match="bytes for a model that a callable builds, and this one comes from"),
-        one_rank(tmp_path, lambda: type(llama()).from_pretrained(own), data=texts(tmp_path)) as trainer,
-    ):
-        trainer.evaluate()
+    said = "bytes for a model that a callable builds, and this one comes from"
+    check_refused(ConfigError, said, tmp_path, lambda: type(llama()).from_pretrained(own), data=texts(tmp_path))
     with one_rank(tmp_path, llama(vocab_size=256), data=texts(tmp_path)) as trainer:
         assert bytes(trainer.run.data.train[0]["input_ids"].tolist()) == b"w1 w2 w3"  # type: ignore[index]
 
@@ -282,7 +264,7 @@ def chats(tmp_path: Path, template: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_the_template_that_was_learnt_is_saved(tmp_path: Path, begins: PreTrainedTokenizerFast, named: bool) -> None:
+def test_the_template_that_was_learnt_is_saved(tmp_path: Path, begins: tf.PreTrainedTokenizerFast, named: bool) -> None:
     """On a copy of the user's tokenizer; and generation ends where answers end."""
     if named:
         begins.chat_template = {"default": OLD, "new": NEW}
@@ -291,16 +273,13 @@ def test_the_template_that_was_learnt_is_saved(tmp_path: Path, begins: PreTraine
         trainer.fit()
         trainer.save(tmp_path / "out")
         assert trainer.run.model.module.generation_config.eos_token_id == [3]
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == NEW
+    assert tf.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == NEW
     assert begins.chat_template == ({"default": OLD, "new": NEW} if named else OLD)
 
 
-def test_a_name_that_no_template_has_is_refused(tmp_path: Path, begins: PreTrainedTokenizerFast) -> None:
-    with (
-        pytest.raises(DataError, match="'tool_use' is no template, no file and no name"),
-        one_rank(tmp_path, seeded(llama), data=chats(tmp_path, "tool_use"), processing_class=begins) as trainer,
-    ):
-        trainer.evaluate()
+def test_a_name_that_no_template_has_is_refused(tmp_path: Path, begins: tf.PreTrainedTokenizerFast) -> None:
+    given = {"data": chats(tmp_path, "tool_use"), "processing_class": begins}
+    check_refused(DataError, "'tool_use' is no template, no file and no name", tmp_path, seeded(llama), **given)
 
 
 EXPERTS = {"vocab_size": 256, **_SIZES, "num_key_value_heads": 2}
@@ -322,7 +301,6 @@ def test_no_loss_depends_on_how_much_padding_follows(tmp_path: Path, kind: str) 
 
 
 def untaught(count: int, *places: slice) -> list[dict[str, Any]]:
-    """Sentences, of which those in `places` have no target."""
     rows = sentences(count)
     for row in [row for place in places for row in rows[place]]:
         row["labels"] = torch.full_like(row["labels"], -100)
@@ -340,19 +318,15 @@ def test_a_global_batch_without_targets_is_passed_over(tmp_path: Path) -> None:
     assert (report.passed_over, report.final_step, len(report.losses)) == (2, 2, 2)
     assert all(map(math.isfinite, report.losses))
     assert report.losses[0] == wanted.losses[0]
-    with (
-        one_rank(tmp_path, seeded(llama), rows[:8], run={"name": "none"}) as one,
-        pytest.raises(DataError, match="every label"),
-    ):
-        one.evaluate()
+    check_refused(DataError, "every label", tmp_path, seeded(llama), rows[:8], run={"name": "none"})
 
 
-class EndsEpoch(TrainerCallback):  # type: ignore[misc]
+class EndsEpoch(tf.TrainerCallback):  # type: ignore[misc]
     """Asks for the end of the epoch at the first `on_step_begin`."""
 
     asked = False
 
-    def on_step_begin(self, args: Any, state: Any, control: TrainerControl, **named: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: tf.TrainerControl, **named: Any) -> None:
         control.should_epoch_stop, self.asked = not self.asked, True
 
 
@@ -381,21 +355,17 @@ def test_targets_that_are_counted_after_forward_may_be_none(tmp_path: Path) -> N
 
 
 def test_text_beside_tokens_is_not_given_to_a_collator(
-    tmp_path: Path, begins: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, begins: tf.PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ids = [[5, 6, 7][: n % 3 + 1] * 2 for n in range(8)]
     rows = [{"input_ids": each, "text": "a", "tags": [1] * n, "labels": [5] * len(each)} for n, each in enumerate(ids)]
-    collate = DataCollatorForTokenClassification(begins)
-    with one_rank(tmp_path, seeded(llama), rows, data_collator=collate, processing_class=begins) as trainer:
+    given = {"data_collator": tf.DataCollatorForTokenClassification(begins)}
+    with one_rank(tmp_path, seeded(llama), rows, **given, processing_class=begins) as trainer:
         assert all(map(math.isfinite, trainer.fit().losses))
     assert "train_dataset: left out before the data_collator text, tags, which LlamaForCausalLM.forward" in " ".join(
         capsys.readouterr().out.split()
     )
-    with (
-        one_rank(tmp_path, seeded(llama), rows, data_collator=collate, data={"remove_unused": False}) as trainer,
-        pytest.raises(Exception, match=r"text|tensor"),
-    ):
-        trainer.evaluate()
+    check_refused(Exception, r"text|tensor", tmp_path, seeded(llama), rows, **given, data={"remove_unused": False})
 
 
 # Folders of pictures
@@ -413,7 +383,7 @@ def folder(root: Path, count: int = 12, **labels: tuple[int, int, int]) -> Path:
 
 
 def pictures(train: Path, **section: Any) -> Any:
-    processor = ViTImageProcessorPil(size={"height": 8, "width": 8})
+    processor = tf.ViTImageProcessorPil(size={"height": 8, "width": 8})
     return load_pictures(DataSection(train=str(train), format="pictures", **section), processor, "RGB")
 
 
@@ -469,7 +439,7 @@ def test_a_model_learns_pictures_and_is_saved_with_their_names(tmp_path: Path) -
         "model": {"head": "image_classification", "config": {**VIT, "image_size": 8, "patch_size": 4}},
         "data": {
             "train": str(folder(tmp_path / "all")),
-            "eval": str(folder(tmp_path / "test", count=3)),
+            "eval": str(folder(tmp_path / "test", 3)),
             "format": "pictures",
         },
         "run": {"output_dir": str(tmp_path), "name": "run", "max_steps": 6},
@@ -481,7 +451,7 @@ def test_a_model_learns_pictures_and_is_saved_with_their_names(tmp_path: Path) -
         trainer.save(tmp_path / "saved")
     assert learnt < 0.69
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["id2label"] == {"0": "cat", "1": "dog"}
-    assert AutoImageProcessor.from_pretrained(tmp_path / "saved").size == {"height": 8, "width": 8}
+    assert tf.AutoImageProcessor.from_pretrained(tmp_path / "saved").size == {"height": 8, "width": 8}
     # The saved directory is a model of its own, with the processor that it was trained with.
     config["model"] = {"head": "image_classification", "source": str(tmp_path / "saved")}
     config["run"]["name"] = "further"

@@ -47,29 +47,19 @@ class DrawingStream:
 
 
 def masked(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A collator that draws too."""
     rows = torch.stack([each["x"] for each in samples])
     return {"x": rows * (torch.rand(rows.shape) > 0.2), "who": torch.stack([each["who"] for each in samples])}
 
 
-def feed_of(dataset: Any, collate: Any = None, *, micro: int = 2) -> Feed:
+def loader_of(dataset: Any, count: int, timeout: float = 60.0, collate: Any = masked, **options: Any) -> BatchLoader:
     streams = isinstance(dataset, StreamedDataset)
     order = SampleOrder(length=dataset.block if streams else len(dataset), seed=5, endless=streams)
-    plan = BatchPlan(global_size=8, micro_size=micro, data_ranks=2)
-    return Feed(dataset=dataset, order=order, plan=plan, rules=BatchRules(collate=collate))
+    plan = BatchPlan(global_size=8, micro_size=2, data_ranks=2)
+    feed = Feed(dataset=dataset, order=order, plan=plan, rules=BatchRules(collate=collate))
+    return BatchLoader(feed, 1, Workers(count=count, timeout_seconds=timeout), last=STEPS, **options)
 
 
-def loader_of(dataset: Any, count: int, timeout: float = 60.0, **options: Any) -> BatchLoader:
-    workers = Workers(count=count, timeout_seconds=timeout)
-    collate = options.pop("collate", masked)
-    return BatchLoader(feed_of(dataset, collate), 1, workers, last=STEPS, **options)
-
-
-def streamed() -> StreamedDataset:
-    return StreamedDataset(DrawingStream(), block=8)
-
-
-@pytest.mark.parametrize("make", [Drawing, streamed])
+@pytest.mark.parametrize("make", [Drawing, lambda: StreamedDataset(DrawingStream(), block=8)])
 def test_workers_make_the_batches_of_this_process(make: Callable[[], Any]) -> None:
     torch.manual_seed(1)
     with loader_of(make(), 0) as plain:
@@ -97,16 +87,15 @@ def test_an_epoch_that_ends_early_is_passed_over() -> None:
 def test_a_stream_is_found_again(count: int, step: int) -> None:
     """By its own state, taken before a step, and none is lost by asking."""
     numbers = StreamedDataset([{"x": [float(each)] * 4} for each in range(LENGTH)], block=16)
-    collate: Any = None
-    with loader_of(numbers, 0, collate=collate) as plain:
+    with loader_of(numbers, 0, collate=None) as plain:
         wanted = [batch["x"] for each in range(STEPS) for batch in plain.step(each)]
-    with loader_of(numbers, count, collate=collate) as loader:
+    with loader_of(numbers, count, collate=None) as loader:
         found = [batch["x"] for each in range(step) for batch in loader.step(each)]
         state = loader.state(step)
         assert state == loader.state(step)
         found += [batch["x"] for each in range(step, STEPS) for batch in loader.step(each)]
     assert state["position"] == step * 8 // 16 * 16
-    with loader_of(numbers, count, collate=collate, state=state) as again:
+    with loader_of(numbers, count, collate=None, state=state) as again:
         rest = [batch["x"] for each in range(step, STEPS) for batch in again.step(each)]
     assert torch.equal(torch.stack(found), torch.stack(wanted))
     assert len(rest) == 2 * (STEPS - step)

@@ -20,13 +20,14 @@ def plans(draw: st.DrawFn) -> BatchPlan:
     return BatchPlan(global_size=draw(st.integers(micro, 70)), micro_size=micro, data_ranks=draw(st.integers(1, 8)))
 
 
-def all_microbatches(plan: BatchPlan, step: int) -> list[Microbatch]:
-    return [each for rank in range(plan.data_ranks) for each in plan.microbatches(step, rank)]
+def weighted(plan: BatchPlan, step: int) -> list[Microbatch]:
+    """Those of all ranks that count."""
+    return [each for rank in range(plan.data_ranks) for each in plan.microbatches(step, rank) if each.weight]
 
 
 @given(plan=plans(), step=st.integers(0, 10_000))
 def test_weighted_microbatches_are_the_global_batch(plan: BatchPlan, step: int) -> None:
-    real = sorted((each for each in all_microbatches(plan, step) if each.weight), key=lambda each: each.first_sample)
+    real = sorted(weighted(plan, step), key=lambda each: each.first_sample)
     samples = [sample for each in real for sample in each.samples]
     assert samples == list(range(step * plan.global_size, (step + 1) * plan.global_size))
     assert len(real) == math.ceil(plan.global_size / plan.micro_size)
@@ -37,9 +38,7 @@ def test_weighted_microbatches_are_the_global_batch(plan: BatchPlan, step: int) 
 @given(plan=plans(), other_ranks=st.integers(1, 8), step=st.integers(0, 1000))
 def test_blocks_do_not_depend_on_the_number_of_ranks(plan: BatchPlan, other_ranks: int, step: int) -> None:
     other = BatchPlan(global_size=plan.global_size, micro_size=plan.micro_size, data_ranks=other_ranks)
-    assert {each for each in all_microbatches(plan, step) if each.weight} == {
-        each for each in all_microbatches(other, step) if each.weight
-    }
+    assert {*weighted(plan, step)} == {*weighted(other, step)}
 
 
 @given(plan=plans(), step=st.integers(0, 1000))
@@ -141,13 +140,7 @@ def epochs_of(draw: st.DrawFn) -> BatchPlan:
 def test_every_epoch_has_its_own_samples_once(plan: BatchPlan, epochs: int) -> None:
     steps = plan.steps_of(epochs)
     length, whole = plan.epoch_size or 0, plan.global_size
-    seen = [
-        sample
-        for step in range(steps)
-        for each in all_microbatches(plan, step)
-        if each.weight
-        for sample in each.samples
-    ]
+    seen = [sample for step in range(steps) for each in weighted(plan, step) for sample in each.samples]
     kept = length if plan.last == "partial" else length - length % whole
     assert sorted(seen) == [epoch * length + sample for epoch in range(epochs) for sample in range(kept)]
     ends = [step for step in range(steps) if plan.ends_epoch(step)]

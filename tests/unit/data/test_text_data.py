@@ -32,13 +32,9 @@ from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenWrite
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, load_tokenizer
 
 
-def text_section(**keys: Any) -> DataSection:
-    """A `data` section, short and with nothing held out, whose paths may be those of pathlib."""
-    return DataSection.model_construct(**{"sequence_length": 8, "eval_fraction": 0.0, **keys})
-
-
 def loaded(**keys: Any) -> Any:
-    return load_datasets(text_section(**keys))
+    """Data of a section that is short and has nothing held out, whose paths may be those of pathlib."""
+    return load_datasets(DataSection.model_construct(**{"sequence_length": 8, "eval_fraction": 0.0, **keys}))
 
 
 @pytest.fixture
@@ -58,9 +54,6 @@ def tokenizer_directory(tmp_path: Path) -> Path:
     special = {"eos_token": "<eos>", "unk_token": "<unk>", "model_max_length": 4}
     word_tokenizer(["<eos>", "<unk>", "a", "b"], "<unk>", **special).save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
-
-
-# The standard library
 
 
 def test_the_standard_library_is_source_alone_and_is_the_same_twice() -> None:
@@ -156,9 +149,7 @@ def test_a_directory_is_read_in_order_of_names_without_hidden_and_binary_files(t
         ),
     ],
 )
-def test_files_that_cannot_be_read_are_named(
-    tmp_path: Path, name: str, content: bytes, keys: dict[str, Any], message: str
-) -> None:
+def test_unreadable_files(tmp_path: Path, name: str, content: bytes, keys: dict[str, Any], message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         loaded(train=tmp_path / name, **keys)
@@ -189,9 +180,7 @@ def test_what_is_not_there_is_one_error_and_no_hub_is_asked(
     ("name", "before", "behind"),
     [("a.txt", "", ""), ("b.txt", "x" * 1_500_000, ""), ("c.csv", 'text\n"', '"'), ("d.jsonl", '{"text": "', '"}\n')],
 )
-def test_text_in_another_encoding_is_refused_until_it_is_named(
-    tmp_path: Path, name: str, before: str, behind: str
-) -> None:
+def test_text_in_another_encoding_is_refused_until_named(tmp_path: Path, name: str, before: str, behind: str) -> None:
     """With the file, the byte and the key, for text and for rows; also behind the first piece of a file, and in the last one."""
     text = "\u041f\u0440\u0438\u0432\u0435\u0442, \u043c\u0438\u0440"
     (tmp_path / name).write_bytes(f"{before}{text}{behind}".encode("koi8-r"))
@@ -246,9 +235,7 @@ def test_rows_of_json_are_lines_or_one_list(tmp_path: Path) -> None:
     ("text", "prefix_ids"),
     [("", []), ("<unk> $A", [1]), ("<unk> $A <eos>", [1]), ("$A <eos>", []), ("<unk> <eos> $A <unk>", [1, 0])],
 )
-def test_documents_begin_as_the_tokenizer_begins_a_text(
-    tokenizer_directory: Path, text: str, prefix_ids: list[int]
-) -> None:
+def test_documents_begin_as_their_tokenizer_says(tokenizer_directory: Path, text: str, prefix_ids: list[int]) -> None:
     own = load_tokenizer(tokenizer_directory).tokenizer  # type: ignore[union-attr]
     if text:
         special = [("<unk>", 1), ("<eos>", 0)]
@@ -304,9 +291,6 @@ def test_rows_leave_nothing_in_a_cache_folder(tmp_path: Path, monkeypatch: pytes
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
-# Held-out text
-
-
 def test_held_out_documents_are_whole_and_depend_on_their_names_alone(tmp_path: Path) -> None:
     def held(count: int) -> Any:
         for number in range(count):
@@ -346,9 +330,6 @@ def test_eval_text_of_its_own_leaves_the_training_text_whole(tmp_path: Path) -> 
     assert (joined_text(data.train), joined_text(data.eval)) == (b"training", b"held-out")
 
 
-# Tokenizers
-
-
 @given(texts=st.lists(st.text(), max_size=4))
 def test_bytes_round_trip_and_never_hold_end_of_text(texts: list[str]) -> None:
     tokenizer = ByteTokenizer()
@@ -368,9 +349,7 @@ def test_a_saved_tokenizer_is_loaded_from_its_directory(tmp_path: Path, tokenize
 
 
 @pytest.mark.usefixtures("offline")
-def test_a_tokenizer_that_is_not_here_or_has_no_end_of_text_is_one_error(
-    tmp_path: Path, tokenizer_directory: Path
-) -> None:
+def test_a_tokenizer_that_is_absent_or_without_end_is_one_error(tmp_path: Path, tokenizer_directory: Path) -> None:
     for name in ("gpt2", "meta-llama/Llama-3.1-8B", tmp_path / "nowhere"):
         with pytest.raises(DataError, match="hub names are not looked up"):
             load_tokenizer(name)

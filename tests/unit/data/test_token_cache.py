@@ -22,8 +22,6 @@ from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counting(ByteTokenizer):
-    """Bytes, and how many texts became such."""
-
     texts: list[str]
     name: str | None = "counting"
 
@@ -134,9 +132,7 @@ def test_a_damaged_entry_is_noticed_and_made_anew(home: Home, name: str) -> None
     assert home.load()[0] == 0
 
 
-def test_damage_behind_what_is_verified_at_the_start_is_noticed_when_it_is_read(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_that_the_start_does_not_see_is_noticed_later(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeromesh.trainer.data.token_cache._CHECKED_AT_ONCE", 65536)
     home.load()
     (entry,) = home.entries
@@ -144,9 +140,8 @@ def test_damage_behind_what_is_verified_at_the_start_is_noticed_when_it_is_read(
     count, loaded = home.load()
     assert count == 0
     assert len(loaded.train[0]["input_ids"]) == 16
-    with pytest.raises(
-        DataError, match=r"tokens.bin' is damaged at byte 65,536; start again, and the text is tokenised anew"
-    ):
+    said = r"tokens.bin' is damaged at byte 65,536; start again, and the text is tokenised anew"
+    with pytest.raises(DataError, match=said):
         loaded.train[70_000 // 16]
     assert home.load()[0] == 20
 

@@ -41,11 +41,9 @@ def _add(batch: RunningBatch, request: Request) -> None:
     batch.add(request, ModelSettings(batch._module, None).for_request(request.fields, len(request.tokens)))
 
 
-def _run(
-    model: Any, batch: RunningBatch, requests: list[Request], *, eager: bool, draw: random.Random
-) -> dict[int, Any]:
+def _run(model: Any, batch: RunningBatch, all_: list[Request], *, eager: bool, draw: random.Random) -> dict[int, Any]:
     """Let requests come in at random times, and collect what is made of them."""
-    coming, made = list(requests), {request.number: ([], [], None) for request in requests}
+    coming, made = list(all_), {request.number: ([], [], None) for request in all_}
     most = 0
     while coming or batch.busy:
         while coming and draw.random() < 0.4:
@@ -191,9 +189,7 @@ def test_what_cannot_join_a_running_batch_is_named() -> None:
         ([10], 1, 1),
     ],
 )
-def test_prompts_of_up_to_twice_a_length_join_together_within_the_cache(
-    lengths: list[int], cache_tokens: int, rows: int
-) -> None:
+def test_prompts_up_to_twice_a_length_join_within_the_cache(lengths: list[int], cache_tokens: int, rows: int) -> None:
     batch = _batch(_model("full"), rows=8, prefill_tokens=1000, cache_tokens=cache_tokens)
     for number, length in enumerate(lengths):
         fields = {"max_new_tokens": 6, "eos_token_id": -1}

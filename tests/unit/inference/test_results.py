@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
+from tests.support.plain import calling
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer import Trainer
-from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.inference.journal import SUFFIX, ResultJournal
 from zeromesh.trainer.trackers.backends import RowPosition, TrackedRow, WandbTracker
@@ -26,7 +26,6 @@ def _row(number: int) -> dict[str, object]:
 
 
 def _journal(out: Path, count: int, *numbers: int) -> ResultJournal:
-    """A journal of a generation with so many results, some of which are there."""
     journal = ResultJournal(out, "abc", count)
     for number in numbers:
         journal.add(_row(number))
@@ -156,23 +155,18 @@ def test_a_file_of_prompts_at_evaluations(tmp_path: Path, capsys: pytest.Capture
     with Trainer(config=configured(tmp_path, run)) as trainer:
         trainer.fit()
         lines = [json.loads(line) for line in (trainer.run_directory / "samples.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["prompt"]) for line in lines] == [
-        (n, p) for n in (1, 2) for p in ("2 times", "[50, 32]")
-    ]
+    wanted = [(step, prompt) for step in (1, 2) for prompt in ("2 times", "[50, 32]")]
+    assert [(line["step"], line["prompt"]) for line in lines] == wanted
     assert f"step 2: '2 times' goes on {lines[2]['completion']!r}" in capsys.readouterr().out
-
-
-class ReadsSamples(Callback):
-    def on_save(self, trainer: Trainer, step: int) -> None:
-        self.seen = [json.loads(line)["step"] for line in (trainer.run_directory / "samples.jsonl").open()]
 
 
 def test_samples_of_a_step_are_there_when_it_is_saved(tmp_path: Path) -> None:
     run = {"prompts": ["2"], "prompts_every": 1, "max_steps": 1, "generation": {"max_new_tokens": 1}}
-    reads = ReadsSamples()
+    seen: list[str] = []
+    reads = calling(on_save=lambda trainer, step: seen.append((trainer.run_directory / "samples.jsonl").read_text()))
     with Trainer(config=configured(tmp_path, run, checkpoint={"every_steps": 1}), callbacks=[reads]) as trainer:
         trainer.fit()
-    assert reads.seen == [1]
+    assert [json.loads(line)["step"] for line in seen[-1].splitlines()] == [1]
 
 
 @pytest.mark.parametrize(

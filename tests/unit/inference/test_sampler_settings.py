@@ -91,9 +91,7 @@ def test_right_settings_generate(generator: Generator, fields: dict[str, Any]) -
     assert generator.generate([[1, 2]], **{"max_new_tokens": 2, **fields})[0].new_tokens == 2
 
 
-def test_a_generator_and_a_sharded_model_give_their_weights_as_a_trainer_does(
-    generator: Generator, folder: Path, tmp_path: Path
-) -> None:
+def test_a_generator_and_a_sharded_model_give_their_weights(generator: Generator, folder: Path, tmp_path: Path) -> None:
     wanted = LlamaForCausalLM.from_pretrained(folder).state_dict()
     sharded, _ = shard(LlamaForCausalLM.from_pretrained(folder))
     for number, model in enumerate((generator, placed_of(sharded))):
@@ -114,9 +112,7 @@ def test_a_generator_and_a_sharded_model_give_their_weights_as_a_trainer_does(
         closed.check_weights()
 
 
-def test_an_error_of_the_form_of_the_hub_ends_the_call_that_streams_weights(
-    generator: Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_hub_s_form_ends_the_stream(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     left = []
 
     @contextmanager
@@ -163,10 +159,8 @@ def test_a_model_s_own_settings_are_refused_at_the_start(tmp_path: Path, capsys:
     prompts.write_text('{"input_ids": [1]}\n')
     for own in ({"do_sample": True, "top_k": -1}, {"temperature": "hot"}, {"suppress_tokens": [10**6]}):
         (tmp_path / "m" / "generation_config.json").write_text(json.dumps(own))
-        for words in (
-            ["serve", "--port", "0", str(tmp_path / "m")],
-            ["generate", str(tmp_path / "m"), "--prompts", str(prompts)],
-        ):
+        model = str(tmp_path / "m")
+        for words in (["serve", "--port", "0", model], ["generate", model, "--prompts", str(prompts)]):
             assert main(words) == 2, own
             said = capsys.readouterr().err
             assert "generation_config.json" in said, said

@@ -65,8 +65,6 @@ class Repeating:
 
 
 class _Tokens(ByteTokenizer):
-    """Bytes, with a template."""
-
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
         return list("".join(f"{message['role']}:{message['content']};" for message in messages).encode())
 
@@ -124,10 +122,7 @@ def test_completions(scene: Scene) -> None:
 
 
 def test_chat(scene: Scene) -> None:
-    messages: Any = [
-        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-        {"role": "assistant", "content": "x"},
-    ]
+    messages: Any = [USER | {"content": [{"type": "text", "text": "Hi"}]}, {"role": "assistant", "content": "x"}]
     made = scene.client.chat.completions.create(model="repeater", messages=messages, max_tokens=6, logprobs=True)
     assert made.choices[0].message.content == "naïve"
     assert len(made.choices[0].logprobs.content or []) == 6
@@ -186,9 +181,8 @@ def test_a_parser_of_answers_loses_nothing_at_the_end(scene: Scene, monkeypatch:
         assert said.model_extra["reasoning_content"] == text[: text.index(",")]
 
 
+ASK, USER = {"prompt": "a"}, {"role": "user"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
-
-
 NESTED: dict[str, Any] = {}
 for _ in range(300):
     NESTED = {"x": NESTED}
@@ -208,12 +202,7 @@ CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argum
         ("completions", {}, 400, "prompt: Field required"),
         ("completions", {"prompt": 3}, 400, "prompt.str: Input should be a valid string"),
         ("completions", {"prompt": "a", "n": 2}, 400, "n: Input should be 1"),
-        (
-            "completions",
-            {"prompt": "a", "max_tokens": -1},
-            400,
-            "max_tokens: Input should be greater than or equal to 1",
-        ),
+        ("completions", {**ASK, "max_tokens": -1}, 400, "max_tokens: Input should be greater than or equal to 1"),
         ("completions", {"prompt": "a", "max_tokens": 10**30}, 400, "too many"),
         ("completions", {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens: Input should be a valid integer"),
         ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature: Input should be less than or equal to 2"),
@@ -224,12 +213,7 @@ CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argum
         ("completions", {"prompt": "a" * (1 << 20)}, 413, "the body has more than 1048576 bytes"),
         ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
         ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages.0.role: Field required"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            400,
-            "messages.0.content",
-        ),
+        ("chat/completions", {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
         ("chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs: Input should be 0"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "tool_calls": [3]}]}, 400, "messages.0.tool_calls"),
         ("chat/completions", {**CHAT, "tools": [NESTED]}, 400, "Invalid JSON"),
@@ -314,19 +298,24 @@ def test_an_error_that_nobody_foresaw_is_json_too(scene: Scene, monkeypatch: pyt
     assert found.headers["Connection"] == "close"
 
 
+LONG = {"prompt": "a", "max_tokens": 2000}
+
+
+def posted(more: int = 0, **fields: Any) -> bytes:
+    """A request as it is sent, which promises so many bytes more."""
+    body = json.dumps(LONG | fields)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body) + more}\r\n\r\n"
+    return f"{head}{body}".encode()
+
+
 def test_a_client_that_leaves_frees_its_slot() -> None:
     with Scene(seconds=0.01) as scene:
-        with scene.http.stream(
-            "POST", "/v1/completions", json={"prompt": "a", "max_tokens": 2000, "stream": True}
-        ) as got:
+        with scene.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as got:
             next(got.iter_lines())
             scene.until(1)
         scene.until(0)
-        body = json.dumps({"prompt": "a", "max_tokens": 2000})
         with scene.line() as line:
-            line.sendall(
-                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-            )
+            line.sendall(posted())
             scene.until(1)
         scene.until(0)
 
@@ -338,12 +327,10 @@ def _all_of(line: socket.socket) -> bytes:
 
 def test_a_client_that_leaves_at_once_frees_its_slot(capfd: pytest.CaptureFixture[str]) -> None:
     with Scene(seconds=0.01) as scene:
-        body = json.dumps({"prompt": "a", "max_tokens": 2000, "stream": True})
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
-        for text in (f"{head}{len(body)}\r\n\r\n{body}", f"{head}{len(body) + 1}\r\n\r\n{body}"):
+        for sent in (posted(stream=True), posted(1, stream=True)):
             for _ in range(4):
                 with scene.line() as line:
-                    line.sendall(text.encode())
+                    line.sendall(sent)
                     line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         time.sleep(0.2)
         scene.until(0)
@@ -443,9 +430,7 @@ ORIGINS = ("http://localhost", "http://evil.example")
         ),
     ],
 )
-def test_headers_of_web_pages_and_such_as_are_there_twice_are_refused(
-    scene: Scene, headers: list[tuple[str, str]], status: int, code: str
-) -> None:
+def test_foreign_and_repeated_headers(scene: Scene, headers: list[tuple[str, str]], status: int, code: str) -> None:
     found = scene.http.post("/v1/completions", content=b"{}", headers=headers)
     error = found.json()["error"]
     assert (found.status_code, error["code"], "more than once" in error["message"]) == (status, code, status == 400)

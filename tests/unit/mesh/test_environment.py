@@ -111,18 +111,6 @@ def test_ports_follow_the_job_and_the_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "needed"),
-    [
-        (without(BARE, "SLURM_NTASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE"),
-        (SPREAD, "MASTER_ADDR"),  # over several hosts
-    ],
-)
-def test_what_cannot_be_told_is_asked_for(environ: dict[str, str], needed: str) -> None:
-    with pytest.raises(ConfigError, match=needed):
-        read_environment(environ)
-
-
-@pytest.mark.parametrize(
     ("environ", "missing"),
     [
         (without(TORCHRUN, "WORLD_SIZE", "MASTER_ADDR"), ["WORLD_SIZE", "MASTER_ADDR"]),
@@ -160,9 +148,12 @@ def test_half_an_environment_names_what_is_missing(environ: dict[str, str], miss
         (SLURM | {"SLURM_STEP_NODELIST": "node[01"}, "cannot be read; set MASTER_ADDR"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "tasks per node 'two'"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, "SLURM_NODEID is 1"),
+        # What cannot be told is asked for.
+        (without(BARE, "SLURM_NTASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE"),
+        (SPREAD, "MASTER_ADDR"),  # over several hosts
     ],
 )
-def test_contradictions_are_refused(environ: dict[str, str], message: str) -> None:
+def test_contradictions_and_gaps_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_environment(environ)
 

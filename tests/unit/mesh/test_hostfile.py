@@ -74,8 +74,6 @@ PIECES = st.one_of(
 
 
 class Printed(Output):
-    """What would be printed, as it is put."""
-
     def __init__(self) -> None:
         self.lines: list[tuple[int, str]] = []
 
@@ -115,9 +113,7 @@ def launch(*words: str) -> int:
     return main(["launch", "--hostfile", "hosts", "run.yaml", *words])
 
 
-def test_a_dry_run_prints_commands_that_this_command_understands(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_dry_run_says(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hush")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     given = ("--port", "23456", "--env", "HF_TOKEN", "--env", "MORE=quiet", "run.seed=3", "run.name=a-b")
@@ -126,10 +122,8 @@ def test_a_dry_run_prints_commands_that_this_command_understands(
     assert not [secret for secret in ("hush", "quiet") if secret in said]
     *commands, last = said.splitlines()
     assert last.endswith(": HF_TOKEN, MORE, OMP_NUM_THREADS")
-    assert [shlex.split(command)[:4] for command in commands] == [
-        ["ssh", "-p", "2222", "gpu1"],
-        ["ssh", "-p", "2222", "me@gpu2"],
-    ]
+    begin = ["ssh", "-p", "2222"]
+    assert [shlex.split(command)[:4] for command in commands] == [[*begin, "gpu1"], [*begin, "me@gpu2"]]
     for command, ranks in zip(commands, ("0 to 3", "4 to 5"), strict=True):
         assert command.endswith(f"    # ranks {ranks} of 6, which meet at gpu1:23456")
         remote = shlex.split(command)[4]
@@ -177,9 +171,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 
 @pytest.mark.parametrize("loopback", [False, True])
 @pytest.mark.parametrize("addresses", [["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.1", "10.0.0.2"]])
-def test_the_interface_is_the_one_that_leads_to_the_others(
-    monkeypatch: pytest.MonkeyPatch, addresses: list[str], loopback: bool
-) -> None:
+def test_an_interface_leads_to_others(monkeypatch: pytest.MonkeyPatch, addresses: list[str], loopback: bool) -> None:
     """Ranks have an address each; a master's own name may lead to its loopback."""
     monkeypatch.setattr(network_interfaces, "by_address", lambda: {each: f"to {each}" for each in addresses})
     stored: dict[str, str] = {}

@@ -138,9 +138,7 @@ def test_ranks_run_through_hosts_and_islands(places: list[ProcessLocation]) -> N
     assert order[0] == 0
     placed = [places[each] for each in order]
     for key in (lambda place: place.host, lambda place: (place.host, place.island)):
-        runs = [
-            key(place) for number, place in enumerate(placed) if not number or key(placed[number - 1]) != key(place)
-        ]
+        runs = [each for each, _ in itertools.groupby(map(key, placed))]
         assert len(runs) == len(set(runs))
     assert rank_order(placed) == tuple(range(len(places))), "a second time changes nothing"
 

@@ -137,11 +137,7 @@ def test_a_host_whose_lines_are_not_its_own_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_host_refuses_nonsense_of_the_launching_side(said: dict[str, Any], named: str) -> None:
-    assert named in refusal(lambda: Follower(ALONE, 1, bool, not_called)._take(said))
-
-
-def not_called() -> LauncherConnection:
-    raise NotImplementedError
+    assert named in refusal(lambda: Follower(ALONE, 1, bool, lambda: pytest.fail("no leader is asked"))._take(said))
 
 
 @pytest.mark.parametrize("said", [{"variables": {"LD_PRELOAD": "evil.so"}}, {"signal": 9}])
@@ -189,10 +185,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def leading(
-    nodes: Nodes, notify: Callable[[str], object] = lambda line: None
-) -> Iterator[tuple[Leader, threading.Thread]]:
-    """A leader, and the thread in which it waits for others."""
+def leading(nodes: Nodes, notify: Callable[[str], object] = print) -> Iterator[tuple[Leader, threading.Thread]]:
     stop = threading.Event()
     leader = Leader(nodes, 1, notify, stop.is_set)
     waiting = threading.Thread(target=leader.first_start)

@@ -60,9 +60,7 @@ def test_simulating_takes_as_long_per_action_whatever_the_schedule(name: str) ->
 
 
 @pytest.mark.parametrize("axes", [("shard",), ("replicate", "shard"), ("pipeline",), ("tensor",)])
-def test_ranks_number_groups_alike_without_making_those_of_others(
-    axes: tuple[Axis, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_number_groups_alike_and_make_their_own(axes: tuple[Axis, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every rank had called torch for every group, which names it by how many came before."""
     shape, world = MeshShape(pipeline=2, replicate=3, shard=2, tensor=2), SimpleNamespace(group_count=0)
     default = SimpleNamespace(bound_device_id=None)
@@ -93,8 +91,6 @@ def test_a_shard_looks_at_its_own_parameters() -> None:
 
 
 class CountingStore(dict[str, str]):
-    """A store that knows how often it was asked."""
-
     asked = 0
     set = dict.__setitem__
 

@@ -11,6 +11,7 @@ import transformers as tf
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests.support.architectures import on_meta, small_model
 from zeromesh.errors import ConfigError, DataError, PhaseError
@@ -66,16 +67,6 @@ def built(name: str, **changes: Any) -> Any:
 def model_of(name: str) -> Any:
     torch.manual_seed(0)
     return built(name).double().eval()
-
-
-def own_class(cls: Any) -> Any:
-    """A tiny model of a user's own class."""
-    return cls(built("llama").config)
-
-
-def classifier(labels: int, head: Any = "sequence_classification") -> Any:
-    torch.manual_seed(0)
-    return small_model("bert", head, vocab_size=90, num_labels=labels).eval()
 
 
 def batch_of(*, masked: bool = True) -> dict[str, torch.Tensor]:
@@ -229,65 +220,42 @@ def test_the_head_computes_inside_its_own_call() -> None:
     assert all(bool(torch.isfinite(gradient).all()) for gradient in grads.values())
 
 
-class Capped(tf.LlamaForCausalLM):
-    """A user's own class with the same loss and other logits."""
-
-    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits = 30 * torch.tanh(output.logits / 30)
-        if labels is not None:
-            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
-        return output
+CAPPED = "loss: cross entropy in chunks of tokens, of logits changed by a factor of 1, capped at 30, equal"
+NO_MEAN = "neither labels nor shifted labels"
 
 
-class Smoothed(tf.LlamaForCausalLM):
-    """Adds a term to the loss that the chunked head does not see."""
+@pytest.mark.parametrize(
+    ("logits", "loss", "kind", "words"),
+    [
+        (lambda logits: 30 * torch.tanh(logits / 30), None, "labels", CAPPED),
+        # One by one, and neither by a factor nor by a cap.
+        (lambda logits: logits / (1 + logits.square()).sqrt(), None, "labels", ""),
+        # A term that the chunked head does not see.
+        (None, lambda output, labels: output.loss + 1e-6 * output.logits.square().mean(), "labels", ""),
+        # A sum where the library has a mean.
+        (None, lambda output, labels: output.loss * (labels[:, 1:] != -100).sum(), "examples", NO_MEAN),
+    ],
+    ids=["cap", "roots", "term", "sum"],
+)
+def test_the_loss_of_a_users_own_class(logits: Any, loss: Any, kind: str, words: str) -> None:
+    """It changes its logits, or makes another loss of the same ones."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        if output.loss is not None:
-            output.loss = output.loss + 1e-6 * output.logits.square().mean()
-        return output
+    class Own(tf.LlamaForCausalLM):
+        def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(*args, labels=labels if loss else None, **kwargs)
+            if logits:
+                output.logits = logits(output.logits)
+            if labels is not None and logits:
+                output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
+            elif labels is not None:
+                output.loss = loss(output, labels)
+            return output
 
-
-class Summed(tf.LlamaForCausalLM):
-    """A sum where the library has a mean."""
-
-    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
-        output = super().forward(*args, labels=labels, **kwargs)
-        if labels is not None:
-            output.loss = output.loss * (labels[:, 1:] != -100).sum()
-        return output
-
-
-class Rooted(tf.LlamaForCausalLM):
-    """Changes its logits one by one, and neither by a factor nor by a cap."""
-
-    def forward(self, *args: Any, labels: Any = None, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits / (1 + output.logits.square()).sqrt()
-        if labels is not None:
-            output.loss = self.loss_function(output.logits, labels, self.config.vocab_size)
-        return output
-
-
-def test_a_users_own_cap_is_found() -> None:
-    (note,) = make_loss(own_class(Capped)).notes
-    assert note.startswith(
-        "loss: cross entropy in chunks of tokens, of logits changed by a factor of 1, capped at 30, equal"
-    )
-
-
-@pytest.mark.parametrize("cls", [Rooted, Smoothed])
-def test_other_losses_are_found_unequal(cls: Any) -> None:
-    loss = make_loss(own_class(cls))
-    assert "in chunks of tokens" not in str(loss.notes), loss.notes
-
-
-def test_a_loss_that_is_no_mean_over_labels_is_not_called_one() -> None:
-    loss = make_loss(own_class(Summed))
-    assert loss.kind == "examples"
-    assert "neither labels nor shifted labels" in loss.notes[0]
+    found = make_loss(Own(built("llama").config))
+    assert found.kind == kind
+    assert ("in chunks of tokens" in str(found.notes)) == (words == CAPPED)
+    assert words in found.notes[0]
+    assert words != CAPPED or [note.startswith(CAPPED) for note in found.notes] == [True]
 
 
 def test_a_replaced_loss_function_is_respected() -> None:
@@ -310,6 +278,21 @@ def test_the_trial_leaves_no_trace() -> None:
     assert examine(built("gpt2", resid_pdrop=0.5, attn_pdrop=0.5)).route == "loss_function"
 
 
+class NearlyItsOwnLoss(tf.LlamaForCausalLM):
+    factor = 1.0
+
+    @property
+    def loss_function(self) -> Any:
+        return lambda *arguments, **named: ForCausalLMLoss(*arguments, **named) * self.factor
+
+
+@pytest.mark.parametrize(("factor", "taken"), [(1.0, True), (1 + 1e-8, False)])
+def test_the_chunked_head_stands_for_no_loss_that_differs_by_more_than_rounding(factor: float, taken: bool) -> None:
+    kind = type("Nearly", (NearlyItsOwnLoss,), {"factor": factor})
+    model = kind(tf.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1))
+    assert (examine(model).route is not None) is taken
+
+
 @pytest.mark.parametrize(
     ("classes", "head", "labels", "count"),
     [
@@ -318,10 +301,10 @@ def test_the_trial_leaves_no_trace() -> None:
         (1, "sequence_classification", torch.tensor([0.5, 1.0, -2.0]), 3),
     ],
 )
-def test_classifiers_count_labels_and_regression_elements(
-    classes: int, head: str, labels: torch.Tensor, count: int
-) -> None:
-    model, ids = classifier(classes, head), batch_of()["input_ids"]
+def test_classifiers_count_labels_or_elements(classes: int, head: str, labels: torch.Tensor, count: int) -> None:
+    torch.manual_seed(0)
+    model: Any = small_model("bert", head, vocab_size=90, num_labels=classes).eval()  # type: ignore[arg-type]
+    ids = batch_of()["input_ids"]
     loss = make_loss(model)
     assert loss.count({"input_ids": ids, "labels": labels}) == count
     logits = model(input_ids=ids).logits.flatten(0, -2)

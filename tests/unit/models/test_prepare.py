@@ -6,6 +6,7 @@ Flash attention has no CPU kernel: a stand-in has transformers' own function cal
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,13 +25,6 @@ from zeromesh.errors import ConfigError
 from zeromesh.offload import accelerator
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.models import prepare
-from zeromesh.trainer.models.prepare import (
-    _KEPT_OPERATORS,
-    add_document_boundaries,
-    keep_attributes,
-    use_attention,
-    use_float8_linear,
-)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 STAND_IN = "stand_in_for_flash"
@@ -57,17 +51,17 @@ def test_what_cannot_be_had_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(prepare, "is_kernels_available", lambda: packages)
     with pytest.raises(ConfigError, match=words):
-        use_attention(llama(), name, compute, device)
+        prepare.use_attention(llama(), name, compute, device)
 
 
 def test_the_choice_is_made_and_undone() -> None:
     model = llama()
-    undo = use_attention(model, "eager", torch.float32, CPU)
+    undo = prepare.use_attention(model, "eager", torch.float32, CPU)
     assert model.model.layers[0].self_attn.config._attn_implementation == "eager"
     undo()
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(ConfigError, match="no model of transformers"):
-        use_attention(torch.nn.Linear(2, 2), "eager", torch.float32, CPU)
+        prepare.use_attention(torch.nn.Linear(2, 2), "eager", torch.float32, CPU)
     with pytest.raises(ConfigError, match=r"allowed .*eager.*sdpa.*flash_attention_2.*flash_attention_3.*flex"):
         load_config({"model": {"attention": "fast"}})
 
@@ -99,12 +93,8 @@ def by_documents(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float,
         assert told["max_length_q"] == told["max_length_k"] == int(ends.diff().max())
         SEEN.append(len(ends) - 1)
     flat = [each.transpose(1, 2).reshape(rows * length, -1, size).transpose(0, 1) for each in (q, k, v)]
-    parts = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *(each[None, :, start:end] for each in flat), is_causal=True, scale=scaling
-        )
-        for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
-    ]
+    cut = [[each[None, :, start:end] for each in flat] for start, end in pairwise(ends.tolist())]
+    parts = [nn.functional.scaled_dot_product_attention(*each, is_causal=True, scale=scaling) for each in cut]
     return torch.cat(parts, dim=2)[0].transpose(0, 1).reshape(rows, length, heads, size), None
 
 
@@ -142,9 +132,9 @@ def test_batches_without_packed_documents_stay_as_they_are() -> None:
     flash = SimpleNamespace(_attn_implementation="flash_attention_2")
     model = llama()
     batch = {"position_ids": POSITIONS}
-    assert add_document_boundaries(model, batch) is batch  # sdpa
+    assert prepare.add_document_boundaries(model, batch) is batch  # sdpa
     object.__setattr__(model, "config", flash)
-    told = partial(add_document_boundaries, model)
+    told = partial(prepare.add_document_boundaries, model)
     for other in (
         {"input_ids": POSITIONS},
         {"position_ids": POSITIONS[1:]},
@@ -157,7 +147,9 @@ def test_batches_without_packed_documents_stay_as_they_are() -> None:
 
 
 def test_selective_recomputation_keeps_results_of_flash_attention() -> None:
-    assert {"flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"} <= set(_KEPT_OPERATORS)
+    assert {"flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"} <= set(
+        prepare._KEPT_OPERATORS
+    )
 
 
 IDS = torch.arange(44).reshape(2, 22) % 64
@@ -224,8 +216,8 @@ def test_layers_compute_as_those_of_torchao_and_keep_their_names(torchao: Module
             if type(child) is nn.Linear:
                 config = torchao.Float8LinearConfig(pad_inner_dim=True)
                 setattr(parent, name, torchao.convert_to_float8_training(nn.ModuleList([child]), config=config)[0])
-    names, put_back = list(model.state_dict()), keep_attributes(model)
-    assert use_float8_linear(model, CPU) == "products: 14 of 15 linear layers multiply in float8, by torchao"
+    names, put_back = list(model.state_dict()), prepare.keep_attributes(model)
+    assert prepare.use_float8_linear(model, CPU) == "products: 14 of 15 linear layers multiply in float8, by torchao"
     assert list(model.state_dict()) == names
     assert "forward" not in vars(model.lm_head)
     found = losses(model, sgd(model))
@@ -248,13 +240,13 @@ def test_stages_compute_alike() -> None:
 @pytest.mark.usefixtures("torchao")
 def test_a_model_without_layers_of_such_sizes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"precision\.linear: Linear has no .* multiples of 16"):
-        use_float8_linear(nn.Linear(20, 16), CPU)
+        prepare.use_float8_linear(nn.Linear(20, 16), CPU)
 
 
 def test_a_missing_package_is_named(torchao: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(ConfigError, match="pip install torchao"):
-        use_float8_linear(wide_llama(), CPU)
+        prepare.use_float8_linear(wide_llama(), CPU)
 
 
 def test_a_run_on_the_cpu_is_refused() -> None:

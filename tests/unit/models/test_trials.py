@@ -28,12 +28,7 @@ def packed(kind: str, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [
-        ("llama", KV),
-        ("gpt2", {}),
-        ("gemma2", {**KV, "sliding_window": 4}),
-        ("mixtral", {**KV, **EXPERTS}),
-    ],
+    [("llama", KV), ("gpt2", {}), ("gemma2", {**KV, "sliding_window": 4}), ("mixtral", {**KV, **EXPERTS})],
 )
 def test_what_keeps_documents_apart_passes(kind: str, fields: dict[str, Any]) -> None:
     require_separate_documents(packed(kind, **fields))
@@ -102,11 +97,6 @@ def _trocr() -> nn.Module:
     return tf.VisionEncoderDecoderModel(tf.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder))
 
 
-def _of_class(kind: type[nn.Module], like: nn.Module) -> nn.Module:
-    with torch.device("meta"):
-        return kind(like.config)
-
-
 class WholeGate(nn.Module):
     """What comes before the down projection, made by a layer of which no plan knows."""
 
@@ -118,13 +108,6 @@ class WholeGate(nn.Module):
         return self.down_proj(self.widen(hidden))
 
 
-class LlamaOfAnotherMLP(tf.LlamaForCausalLM):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        for layer in self.model.layers:
-            layer.mlp = WholeGate()
-
-
 class SoftMLP(nn.Module):
     """An MLP by its shape, whose activation sees all features at once."""
 
@@ -134,13 +117,6 @@ class SoftMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(self.up(hidden).softmax(-1))
-
-
-class SoftGPT2(tf.GPT2LMHeadModel):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        for block in self.transformer.h:
-            block.mlp = SoftMLP()
 
 
 class First(nn.Module):
@@ -160,19 +136,25 @@ class ScaledMLP(nn.Module):
         return self.down(hidden) * (1 + self.first(hidden))
 
 
-class ScaledGPT2(tf.GPT2LMHeadModel):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        for block in self.transformer.h:
-            block.mlp = ScaledMLP()
+def _of(base: Any, mlp: type[nn.Module] | None, like: nn.Module) -> nn.Module:
+    """A model of a class, or of one of its own with other MLPs."""
+
+    class OtherMLPs(base):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for block in [each for each in self.modules() if hasattr(each, "mlp")]:
+                block.mlp = mlp()
+
+    with torch.device("meta"):
+        return OtherMLPs(like.config) if mlp else base(like.config)
 
 
-def _gpt2(kind: type[nn.Module] = tf.GPT2LMHeadModel) -> nn.Module:
-    return _of_class(kind, _model("gpt2", num_hidden_layers=3, bos_token_id=0, eos_token_id=0))
+def _gpt2(mlp: type[nn.Module] | None = None) -> nn.Module:
+    return _of(tf.GPT2LMHeadModel, mlp, _model("gpt2", num_hidden_layers=3, bos_token_id=0, eos_token_id=0))
 
 
-def _llama(kind: type[nn.Module] = tf.LlamaForCausalLM) -> nn.Module:
-    return _of_class(kind, _model("llama", num_key_value_heads=2))
+def _llama(mlp: type[nn.Module] | None = None) -> nn.Module:
+    return _of(tf.LlamaForCausalLM, mlp, _model("llama", num_key_value_heads=2))
 
 
 def _big_bird() -> nn.Module:
@@ -206,13 +188,13 @@ def test_attention_and_mlps_are_recognised_and_equal(model: Any, divided: int) -
 @pytest.mark.parametrize(
     ("model", "rules", "message"),
     [
-        (lambda: _gpt2(SoftGPT2), {}, r"parallel\.tensor: .*transformer\.h\.0\.mlp\.down, a Linear, computes something"),
-        (lambda: _gpt2(ScaledGPT2), {}, r"transformer\.h\.0\.mlp\.first, a First, computes something else"),
+        (lambda: _gpt2(SoftMLP), {}, r"parallel\.tensor: .*transformer\.h\.0\.mlp\.down, a Linear, computes something"),
+        (lambda: _gpt2(ScaledMLP), {}, r"transformer\.h\.0\.mlp\.first, a First, computes something else"),
         (_llama, {"*.gate_proj": "replicate"}, r"parallel\.plan: .*layers\.0\.mlp, a LlamaMLP, cannot compute its part \("),
         (_llama, {"*.input_layernorm": "replicated_with_grad_allreduce"}, r"input_layernorm, .* another gradient of its weight"),
         (_big_bird, {}, r"forward puts a BigBirdSelfAttention in the place of bert\.encoder\.layer\.\*\.attention\.self"),
         (lambda: _model("ctrl", dff=44), {}, r"multi_head_attention\.Wk, a RowParallelLinear, cannot compute its part"),
-        (lambda: _llama(LlamaOfAnotherMLP), {}, r"mlp\.down_proj, a RowParallelLinear, .* has 22 of them here, and gets 44"),
+        (lambda: _llama(WholeGate), {}, r"mlp\.down_proj, a RowParallelLinear, .* has 22 of them here, and gets 44"),
     ],
     ids=[
         "softmax", "right on one rank", "one of two", "a sum of whole gradients", "other modules in forward", "names of its own",

@@ -68,8 +68,6 @@ def small_tiers(stripes: int, *, checksums: bool, piece: int = 2 * BLOCK) -> Ite
 
 
 def refusing(number: int) -> Callable[..., int]:
-    """A call of the system that fails."""
-
     def refused(*_: object) -> int:
         raise OSError(number, os.strerror(number))
 

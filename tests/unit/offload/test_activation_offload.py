@@ -225,12 +225,9 @@ def test_a_tensor_changed_later_was_copied(store: ActivationStore) -> None:
 
 def test_hooks_of_any_operation(store: ActivationStore) -> None:
     gradients = []
-    for hooks in (
-        saved_tensors_hooks(lambda t: t, lambda t: t),
-        saved_tensors_hooks(partial(packed, store), store.unpack),
-    ):
+    for pack, unpack in ((lambda t: t, lambda t: t), (partial(packed, store), store.unpack)):
         leaf = torch.linspace(0, 1, 6000).requires_grad_()
-        with hooks:
+        with saved_tensors_hooks(pack, unpack):
             out = (leaf * leaf).exp().sin().prod()
         gradients.append(torch.autograd.grad(out, leaf, retain_graph=True)[0])
         gradients.append(torch.autograd.grad(out, leaf)[0])
@@ -276,10 +273,7 @@ def test_only_the_inputs_of_blocks_are_kept(mode: Mode, store: ActivationStore, 
 @pytest.mark.parametrize(
     ("choice", "away"),
     [
-        *(
-            (TierChoice(tier="file", fraction=fraction), away)
-            for fraction, away in ((1, 10), (0.7, 7), (0.75, 8), (0.04, 1))
-        ),
+        *((TierChoice(tier="file", fraction=part), away) for part, away in ((1, 10), (0.7, 7), (0.75, 8), (0.04, 1))),
         (TierChoice(tier="host", fraction=0.5), 5),  # Host and device of a CPU are one memory.
     ],
 )
@@ -295,22 +289,15 @@ def test_the_last_blocks_stay(choice: TierChoice, away: int, store: ActivationSt
     loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("hidden", "same"),
-    [
-        (lambda: computed(8, 8), True),
-        (lambda: computed(8, 8).t(), False),
-        (lambda: computed(9, 7)[1:], False),  # not aligned as memory of its own is
-    ],
-)
-def test_a_block_computes_with_what_it_will_get_again(hidden: Any, same: bool, tiers: Tiers) -> None:
+@pytest.mark.parametrize("how", ["whole", "turned", "not aligned as memory of its own is"])
+def test_a_block_computes_with_what_it_will_get_again(how: str, tiers: Tiers) -> None:
     block, seen = Scaled(nn.Parameter(torch.rand(1))), []
-    given = hidden()
+    given = {"whole": computed(8, 8), "turned": computed(8, 8).t()}.get(how, computed(9, 7)[1:])
     forward = block.forward
     block.forward = lambda x: seen.append((x.data_ptr(), x.stride(), x.data_ptr() % 64)) or forward(x)  # type: ignore[method-assign]
     enable_activation_checkpointing(block, "block", blocks=[block], store=ActivationStore(tiers, FILE))
     block(given).sum().backward()
-    assert (seen[0][0] == given.data_ptr()) == same  # and is not copied before it is copied
+    assert (seen[0][0] == given.data_ptr()) == (how == "whole")  # and is not copied before it is copied
     assert seen[0][1:] == seen[1][1:]
 
 
@@ -342,17 +329,13 @@ def test_memory_is_lower_by_what_is_kept(tmp_path: Path) -> None:
         before = resident_bytes()
         Path("/proc/self/clear_refs").write_text("5")
         net(given).backward()
-        peaks.append(_high_water() - before)
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peaks.append(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 - before)
         tiers.close()
     inputs = blocks * nbytes
     assert peaks[0] > inputs - (1 << 20)  # The kernel counts resident pages up to a few of them late.
     # One is being written while another waits; backward has one and the next one.
     assert peaks[1] < peaks[0] - inputs + 4.5 * nbytes, peaks
-
-
-def _high_water() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
 
 
 def test_few_are_on_their_way_at_a_time(store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +382,13 @@ def test_no_room_is_taken_where_nothing_will_be_computed_again(store: Activation
     assert kept(tiers, Tier.FILE) == 0
 
 
+def check_twice(net: Wide) -> None:
+    """The gradients are twice those of one backward."""
+    once = wide(None)
+    once(INPUT).backward()
+    assert all(torch.equal(p.grad, 2 * q.grad) for p, q in zip(net.parameters(), once.parameters(), strict=True))
+
+
 def test_graphs_that_are_dropped_give_their_room_back(store: ActivationStore, tiers: Tiers) -> None:
     net = wide(store)
     for _ in range(3):
@@ -409,14 +399,7 @@ def test_graphs_that_are_dropped_give_their_room_back(store: ActivationStore, ti
     assert settled(store, tiers) == 8 * ROOM
     first.backward()
     second.backward()
-    expected = [2 * parameter.grad for parameter in _once().parameters()]
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), expected, strict=True))
-
-
-def _once() -> Wide:
-    net = wide(None)
-    net(INPUT).backward()
-    return net
+    check_twice(net)
 
 
 def test_an_exception_leaves_nothing(store: ActivationStore, tiers: Tiers) -> None:
@@ -446,7 +429,7 @@ def test_backward_twice(store: ActivationStore, tiers: Tiers) -> None:
     loss.backward(retain_graph=True)
     settled(store, tiers)
     loss.backward()
-    assert all(torch.equal(p.grad, 2 * q.grad) for p, q in zip(net.parameters(), _once().parameters(), strict=True))
+    check_twice(net)
 
 
 def test_room_is_used_again_whatever_the_size(store: ActivationStore, tiers: Tiers) -> None:
@@ -494,9 +477,7 @@ def test_reading_begins_before_it_is_asked_for(tiers: Tiers, monkeypatch: pytest
     assert len(reads.began) == 3
 
 
-def test_all_inputs_of_a_block_come_ahead(
-    store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_of_a_block_come_ahead(store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     handles: list[Any] = []
     tensors = [computed(64, 64, seed=seed) for seed in range(4)]
     for pair in (tensors[:2], tensors[2:]):
@@ -522,9 +503,7 @@ def test_what_is_still_here_is_not_read(store: ActivationStore, monkeypatch: pyt
     writes.open()
 
 
-def test_room_is_not_given_away_while_something_moves_there(
-    store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_room_is_kept_while_bytes_move(store: ActivationStore, tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = computed(64, 64, seed=1), computed(64, 64, seed=2)
     with monkeypatch.context() as patch:
         writes = Gate(patch, "write")
@@ -548,24 +527,19 @@ def test_room_is_not_given_away_while_something_moves_there(
 # What goes wrong
 
 
-def shortened(tiers: Tiers) -> None:
-    os.ftruncate(tiers.file()._files[0]._buffered, ROOM)
-
-
-def changed(tiers: Tiers) -> None:
-    tiers.file().write(torch.tensor([120], dtype=torch.uint8), 2 * ROOM + 77)
-
-
 @pytest.mark.parametrize(
     ("damage", "checksums", "said"),
-    [(shortened, False, ""), (shortened, True, ""), (changed, True, "bytes .* are not what was written")],
+    [("shortened", False, ""), ("shortened", True, ""), ("changed", True, "bytes .* are not what was written")],
 )
-def test_a_file_that_was_damaged(damage: Callable[[Tiers], None], checksums: bool, said: str, tmp_path: Path) -> None:
+def test_a_file_that_was_damaged(damage: str, checksums: bool, said: str, tmp_path: Path) -> None:
     with closing(made_tiers(tmp_path, checksums=checksums)) as tiers:
         store = ActivationStore(tiers, FILE)
         loss = wide(store)(INPUT)
         settled(store, tiers)
-        damage(tiers)
+        if damage == "shortened":
+            os.ftruncate(tiers.file()._files[0]._buffered, ROOM)
+        else:
+            tiers.file().write(torch.tensor([120], dtype=torch.uint8), 2 * ROOM + 77)
         with pytest.raises(StorageError, match=LABEL + said):
             loss.backward()
         del loss
@@ -631,9 +605,8 @@ class Changing(nn.Module):
 def test_inputs_that_are_changed_in_place(choice: TierChoice, store: ActivationStore) -> None:
     block = Changing()
     enable_activation_checkpointing(block, "block", blocks=[block], store=store)
-    with pytest.raises(
-        RuntimeError, match=r"\[3, 4\] of torch.float32 .* in place by the block that it is the input of"
-    ):
+    said = r"\[3, 4\] of torch.float32 .* in place by the block that it is the input of"
+    with pytest.raises(RuntimeError, match=said):
         block(computed(3, 4), torch.ones(4))
     block = Scaled(nn.Parameter(torch.ones(4)))  # type: ignore[assignment]
     enable_activation_checkpointing(block, "block", blocks=[block], store=store)
@@ -649,9 +622,6 @@ def test_mistakes_are_named(tmp_path: Path, tiers: Tiers) -> None:
         enable_activation_checkpointing(llama(), "none", store=ActivationStore(tiers, FILE))
     with pytest.raises(StorageError, match="no directory for them is known"):
         ActivationStore(Tiers(device=torch.device("cpu"), ledger=Ledger()), FILE)
-
-
-# Ranges
 
 
 @given(st.data())
@@ -675,9 +645,6 @@ def test_extents_are_apart_and_become_one_again(data: st.DataObject) -> None:
         extents.free(*each)
     assert extents.length_before(length) == length
     assert extents.take(length) == 0
-
-
-# On an accelerator
 
 
 @accelerated

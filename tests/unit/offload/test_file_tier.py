@@ -109,14 +109,12 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
 
 
 def _without_direct(path: str, flags: int) -> int:
-    """Open a file as on a file system without `O_DIRECT`."""
     if flags & os.O_DIRECT:
         raise OSError(errno.EINVAL, "Invalid argument")
     return open_regular(path, flags)
 
 
 def flip(tier: FileTier, offset: int) -> None:
-    """Change a byte of a tier's files."""
     byte = torch.zeros(1, dtype=torch.uint8)
     tier.read(byte, offset)
     tier.write(byte ^ 1, offset)
@@ -159,9 +157,8 @@ class Modelled:
 
 
 def near_blocks(most: int) -> st.SearchStrategy[int]:
-    exact = st.builds(
-        lambda k, by: min(most, max(0, k * BLOCK + by)), st.integers(0, most // BLOCK), st.integers(-1, 1)
-    )
+    blocks = st.integers(0, most // BLOCK)
+    exact = st.builds(lambda k, by: min(most, max(0, k * BLOCK + by)), blocks, st.integers(-1, 1))
     return st.one_of(exact, st.integers(0, most))
 
 
@@ -249,9 +246,7 @@ def test_stripes_of_several_disks_are_moved_at_once(tmp_path: Path, monkeypatch:
     count=near_blocks(9 * BLOCK),
     shift=st.one_of(st.none(), st.integers(0, BLOCK - 1)),
 )
-def test_a_stored_file_is_read_with_a_buffer_only_where_its_blocks_are_no_blocks_of_memory(
-    how: str, begin: int, count: int, shift: int | None
-) -> None:
+def test_only_unaligned_reads_of_a_file_use_a_buffer(how: str, begin: int, count: int, shift: int | None) -> None:
     """Without `shift` the blocks of memory begin where those of the file do."""
     stored = some_bytes(9 * BLOCK + 100, 5)
     end = min(begin + count, stored.numel())
@@ -317,10 +312,9 @@ def test_a_file_is_read_and_written_past_the_page_cache_from_its_first_whole_blo
 def test_bytes_outside_a_slot_are_refused(tier: FileTier) -> None:
     slot, other = tier.allocate(100, "small"), tier.allocate(100, "neighbour")
     for begin, count in ((-1, 5), (0, 101), (96, 5), (101, 0)):
-        with pytest.raises(ValueError, match="do not lie in the 100 of small"):
-            slot.read(begin, memory(count, 0))
-        with pytest.raises(ValueError, match="do not lie in the 100 of small"):
-            slot.write(begin, memory(count, 0))
+        for move in (slot.read, slot.write):
+            with pytest.raises(ValueError, match="do not lie in the 100 of small"):
+                move(begin, memory(count, 0))
     assert not content(slot).any()
     assert not content(other).any()
 
@@ -329,9 +323,7 @@ def test_bytes_outside_a_slot_are_refused(tier: FileTier) -> None:
 
 
 @checked
-def test_other_bytes_of_a_piece_may_be_written_while_it_is_read(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool
-) -> None:
+def test_a_piece_is_written_while_it_is_read(tier: FileTier, monkeypatch: pytest.MonkeyPatch, checksums: bool) -> None:
     """A stream reads its next row while it writes the last: they meet within a piece, whose checksum changes."""
     slot = tier.allocate(SMALL, "shared")
     slot.write(0, some_bytes(SMALL, 1)).wait()
@@ -472,9 +464,7 @@ def test_a_full_disk_when_room_is_taken(tier: FileTier, monkeypatch: pytest.Monk
 
 @checked
 @pytest.mark.parametrize("whole", [True, False], ids=["whole pieces", "some bytes"])
-def test_what_a_full_disk_does_not_take_cannot_be_read(
-    tier: FileTier, monkeypatch: pytest.MonkeyPatch, whole: bool, checksums: bool
-) -> None:
+def test_what_no_disk_has_taken(tier: FileTier, monkeypatch: pytest.MonkeyPatch, whole: bool, checksums: bool) -> None:
     slot, other = tier.allocate(3 * file_tier.PIECE, "master of layer 3"), tier.allocate(100, "other")
     slot.write(0, some_bytes(slot.nbytes, 1)).wait()
     begin, end = (0, slot.nbytes) if whole else (file_tier.PIECE + 10, file_tier.PIECE + 5000)
@@ -573,9 +563,6 @@ def test_a_whole_piece_may_replace_a_changed_one(summed: FileTier) -> None:
     assert torch.equal(content(slot), some_bytes(slot.nbytes, 2))
 
 
-# The end
-
-
 def check_closed(transfer: Transfer, ended: threading.Event, span: str) -> None:
     """The transfer is over, has told so, and says that its tier is closed."""
     assert ended.wait(SECONDS)
@@ -595,10 +582,8 @@ def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.Mo
     transfer = slot.read(0, out)
     transfer.on_end(ended.set)
     wait_for(lambda: len(reads.began) == 2)
-    waiting = threading.Thread(
-        target=transfer.wait_for_end, daemon=True
-    )  # Somebody waits already when pieces are given up.
-    waiting.start()
+    waiting = threading.Thread(target=transfer.wait_for_end, daemon=True)
+    waiting.start()  # Somebody waits already when pieces are given up.
     assert not ended.wait(A_MOMENT / 4)
     closing = threading.Thread(target=tier.close, daemon=True)
     closing.start()
@@ -627,9 +612,6 @@ def test_after_the_end_nothing_is_moved_and_nothing_hangs(tmp_path: Path) -> Non
         check_closed(transfer, ended, "[0, 20,480)")
     with pytest.raises(StorageError, match="file tier, more:"):
         tier.allocate(BLOCK, "more")
-
-
-# Transfers
 
 
 def test_a_transfer_that_fails_is_over_when_it_says_so() -> None:

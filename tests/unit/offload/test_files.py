@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.plain import error_of
 from tests.support.trainer_cases import llama, seeded, sentences, settings
+from tests.unit.offload.file_cases import refusing
 from zeromesh import Trainer
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular, read_whole, remove_unfinished, try_lock, write_whole
@@ -31,10 +33,6 @@ def link(path: Path) -> None:
     path.symlink_to(path.with_name("target"))
 
 
-def dangling(path: Path) -> None:
-    path.symlink_to(path.with_name("nothing"))
-
-
 def listening(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as end:
         end.bind(str(path))
@@ -42,7 +40,7 @@ def listening(path: Path) -> None:
 
 PLANTED: dict[str, tuple[Callable[[Path], None], str]] = {
     "link": (link, "it is a symbolic link"),
-    "dangling": (dangling, "it is a symbolic link"),
+    "dangling": (lambda path: path.symlink_to(path.with_name("nothing")), "it is a symbolic link"),
     "pipe": (os.mkfifo, "it is a named pipe"),
     "directory": (Path.mkdir, "it is a directory"),
     "socket": (listening, "it is a socket"),
@@ -68,9 +66,7 @@ def test_what_is_no_regular_file_is_refused_by_what_it_is(tmp_path: Path, kind: 
         PositionalFile(tmp_path / "file", write=bool(flags))
 
 
-def test_a_file_is_written_whole_whatever_its_name_and_what_was_there(
-    tmp_path: Path, umask: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_written_whole(tmp_path: Path, umask: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
     umask(0o027)
     path = tmp_path / ("n" * 255)
     write_whole(path, b"old")
@@ -82,10 +78,7 @@ def test_a_file_is_written_whole_whatever_its_name_and_what_was_there(
     with pytest.raises(OSError, match="it has 3 bytes, and at most 2 are read"):
         read_whole(tmp_path / "link", 2)
 
-    def failing(descriptor: int) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", failing)
+    monkeypatch.setattr(os, "fsync", refusing(errno.EIO))
     with pytest.raises(OSError, match="Input/output error") as failed:
         write_whole(path, b"new")
     assert failed.value.filename == str(path)  # and not that of a file that nobody knows
@@ -103,9 +96,7 @@ def test_what_a_kill_left_unfinished_is_removed_and_nothing_else(tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)
-def test_a_file_system_without_flock_gets_locks_of_fcntl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_without_flock_there_are_locks_of_fcntl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(number))
     one, two = RunDirectory(tmp_path, 0), RunDirectory(tmp_path, 0)
     with one.locked():
@@ -116,27 +107,13 @@ def test_a_file_system_without_flock_gets_locks_of_fcntl(
         pass
 
 
-def refusing(number: int) -> Callable[..., None]:
-    def lock(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return lock
-
-
 @pytest.mark.parametrize("number", NO_LOCKS)
-def test_a_file_system_without_any_locks_is_named_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(number))
     monkeypatch.setattr(fcntl, "fcntl", refusing(number))
-    with (
-        pytest.raises(
-            StorageError, match=r"run\.lock.*has no locks, neither flock nor fcntl.*run\.output_dir"
-        ) as caught,
-        RunDirectory(tmp_path, 0).locked(),
-    ):
-        pass
-    assert "going on" not in str(caught.value)
+    said = error_of(RunDirectory(tmp_path, 0).locked().__enter__, StorageError)
+    assert re.search(r"run\.lock.*has no locks, neither flock nor fcntl.*run\.output_dir", said)
+    assert "going on" not in said
 
 
 def test_a_lock_that_somebody_has_is_not_an_error(tmp_path: Path) -> None:
@@ -148,7 +125,6 @@ def test_a_lock_that_somebody_has_is_not_an_error(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Mesh]:
-    """A mesh of this process alone."""
     found = connect(TrainerConfig())
     yield found
     found.close()
@@ -158,9 +134,7 @@ def mesh() -> Iterator[Mesh]:
 @pytest.mark.parametrize(
     "name", ["run.lock", "config.resolved.yaml", "starts.jsonl", "evaluations.jsonl", "metrics.jsonl"]
 )
-def test_nothing_planted_in_a_runs_directory_is_written_through(
-    tmp_path: Path, mesh: Mesh, name: str, kind: str
-) -> None:
+def test_nothing_planted_in_a_run_is_written_through(tmp_path: Path, mesh: Mesh, name: str, kind: str) -> None:
     """A link's target is not touched; what cannot be replaced as a whole is refused, and no pipe is waited for."""
     plant, words = PLANTED[kind]
     plant(tmp_path / name)

@@ -18,12 +18,6 @@ from zeromesh.offload import ReleasableBuffer, SparePages, accelerator, allocate
 from zeromesh.offload.memory import allocation
 
 
-def _in_heap(address: int) -> bool:
-    heap = next(line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]"))
-    start, end = (int(part, 16) for part in heap.split()[0].split("-"))
-    return start <= address < end
-
-
 @pytest.mark.parametrize("shape", [0, 1, 5, 100_000, (3, 1000, 77)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_zeros_that_can_be_written(shape: int | tuple[int, ...], dtype: torch.dtype) -> None:
@@ -35,7 +29,9 @@ def test_zeros_that_can_be_written(shape: int | tuple[int, ...], dtype: torch.dt
 
 def test_large_ones_are_not_on_the_heap_and_go_with_their_tensor() -> None:
     found = allocate_lasting(1 << 20, torch.float32, CPU)
-    assert not _in_heap(found.data_ptr())
+    heap = next(line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]"))
+    start, end = (int(part, 16) for part in heap.split()[0].split("-"))
+    assert not start <= found.data_ptr() < end
     address = f"{found.data_ptr():x}-"
     part = found[5:]
     del found
@@ -46,9 +42,7 @@ def test_large_ones_are_not_on_the_heap_and_go_with_their_tensor() -> None:
     assert not any(line.startswith(address) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_the_allocator_of_a_gpu_gets_segments_that_grow_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_allocator_of_a_gpu_gets_growing_segments_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     for kind, variables, expected in (
         (None, {}, None),
@@ -85,8 +79,6 @@ def test_blocks_of_a_device_are_written_where_torch_knows_them(monkeypatch: pyte
     assert not accelerator.write_allocations(device, path)
 
 
-# Memory that comes and goes
-
 HUGE = 2 << 20
 
 
@@ -104,7 +96,6 @@ def _buffer(count: int, spare: SparePages, lead: int = 0) -> ReleasableBuffer:
 
 
 def _resident() -> int:
-    """Bytes of private pages that this process has."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) << 10
 
@@ -155,9 +146,7 @@ def test_pages_that_nobody_takes_are_given_back_with_the_next_ones() -> None:
     leads=st.lists(st.sampled_from([0, 8, 4088]), min_size=4, max_size=4),
     moves=st.lists(st.integers(0, 4), max_size=30),
 )
-def test_whatever_comes_and_goes_no_two_buffers_have_one_page(
-    sizes: list[int], leads: list[int], moves: list[int]
-) -> None:
+def test_whatever_comes_and_goes_buffers_share_no_page(sizes: list[int], leads: list[int], moves: list[int]) -> None:
     spare = SparePages()
     buffers = [_buffer(size, spare, lead) for size, lead in zip(sizes, leads, strict=False)]
     views = [each.carve([(0, each.full.numel())])[0] for each in buffers]
@@ -186,7 +175,6 @@ def test_pages_that_the_system_does_not_move_are_named(monkeypatch: pytest.Monke
     buffers[0].take()
     buffers[0].give_back()
     monkeypatch.setattr(allocation, "_libc", SimpleNamespace(mremap=refused, madvise=allocation._libc.madvise))
-    with pytest.raises(
-        StorageError, match="2,097,152 bytes of memory for gathered parameters cannot be moved: Cannot allocate"
-    ):
+    said = "2,097,152 bytes of memory for gathered parameters cannot be moved: Cannot allocate"
+    with pytest.raises(StorageError, match=said):
         buffers[1].take()

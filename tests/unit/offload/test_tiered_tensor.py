@@ -1,7 +1,9 @@
-"""Flat tensors that rest on tiers hold what a plain one holds, wherever their elements are."""
+"""Flat tensors that rest on tiers hold what a plain one holds, wherever their elements are; the ledger has each of their bytes."""
 
 import os
+from collections import Counter
 from collections.abc import Sized
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.simulated.device import compiler
+from tests.support.workers import Workers
 from tests.unit.offload.file_cases import CPU, made_tiers, small_tiers, values
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.offload import Ledger, PinnedBudget, Purpose, Tier, TierChoice, TieredTensor, Tiers, pinnable_bytes
@@ -153,19 +157,16 @@ def test_others_elements_are_not_touched(tiers: Tiers, tier: str) -> None:
     model = values(tensor.numel, torch.float32, 1)
     tensor.write(0, model).wait()
     part = tensor.slice(10, 20)
-    for count in (9, 11):
+    for count, copy in product((9, 11), (part.copy_from, part.copy_to)):
         with pytest.raises(ValueError, match=f"{count} elements to copy, for a tensor of 10"):
-            part.copy_from(torch.ones(count))
-        with pytest.raises(ValueError, match=f"{count} elements to copy, for a tensor of 10"):
-            part.copy_to(torch.ones(count))
+            copy(torch.ones(count))
     for start, end in ((-1, 5), (5, 11), (6, 5)):
         with pytest.raises(ValueError, match="do not lie in 10"):
             part.slice(start, end)
     for start, count in ((-1, 5), (tensor.numel - 4, 5), (1, tensor.numel)):
-        with pytest.raises(ValueError, match=f"do not lie in {tensor.numel}"):
-            tensor.read(start, torch.ones(count))
-        with pytest.raises(ValueError, match=f"do not lie in {tensor.numel}"):
-            tensor.write(start, torch.ones(count))
+        for move in (tensor.read, tensor.write):
+            with pytest.raises(ValueError, match=f"do not lie in {tensor.numel}"):
+                move(start, torch.ones(count))
     with pytest.raises(ValueError, match="elements to copy, for a tensor of"):
         tensor.copy_from(TieredTensor.of(torch.ones(5)))
     assert torch.equal(tensor.load(CPU), model)
@@ -180,10 +181,7 @@ def test_others_elements_are_not_touched(tiers: Tiers, tier: str) -> None:
 @pytest.mark.parametrize(
     ("choice", "said"),
     [
-        *(
-            ({"tier": "file", "fraction": fraction}, "fraction of tier file is")
-            for fraction in (-0.1, 1.1, float("nan"))
-        ),
+        *(({"tier": "file", "fraction": part}, "fraction of tier file is") for part in (-0.1, 1.1, float("nan"))),
         ({"tier": "disk"}, "tier is 'disk'; allowed are none, host, file"),
     ],
 )
@@ -246,9 +244,6 @@ def test_the_end_takes_the_files(tmp_path: Path) -> None:
         tensor.load(CPU)
 
 
-# The host's memory
-
-
 def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[int] = []
     refused: list[int] = []
@@ -279,9 +274,7 @@ def test_no_more_is_pinned_than_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
     assert budget.limit == 4000, "a driver that has refused is not asked again"
 
 
-def test_what_may_be_pinned_is_what_is_free_and_not_what_the_system_lets_processes_lock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_may_be_pinned_is_what_is_free_and_not_what_may_be_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     free = [8000]
     monkeypatch.setattr(allocation, "available_bytes", lambda: free[0])
     device, budget = torch.device("cuda"), PinnedBudget()
@@ -293,3 +286,82 @@ def test_what_may_be_pinned_is_what_is_free_and_not_what_the_system_lets_process
     free[0] = 0
     budget.release(1500)
     assert budget.reserve(1500, device), "torch keeps what was pinned"
+
+
+@pytest.mark.skipif(compiler() is None, reason="the simulated device needs a C++ compiler")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "the_gather_of_a_shard_in_two_memories_comes_after_both",
+        "copies_in_do_not_wait_for_copies_out",
+        "gradients_leave_and_come_back_without_the_host",
+        "a_save_waits_for_nothing_but_its_own_copies_into_pinned_memory",
+        "helper_threads_sleep_and_know_their_device",
+        "what_the_driver_does_not_pin_is_ordinary_memory",
+    ],
+)
+def test_a_rule_of_offload_and_saving_on_the_simulated_device(workers: Workers, tmp_path: Path, case: str) -> None:
+    workers.run(1, f"device_memory_cases:{case}", device="sim", folder=str(tmp_path))
+
+
+MEMORY = (Tier.DEVICE, Tier.HOST)
+steps = st.lists(st.tuples(st.sampled_from(Tier), st.sampled_from(Purpose), st.integers(-80, 100)), max_size=40)
+
+
+@given(steps=steps, limits=st.dictionaries(st.sampled_from(Tier), st.integers(0, 300)))
+@settings(max_examples=150)
+def test_sums_and_the_highest_of_them(steps: list[tuple[Tier, Purpose, int]], limits: dict[Tier, int]) -> None:
+    ledger, model, peak = Ledger(limits), Counter[tuple[Tier, Purpose]](), 0
+    for tier, purpose, nbytes in steps:
+        used = sum(count for (where, _), count in model.items() if where is tier)
+        if model[tier, purpose] + nbytes < 0:
+            with pytest.raises(ValueError, match=rf"{purpose.value} in {tier.value}: .* given back"):
+                ledger.add(tier, purpose, nbytes)
+        elif nbytes > 0 and tier in limits and used + nbytes > limits[tier]:
+            room = rf"into the {tier.value} tier, which has {limits[tier]} and of these {used} in use"
+            said = rf"{purpose.value}: {nbytes} bytes more do not fit {room}"
+            with pytest.raises(StorageError, match=said):
+                ledger.add(tier, purpose, nbytes)
+        else:
+            ledger.add(tier, purpose, nbytes)
+            model[tier, purpose] += nbytes
+        peak = max(peak, sum(count for (where, _), count in model.items() if where in MEMORY))
+        assert ledger.peak() == peak
+        for tiers in ((), (Tier.FILE,), (Tier.DEVICE,), (Tier.HOST, Tier.FILE), tuple(Tier)):
+            sums = Counter[Purpose]()
+            for (where, what), count in model.items():
+                sums[what] += count if where in (tiers or MEMORY) else 0
+            assert ledger.by_purpose(*tiers) == {what: count for what, count in sums.items() if count}
+            assert ledger.total(*tiers) == sum(sums.values())
+
+
+def test_what_was_refused_can_be_had_elsewhere_and_later() -> None:
+    ledger = Ledger({Tier.DEVICE: 100})
+    ledger.add(Tier.DEVICE, Purpose.MASTER, 60)
+    said = r"optimizer moments: 41 bytes more .*, which has 100 and of these 60 in use"
+    with pytest.raises(StorageError, match=said):
+        ledger.add(Tier.DEVICE, Purpose.MOMENTS, 41)
+    assert ledger.peak() == ledger.total() == 60
+    ledger.add(Tier.HOST, Purpose.MOMENTS, 41)
+    ledger.add(Tier.DEVICE, Purpose.MASTER, -60)
+    ledger.add(Tier.DEVICE, Purpose.MOMENTS, 100)
+    assert ledger.total(Tier.DEVICE) == 100
+    assert ledger.peak() == 141
+
+
+@given(steps=steps)
+@settings(max_examples=100)
+def test_the_most_of_each_purpose_since_it_was_last_asked_for(steps: list[tuple[Tier, Purpose, int]]) -> None:
+    ledger, now, most = Ledger(), Counter[tuple[Tier, Purpose]](), Counter[tuple[Tier, Purpose]]()
+    for number, (tier, purpose, nbytes) in enumerate(steps):
+        nbytes = max(nbytes, -now[tier, purpose])
+        ledger.add(tier, purpose, nbytes)
+        now[tier, purpose] += nbytes
+        most[tier, purpose] = max(most[tier, purpose], now[tier, purpose])
+        if number % 5 == 4:
+            wanted: dict[Tier, dict[Purpose, int]] = {}
+            for (where, what), count in most.items():
+                if count:
+                    wanted.setdefault(where, {})[what] = count
+            assert ledger.take_highest() == wanted
+            most = Counter(now)

@@ -114,8 +114,6 @@ def add(row: StreamRow, tensors: list[torch.Tensor]) -> None:
 
 
 class Computed(list[int]):
-    """Adds 1, and notes the numbers of the rows."""
-
     def __call__(self, row: StreamRow, tensors: list[torch.Tensor]) -> None:
         self.append(row.start // ROW)
         add(row, tensors)
@@ -163,9 +161,7 @@ def update(tensors: Sequence[torch.Tensor]) -> None:
 
 @given(data=st.data(), stripes=st.integers(1, 3), checksums=st.booleans(), dtype=st.sampled_from([F32, torch.float64]))
 @settings(max_examples=40, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # to shrink what hangs takes minutes
-def test_rows_make_what_is_computed_at_once(
-    data: st.DataObject, stripes: int, checksums: bool, dtype: torch.dtype
-) -> None:
+def test_rows_make_what_one_pass_makes(data: st.DataObject, stripes: int, checksums: bool, dtype: torch.dtype) -> None:
     piece = data.draw(st.sampled_from([2, 3, 256])) * BLOCK
     with small_tiers(stripes, piece=piece, checksums=checksums) as tiers:
         where = data.draw(st.tuples(*[choices] * 4))
@@ -199,9 +195,7 @@ def test_rows_make_what_is_computed_at_once(
 
 @given(length=st.integers(0, 40_000), where=st.tuples(choices, choices), nbytes=st.integers(0, 60 * BUFFER))
 @settings(max_examples=40)
-def test_rows_follow_each_other_and_lie_on_one_tier(
-    length: int, where: tuple[TierChoice, TierChoice], nbytes: int
-) -> None:
+def test_rows_follow_each_other_on_one_tier(length: int, where: tuple[TierChoice, TierChoice], nbytes: int) -> None:
     with small_tiers(1, piece=file_tier.PIECE, checksums=False) as tiers:
         tensors = [tiers.allocate(length, F32, choice, Purpose.MASTER, "some") for choice in where]
         found = UpdateStream(CPU, width=2, longest=4 * length, nbytes=nbytes, waits=WaitTime())
@@ -348,9 +342,6 @@ def test_a_disk_that_does_not_keep_up_takes_no_more_memory(tiers: Tiers, monkeyp
     numbers.check()
 
 
-# Read ahead in vain
-
-
 def test_what_was_read_ahead_in_vain_is_dropped(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while it is still being read: its buffers come back when that is over, and nobody else's are written to."""
     one, two, three, found = Numbers(tiers, 1, 1), Numbers(tiers, 2, 2), Numbers(tiers, 6, 3), make()
@@ -380,9 +371,7 @@ def test_what_changes_after_it_was_read_ahead_is_read_again(tiers: Tiers) -> Non
 # What goes wrong
 
 
-def failing(
-    monkeypatch: pytest.MonkeyPatch, move: str, first: int, number: int
-) -> tuple[Callable[[], None], list[int]]:
+def failing(monkeypatch: pytest.MonkeyPatch, move: str, first: int, code: int) -> tuple[Callable[[], None], list[int]]:
     """`os.preadv` or `os.pwritev` fails from row `first` on: what ends that, and the rows that it was tried with."""
     tried: list[int] = []
     real = getattr(os, move)
@@ -390,7 +379,7 @@ def failing(
     def fails(descriptor: int, views: Sequence[memoryview], offset: int) -> int:
         if offset // BUFFER >= first:
             tried.append(offset // BUFFER)
-            raise OSError(number, os.strerror(number))
+            raise OSError(code, os.strerror(code))
         count: int = real(descriptor, views, offset)
         return count
 
@@ -449,9 +438,7 @@ def test_what_compute_raises_leaves_nothing_behind(tiers: Tiers) -> None:
     other.check()
 
 
-def test_a_row_that_cannot_be_written_is_an_error_for_who_reads_it_next(
-    tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_cannot_be_written_is_an_error_when_read_next(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, other, found = Numbers(tiers, 8, 1), Numbers(tiers, 2, 2), make()
     mend, tried = failing(monkeypatch, "pwritev", 5, errno.ENOSPC)
     in_time(lambda: found.run(numbers.rows(found), add))
@@ -531,9 +518,7 @@ def test_a_tensor_beside_is_taken_as_it_is(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 5])
-def test_all_elements_at_once_are_read_only_where_they_count(
-    tiers: Tiers, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elements_at_once_are_read_where_they_count(tiers: Tiers, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     states, copy = (tiers.allocate(count, dtype, FILE, Purpose.MASTER, "numbers") for dtype in (F32, BF16))
     states.write(0, values(count, F32, 1)).wait()
     monkeypatch.setattr(copy, "read", lambda *_: pytest.fail("the copy was read"))

@@ -90,8 +90,6 @@ def test_pytorch_knows_the_operator() -> None:
 
 
 class Scaled(nn.Linear):
-    """Computes otherwise than its base."""
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(input)
 
@@ -151,9 +149,7 @@ def test_a_run_says_so() -> None:
     ("seconds", "chosen"),
     [((3.0, 1.0), torch.float32), ((1.0, 0.9), torch.bfloat16), ((1.0, 2.0), torch.bfloat16)],
 )
-def test_a_trial_decides_once(
-    monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], chosen: torch.dtype
-) -> None:
+def test_trials_decide_once(monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], chosen: torch.dtype) -> None:
     asked: list[torch.dtype] = []
 
     def trial(dtype: torch.dtype) -> tuple[float, float]:

@@ -13,15 +13,7 @@ from schedule_picture import render
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from zeromesh.errors import LayoutError
-from zeromesh.pipeline.schedule import (
-    Action,
-    Kind,
-    PipelineSchedule,
-    ScheduleError,
-    make_schedule,
-    simulate,
-    validate,
-)
+from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleError, make_schedule, simulate, validate
 from zeromesh.pipeline.stages.build import cut_by_cost
 from zeromesh.settings.keys import ScheduleName
 
@@ -44,9 +36,7 @@ PLAIN: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "zero_bubble")
 
 @settings(max_examples=60)
 @given(RANKS, MICROBATCHES, st.sampled_from(PLAIN))
-def test_a_schedule_can_be_carried_out_and_lasts_as_long_as_its_paper_says(
-    ranks: int, microbatches: int, name: ScheduleName
-) -> None:
+def test_a_schedule_runs_and_lasts_as_long_as_its_paper_says(ranks: int, microbatches: int, name: ScheduleName) -> None:
     schedule = make_schedule(name, ranks=ranks, microbatches=microbatches)
     validate(schedule)
     bubble = (ranks - 1) * (1 if name == "zero_bubble" else 3)
@@ -68,9 +58,7 @@ def test_activations_in_flight(ranks: int, microbatches: int) -> None:
 
 @settings(max_examples=60)
 @given(RANKS, MICROBATCHES, st.integers(1, 4))
-def test_interleaved_is_sound_and_with_full_rounds_divides_the_bubble(
-    ranks: int, microbatches: int, chunks: int
-) -> None:
+def test_interleaved_is_sound_and_in_full_rounds_divides_the_bubble(ranks: int, microbatches: int, chunks: int) -> None:
     schedule = make_schedule("interleaved", ranks=ranks, microbatches=microbatches, chunks=chunks)
     validate(schedule)
     assert max(peak_in_flight(schedule)) <= (chunks + 1) * (2 * ranks - 1)
@@ -239,11 +227,8 @@ def test_a_cut_by_cost_is_the_best(costs: list[int], stages: int, first: int, la
 
     cut = cut_by_cost(costs, stages=stages, first=first, last=last)
     assert sum(cut) == len(costs)
-    others = (
-        tuple(b - a for a, b in pairwise((0, *ends, len(costs))))
-        for ends in combinations(range(1, len(costs)), stages - 1)
-    )
-    assert largest(cut) == min(map(largest, others))
+    ends = ((0, *each, len(costs)) for each in combinations(range(1, len(costs)), stages - 1))
+    assert largest(cut) == min(largest([b - a for a, b in pairwise(each)]) for each in ends)
 
 
 def test_equal_blocks_are_cut_evenly() -> None:

@@ -30,6 +30,7 @@ from zeromesh.pipeline.stages.model_anatomy import body_inputs, examine
 from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
 
+EARLIER = "is computed from parameters of earlier stages"
 WATCH = Watchdog(StatusBoard({0: new_row()}, 0), 0, 1.0, compare_events=True)
 ALONE = ProcessSet(name="pipeline", ranks=(0,), index=0, watch=WATCH, groups=None, one_host=True, works=None)
 
@@ -101,16 +102,13 @@ def own_parameter() -> Any:
     [
         (lambda: tiny("t5"), "every decoder block needs the encoder's output"),
         (lambda: tiny("opt", layerdrop=0.1), "leaves out blocks at random"),
-        (
-            lambda: run_by(per_layer_inputs),
-            "block 1 takes its argument 2, which is computed from parameters of earlier stages",
-        ),
-        (lambda: run_by(skip), "norm takes what is computed from parameters of earlier stages"),
+        (lambda: run_by(per_layer_inputs), f"block 1 takes its argument 2, which {EARLIER}"),
+        (lambda: run_by(skip), f"norm takes what {EARLIER}"),
         (lambda: run_by(scaled), "block 1 does not take what the block before it returns"),
         (own_parameter, "scale is a parameter of a module that runs blocks"),
         (models.reused, r"run in the order \[0, 1, 0\]"),
         (lambda: nn.Sequential(nn.Linear(2, 2)), "no list of modules"),
-        (lambda: Halving(early=True), "head takes what is computed from parameters of earlier stages"),
+        (lambda: Halving(early=True), f"head takes what {EARLIER}"),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused_with_the_reason(make: Any, reason: str) -> None:
@@ -190,9 +188,8 @@ def test_modules_whose_parts_run_without_them_are_taken_apart() -> None:
         assert torch.equal(model(ids), whole(ids))
     model = TakenApart()
     model.embeddings.register_parameter("scale", nn.Parameter(torch.ones(8)))
-    with pytest.raises(
-        LayoutError, match=r"embeddings\.scale is a parameter of a module of which parts run without it"
-    ):
+    said = r"embeddings\.scale is a parameter of a module of which parts run without it"
+    with pytest.raises(LayoutError, match=said):
         examine(model)
 
 
@@ -245,9 +242,8 @@ def test_a_tie_is_whole_again_with_the_copy_that_the_stage_had(stage: int) -> No
     model = build("gpt2", 2)
     weight = model.lm_head.weight
     stages = Stages(model, examine(model), (1, 1), [stage])
-    assert [name for name, each in model.named_parameters() if each is weight] == [
-        held[stage] for held in stages.ties.values()
-    ]
+    names = [name for name, each in model.named_parameters() if each is weight]
+    assert names == [held[stage] for held in stages.ties.values()]
     stages.restore()
     assert model.lm_head.weight is model.transformer.wte.weight is weight
 
@@ -309,11 +305,8 @@ def test_multiplications_are_those_that_torch_counts(name: str) -> None:
     counts = counter.get_flop_counts()
 
     def counted(module: str) -> float:
-        found = counts.get(f"{type(model).__name__}.{module}", {})
-        products = sum(
-            number for operator, number in found.items() if "mm" in str(operator) and "bmm" not in str(operator)
-        )
-        return products / (2 * tokens.numel())
+        found = {str(operator): n for operator, n in counts.get(f"{type(model).__name__}.{module}", {}).items()}
+        return sum(n for name, n in found.items() if "mm" in name and "bmm" not in name) / (2 * tokens.numel())
 
     blocks, before, after = block_costs(model, anatomy, "flops")
     assert blocks == [counted(f"{anatomy.blocks}.{index}") for index in range(anatomy.count)]

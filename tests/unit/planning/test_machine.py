@@ -24,17 +24,20 @@ SMALL = {
         "launch_seconds": 1e-5,
         "products": {"float32": 8e10},
     },
-    "host": {
-        "devices": 2,
-        "cores": 2,
-        "memory_bytes": 1 << 34,
-        "memory_bandwidth": 1.5e10,
-    },
+    "host": {"devices": 2, "cores": 2, "memory_bytes": 1 << 34, "memory_bandwidth": 1.5e10},
     "links": {
         "inside": {"shared": {"latency_seconds": 1e-5, "bandwidth": 4e9}},
         "between": {"gloo": {"latency_seconds": 5e-5, "bandwidth": 1e9}},
     },
     "disk": {"read": 1e9, "written": 5e8, "latency_seconds": 1e-4},
+}
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
 }
 MACHINE = Machine.model_validate(SMALL)
 SIXTEEN = MACHINE.device.model_copy(update={"products": {"bfloat16": 8e10}})
@@ -220,9 +223,7 @@ def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
         ("cpu", "a laptop of 8 cores and 16 GiB, without an accelerator"),
     ],
 )
-def test_a_card_is_found_as_people_write_it(
-    given: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_as_people_write_it(given: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert find_machine(given).name == name
 
@@ -248,9 +249,7 @@ def test_several_cards_of_a_host_have_more_of_it() -> None:
         ("NVIDIA GB200", None, 2.25e15),
     ],
 )
-def test_a_driver_names_a_card_and_the_peak_of_its_data_sheet(
-    device: str, name: str | None, peak: float | None
-) -> None:
+def test_a_driver_names_a_card_and_the_peak_of_its_sheet(device: str, name: str | None, peak: float | None) -> None:
     assert find_name(device) == name
     found = peak_of(device, "float16")
     assert (None if found is None else found[0]) == peak

@@ -11,7 +11,7 @@ import pytest
 from model_zoo.small_models import small_model
 from plan_bar import BARS, MODELS, tried
 
-from tests.unit.planning.test_machine import MACHINE, SMALL
+from tests.unit.planning.test_machine import MACHINE, MODEL, SMALL
 from tests.unit.tools.browser import Browser, find_browser, looks_of
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
@@ -36,15 +36,7 @@ from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import MemoryModel
 
-_MODEL = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-_KEYS = (f"model.config={_MODEL}", "data.sequence_length=32", "batch.global_size=8")
+_KEYS = (f"model.config={MODEL}", "data.sequence_length=32", "batch.global_size=8")
 _HOST = TierChoice(tier="host")
 
 
@@ -64,11 +56,6 @@ def subject() -> Subject:
 @pytest.fixture(scope="module")
 def on_card() -> Subject:
     return _on_card()
-
-
-def _small(memory: int) -> Machine:
-    """The machine with so many bytes of memory, on which libraries take none."""
-    return Machine.model_validate({**SMALL, "host": {**SMALL["host"], "memory_bytes": memory}, "disk": None})  # type: ignore[dict-item]
 
 
 def _card(memory: float = 1 << 34, *, disk: bool = True) -> Machine:
@@ -120,7 +107,8 @@ def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:
 
 
 def test_layouts_that_do_not_fit_say_what_they_lack(subject: Subject, on_card: Subject) -> None:
-    plan = Planner(subject, _small(2 << 20)).plan(2)
+    host: Any = SMALL["host"] | {"memory_bytes": 2 << 20}  # type: ignore[operator]
+    plan = Planner(subject, Machine.model_validate({**SMALL, "host": host, "disk": None})).plan(2)
     assert plan.best is None
     assert all("of 1.0 MiB, most of it" in row.why_not for row in plan.rows)
     assert "nothing fits" in _lines(plan)
@@ -163,9 +151,6 @@ def test_rows_that_a_plan_cannot_tell_apart_are_one(on_card: Subject) -> None:
     steps = [line.split(" ms")[0].split()[-1] for line in lines[3:] if " ms" in line]
     assert len(set(steps)) >= len(steps) - 1  # The row with the least memory may have the time of another.
     assert "0.9" not in "\n".join(line for line in lines if "times as fast" in line)
-
-
-# Keys of the configuration
 
 
 @pytest.mark.parametrize(
@@ -227,9 +212,7 @@ def test_auto_is_short_for_a_place_in_a_list() -> None:
         load_config(None, ["parallel.auto=[run.seed]"])
 
 
-def test_auto_takes_keys_that_are_not_given_where_nothing_else_fits(
-    on_card: Subject, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_other_keys_where_nothing_else_fits(on_card: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(None, [*_KEYS, "parallel=auto", "batch.micro_size=8"])
     layout = Layout(stage=1, micro=8, recompute="block")
     needed = Planner(on_card, _card(1 << 40))._estimator.estimate(layout).device_bytes
@@ -237,9 +220,6 @@ def test_auto_takes_keys_that_are_not_given_where_nothing_else_fits(
     settled, _ = set_auto(config, UserInputs(), read_environment())
     assert settled.batch.micro_size == 8
     assert settled.model.activation_checkpointing != "none"
-
-
-# Layouts by hand
 
 
 # States on a file beside parameters on the host; the others take too long here.
@@ -293,9 +273,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         pytest.param(80, 512, {}, 4 * 3 * 2, id="80 layers", marks=pytest.mark.full),
     ],
 )
-def test_more_ranks_take_no_more_traces(
-    calls: Counter[str], layers: int, ranks: int, fixed: dict[str, Any], traces: int
-) -> None:
+def test_ranks_add_no_traces(calls: Counter[str], layers: int, ranks: int, fixed: dict[str, Any], traces: int) -> None:
     keys = ["data.sequence_length=4096", "batch.global_size=2048", "precision.compute=bfloat16"]
     model = {**MODELS["70B"], "num_hidden_layers": layers}
     planner = Planner(
@@ -318,9 +296,6 @@ def test_more_ranks_take_no_more_traces(
     assert calls["_chunk"] < sum(each.pipeline * each.chunks for each in layouts) / 50
     if layers == 80:
         assert min(len(some.rows), len(many.rows)) > 5000
-
-
-# The picture: everything drawn is in the plan.
 
 
 def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:

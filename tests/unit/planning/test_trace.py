@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.architectures import ARCHITECTURES
+from tests.unit.planning.test_machine import MODEL
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models import prepare
@@ -20,15 +21,7 @@ from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE
 from zeromesh.trainer.planning.tracing.trace import trace_microbatch
 from zeromesh.units.plan import block_modules
 
-_LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-}
+_LLAMA = MODEL | {"vocab_size": 512}
 
 
 def _llama(**changes: Any) -> Any:
@@ -93,9 +86,8 @@ def test_a_deep_model_is_its_blocks_many_times() -> None:
     short, deep = _llama(num_hidden_layers=4), _llama(num_hidden_layers=9)
     few, many = (trace_microbatch(each, _tokens(), make_loss(each), torch.float32) for each in (short, deep))
     assert many.segments[1:4] == few.segments[1:4]
-    assert (
-        sum(each.kept for each in many.segments) - sum(each.kept for each in few.segments) == 5 * few.segments[2].kept
-    )
+    less, more = (sum(each.kept for each in found.segments) for found in (few, many))
+    assert more - less == 5 * few.segments[2].kept
     assert deep.config.num_hidden_layers == len(deep.model.layers) == 9
     assert not any(each.is_meta for each in deep.parameters())
 

@@ -12,21 +12,13 @@ from typing import Any, Self
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _FLAGS = (
-    "--headless=new",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--remote-debugging-pipe",
+    *("--headless=new", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--remote-debugging-pipe"),
 )
 _WAIT_SECONDS = 60.0
 
 
 def find_browser() -> str | None:
-    """The path of a Chromium on this machine."""
     return next((path for name in _NAMES if (path := shutil.which(name))), None)
 
 
@@ -89,18 +81,14 @@ class Browser:
             self._note(self._next())
 
     def ask(self, expression: str) -> Any:
-        """The value of an expression of JavaScript in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in found:
             raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
         return found["result"].get("value")
 
     def size(self, width: int, height: int, *, phone: bool = False) -> None:
-        """Give the window another size, in pixels."""
-        factor = 2 if phone else 1
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=factor, mobile=phone
-        )
+        sizes = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1}
+        self.call("Emulation.setDeviceMetricsOverride", **sizes, mobile=phone)
 
     def media(self, *, scheme: str = "light", kind: str = "screen") -> None:
         """Have the page think that the user prefers a color scheme, or prints it."""
@@ -109,15 +97,8 @@ class Browser:
 
     def mouse(self, kind: str, x: float, y: float, count: int = 1) -> None:
         """Move, press or release the mouse: `mouseMoved`, `mousePressed`, `mouseReleased`."""
-        pressed = kind != "mouseMoved"
-        self.call(
-            "Input.dispatchMouseEvent",
-            type=kind,
-            x=x,
-            y=y,
-            button="left" if pressed else "none",
-            clickCount=count if pressed else 0,
-        )
+        button, clicks = ("none", 0) if kind == "mouseMoved" else ("left", count)
+        self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=clicks)
 
     def _next(self) -> dict[str, Any]:
         deadline = time.monotonic() + _WAIT_SECONDS
@@ -143,7 +124,6 @@ class Browser:
             self.complaints.append(values["entry"]["text"])
 
     def close(self) -> None:
-        """End the browser."""
         with contextlib.suppress(OSError, RuntimeError):
             self._session = ""
             self.call("Browser.close")
@@ -183,9 +163,7 @@ def looks_of(browser: Browser, path: Path) -> list[str]:
         if browser.ask("document.querySelectorAll('.modebar').length"):
             found.append(f"buttons over charts at {width}")
         # All charts of a row together fill it.
-        edges = browser.ask(
-            "[...document.querySelectorAll('figure')].map((each) => each.getBoundingClientRect().right)"
-        )
+        edges = browser.ask("[...document.querySelectorAll('figure')].map((one) => one.getBoundingClientRect().right)")
         if edges and edges[-1] < max(edges) - 1:
             found.append(f"the last chart stands alone at {width}")
     browser.media()

@@ -1,7 +1,7 @@
 """Small runs with checkpoints, made in this process, and what tests do to their files."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 NARROW = {"compute": "float32", "master": "float32", "reduce": "float32"}
 MIXED = {**NARROW, "compute": "bfloat16"}
 MIXTRAL = {"model_type": "mixtral", **LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
+Copied = Callable[[str], Path]
+"""Makes a copy of a run that may be damaged."""
 SMALL_GRID = 16384
 """Bytes between checksum boundaries here, so that a tiny file has several pieces."""
 
@@ -37,11 +39,9 @@ class Trained:
         return self.folder / name
 
     def last(self, name: str) -> Path:
-        """The newest checkpoint of a run."""
         return max((self.folder / name / "checkpoints").glob("step-*"))
 
     def copy(self, name: str, folder: Path) -> Path:
-        """A copy of a run that may be damaged."""
         return Path(shutil.copytree(self.run(name), folder / name))
 
 
@@ -72,7 +72,6 @@ def trained_runs(folder: Path) -> Iterator[Trained]:
 
 
 def flip(path: Path, at: int) -> None:
-    """Change one bit of a file."""
     with path.open("rb+") as file:
         file.seek(at)
         byte = file.read(1)[0]
@@ -81,7 +80,6 @@ def flip(path: Path, at: int) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """All files but the manifest, by name."""
     files = [path for path in directory.rglob("*") if path.is_file() and path.name != manifests.NAME]
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
@@ -96,7 +94,6 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    """Whether names, dtypes and values are equal."""
     return found.keys() == wanted.keys() and all(
         found[name].dtype == wanted[name].dtype and torch.equal(found[name], wanted[name]) for name in wanted
     )

@@ -1,11 +1,11 @@
 """Small runs with checkpoints for the tests of `zeromesh checkpoint`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.unit.tools.checkpoint_runs import Trained, trained_runs
+from tests.unit.tools.checkpoint_runs import Copied, Trained, trained_runs
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +14,5 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 
 @pytest.fixture
-def copied(trained: Trained, tmp_path: Path) -> Callable[[str], Path]:
-    """Makes a copy of a run that may be damaged."""
+def copied(trained: Trained, tmp_path: Path) -> Copied:
     return lambda name: trained.copy(name, tmp_path)

@@ -86,9 +86,8 @@ class TestBudget:
         source = f"from bench.device import rows\nrows.say(rows.figure('found', 1.0, most=2))\n{program}\n"
         (tmp_path / "part.py").write_text(source)
         start = budget.start_ranks
-        monkeypatch.setattr(
-            budget, "start_ranks", lambda command, *rest: start([sys.executable, str(tmp_path / "part.py")], *rest)
-        )
+        command = [sys.executable, str(tmp_path / "part.py")]
+        monkeypatch.setattr(budget, "start_ranks", lambda _, *rest: start(command, *rest))
         part = Part(name="part", title="", seconds=5, least=1)
         found, bad = run_part(part, replace(ONE, folder=str(tmp_path)), 5.0)
         assert found.verdict == "ok"

@@ -3,19 +3,16 @@
 import json
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.unit.tools.checkpoint_runs import Trained, contents, flip, rewritten, write_manifest
+from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, write_manifest
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.cli.main import main
-
-# list
 
 
 def test_list_says_what_each_holds(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,9 +25,7 @@ def test_list_says_what_each_holds(trained: Trained, capsys: pytest.CaptureFixtu
     assert all(row.endswith("1 rank, stage 3, float32/float32  whole") for row in rows)
 
 
-def test_list_in_json_names_what_is_broken_or_left_behind(
-    copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_list_in_json_names_what_is_broken_or_left_behind(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
     root = copied("llama") / "checkpoints"
     (root / "step-00000001/config.json").unlink()
     for name in ("step-00000009.tmp", ".trash-00000003-77"):
@@ -49,9 +44,6 @@ def test_list_in_json_names_what_is_broken_or_left_behind(
     printed = capsys.readouterr().out
     assert "NOT WHOLE: " in printed
     assert "\nstep-00000009.tmp: being written or removed, or left behind by a kill" in printed
-
-
-# inspect
 
 
 def test_inspect_sums_up_a_checkpoint(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,16 +78,13 @@ def test_inspect_gives_places_that_can_be_read(trained: Trained, capsys: pytest.
     assert np.array_equal(np.frombuffer(data, "<f4").reshape(place["shape"]), wanted)
 
 
-# verify
-
-
 def test_verify_passes_what_is_whole(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "verify", str(trained.run("llama"))]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [": whole: 9 files, " in line and "/s)" in line for line in lines] == [True, True]
 
 
-def test_verify_names_every_damaged_file(copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_every_damaged_file(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
     run = copied("mixed")
     directory = run / "checkpoints/step-00000001"
     reader = CheckpointReader(directory)
@@ -126,9 +115,7 @@ def test_verify_names_every_damaged_file(copied: Callable[[str], Path], capsys: 
     assert "NOT WHOLE" in capsys.readouterr().out
 
 
-def test_verify_reads_headers_as_other_programs_do(
-    copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_reads_headers_as_other_programs_do(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
     """A writer's mistake that no checksum shows: another program would find other tensors than this one."""
     directory = copied("llama") / "checkpoints/step-00000002"
     path = directory / "model-00001-of-00001.safetensors"
@@ -144,9 +131,6 @@ def test_verify_reads_headers_as_other_programs_do(
     assert "do not agree about model.norm.heavys, model.norm.weight" in capsys.readouterr().out
 
 
-# diff
-
-
 def test_what_is_the_same_is_the_same(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "diff", str(trained.run("llama")), str(trained.last("llama"))]) == 0
     assert "the same bit by bit: 63 tensors" in capsys.readouterr().out
@@ -154,11 +138,7 @@ def test_what_is_the_same_is_the_same(trained: Trained, capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize("window", [64 << 20, 10000])
 def test_one_changed_element_is_found(
-    trained: Trained,
-    copied: Callable[[str], Path],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    window: int,
+    trained: Trained, copied: Copied, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, window: int
 ) -> None:
     monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.reading.WINDOW_BYTES", window)
     name = "model.layers.1.mlp.up_proj.weight"
@@ -168,9 +148,8 @@ def test_one_changed_element_is_found(
     words = ["checkpoint", "diff", str(trained.last("llama")), str(directory)]
     assert main(words) == 1
     said = capsys.readouterr().out
-    assert re.search(
-        rf"^model {re.escape(name)}: max \|difference\| 0\.5 at \[0, 0\] \(.* in A, .* in B\);", said, re.M
-    )
+    line = rf"^model {re.escape(name)}: max \|difference\| 0\.5 at \[0, 0\] \(.* in A, .* in B\);"
+    assert re.search(line, said, re.M)
     assert "1 of 1,536 elements differ\n1 of 63 tensors that both have differ\n" in said
     assert main([*words, "--tolerance", "0.4"]) == 1
     assert main([*words, "--tolerance", "0.6"]) == 0
@@ -198,9 +177,6 @@ def test_other_runs_differ_in_what_they_are(trained: Trained, capsys: pytest.Cap
     assert "model.class: 'GPT2LMHeadModel' in A, 'LlamaForCausalLM' in B" in said
 
 
-# All of them
-
-
 @pytest.mark.parametrize("words", [["list"], ["inspect"], ["verify"], ["export", "{}"], ["diff", "{}"]])
 def test_a_path_of_nothing_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     action, *rest = words
@@ -211,33 +187,12 @@ def test_a_path_of_nothing_is_one_message(tmp_path: Path, capsys: pytest.Capture
         assert message in said
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "required: ACTION"),
-        (["mend"], "invalid choice"),
-        (["export", "a"], "required: OUT"),
-        (["export", "a", "b", "--dtype", "int8"], "invalid choice: 'int8'"),
-        (["diff", "a", "b", "--tolerance", "-1"], "got '-1'; allowed is a number >= 0"),
-        (["merge", "a"], "required: --out"),
-        (["list", "a", "b"], "unknown arguments: b"),
-    ],
-)
-def test_a_wrong_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["checkpoint", *words])
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_no_tensor_of_such_a_name(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "inspect", str(trained.run("llama")), "--tensors", "nrom"]) == 2
     assert "--tensors 'nrom': no tensor has such a name" in capsys.readouterr().err
 
 
-def test_names_of_others_cannot_command_a_terminal(
-    copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_of_others_cannot_command_a_terminal(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
     directory = copied("llama") / "checkpoints/step-00000002"
     manifest = CheckpointReader(directory).manifest
     write_manifest(directory, replace(manifest, layout={"compute": "\x1b[2Jgone"}))

@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,7 @@ import transformers as tf
 
 from tests.support.doc_blocks import script
 from tests.support.trainer_cases import LLAMA
-from tests.unit.tools.checkpoint_runs import (
-    Trained,
-    contents,
-    flip,
-    rewritten,
-    same,
-    weights,
-    write_manifest,
-)
+from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, same, weights, write_manifest
 from zeromesh.checkpoint.format.manifest import FileRecord
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
@@ -32,9 +23,6 @@ from zeromesh.trainer.models.hub_form import HubNames
 
 ROOT = Path(__file__).resolve().parents[3]
 IDS = torch.arange(10)[None]
-
-
-# export
 
 
 @pytest.mark.parametrize("name", ["llama", "mixed", "tied", "mixtral"])
@@ -84,9 +72,8 @@ def test_groups_of_conversions_are_those_of_the_library(tmp_path: Path, kind: st
     found: dict[str, torch.Tensor] = {}
     for group in groups:
         outputs = names._revert({name: state[name] for name in group.names})
-        assert {name: each.shape for name, each in outputs.items()} == {
-            n: each.shape for n, each in group.outputs.items()
-        }
+        shapes, wanted = ({name: each.shape for name, each in all_.items()} for all_ in (outputs, group.outputs))
+        assert shapes == wanted
         assert group.converted or len(outputs) == len(group.names) == 1
         found |= outputs
     assert same(found, weights(tmp_path))
@@ -105,9 +92,7 @@ def test_exports_in_other_dtypes(trained: Trained, tmp_path: Path, dtype: str) -
         assert same(weights(out), weights(trained.last("mixed")))
 
 
-def test_an_export_of_several_files_through_small_windows(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_through_small_windows(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeromesh.checkpoint.format.safetensors_layout._LARGEST_FILE", 30000)
     monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.reading.WINDOW_BYTES", 4096)
     for name in ("llama", "mixtral"):
@@ -121,7 +106,7 @@ def test_an_export_of_several_files_through_small_windows(
         assert same(dict(loaded.named_parameters()), dict(trained.models[name].named_parameters()))
 
 
-def test_a_model_of_nobodys_library_is_exported_as_it_is(
+def test_a_model_of_no_library_is_exported(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -131,9 +116,7 @@ def test_a_model_of_nobodys_library_is_exported_as_it_is(
     assert same(weights(out), trained.models["pictures"].state_dict())
 
 
-def test_numbers_beyond_float16_are_refused_by_name(
-    copied: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_numbers_beyond_float16_are_refused(copied: Copied, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = copied("llama"), tmp_path / "out"
     rewritten(run / "checkpoints/step-00000002", "model.layers.1.mlp.up_proj.weight", -123456.0)
     assert main(["checkpoint", "export", str(run), str(out), "--dtype", "float16"]) == 2
@@ -147,9 +130,7 @@ def test_numbers_beyond_float16_are_refused_by_name(
     assert weights(tmp_path / "half")["model.layers.1.mlp.up_proj.weight"][0, 0] == float("inf")
 
 
-def test_an_export_keeps_what_is_there(
-    copied: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_keeps_what_is_there(copied: Copied, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = copied("llama"), tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
@@ -162,9 +143,6 @@ def test_an_export_keeps_what_is_there(
     assert (out / "notes.txt").read_text() == "mine"
 
 
-# merge
-
-
 def split(directory: Path, out: Path, count: int) -> list[Path]:
     """The parts that `count` hosts would have written: every piece is in one of them, in turn."""
     manifest = CheckpointReader(directory).manifest
@@ -172,9 +150,8 @@ def split(directory: Path, out: Path, count: int) -> list[Path]:
     for index in range(count):
         part, files = out / f"part{index}", {}
         for path, record in manifest.files.items():
-            pieces = tuple(
-                p for place, p in enumerate(record.pieces) if (place + (len(record.pieces) > 1)) % count == index
-            )
+            first = (index - (len(record.pieces) > 1)) % count
+            pieces = record.pieces[first::count]
             files[path] = FileRecord(nbytes=record.nbytes, pieces=pieces)
             if not pieces and index % 2:
                 continue  # A part may lack what it has no piece of.
@@ -191,9 +168,7 @@ def split(directory: Path, out: Path, count: int) -> list[Path]:
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_parts_merge_into_the_whole(
-    trained: Trained, tmp_path: Path, count: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_make_the_whole(trained: Trained, tmp_path: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     whole = trained.last("mixed")
     parts = [str(part) for part in split(whole, tmp_path, count)]
     assert all(contents(Path(part)) != contents(whole) for part in parts)
@@ -259,10 +234,7 @@ def test_parts_that_are_no_checkpoint_are_refused(
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-# The page
-
-
-def test_the_reader_of_the_page_reads_everything(trained: Trained, copied: Callable[[str], Path]) -> None:
+def test_the_reader_of_the_page_reads_everything(trained: Trained, copied: Copied) -> None:
     code, there = script("docs/checkpoint-format.md", "reader.py").code, {}
     assert len(code.splitlines()) <= 30
     exec(code, there)

@@ -19,6 +19,7 @@ from zeromesh.trainer import TrainerConfig
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.cli.train import exit_code_of
 
+Runs = list[TrainerConfig]
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 
@@ -65,9 +66,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_one_process_trains_in_this_one(
-    config: str, fitted: list[TrainerConfig], launched: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_trains(config: str, fitted: Runs, launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends without another look at all objects, which took one to two seconds after the last line of a run."""
     registered: list[object] = []
     monkeypatch.setattr(atexit, "register", registered.append)
@@ -81,9 +80,7 @@ def test_one_process_trains_in_this_one(
     "words",
     [["{}", "--nproc", "2", "run.seed=3"], ["--nproc", "2", "{}", "run.seed=3"], ["{}", "run.seed=3", "--nproc=2"]],
 )
-def test_nproc_starts_workers_of_the_same_command(
-    config: str, fitted: list[TrainerConfig], launched: list[Any], words: list[str]
-) -> None:
+def test_nproc_starts_workers(config: str, fitted: list[TrainerConfig], launched: list[Any], words: list[str]) -> None:
     assert main(["train", *(word.format(config) for word in words)]) == 0
     ((processes, arguments),) = launched
     assert processes == 2
@@ -99,11 +96,7 @@ def test_nproc_starts_workers_of_the_same_command(
 
 
 def test_under_a_launcher_the_ranks_are_there(
-    config: str,
-    fitted: list[TrainerConfig],
-    launched: list[Any],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    config: str, fitted: Runs, launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
@@ -142,6 +135,13 @@ def test_a_mistake_is_one_message_and_exit_code_2(
         (["train", "c", "--nproc", "0"], "got '0'; allowed is an integer >= 1"),
         (["train", "c", "--nprocs-per-node", "2"], "unknown arguments: --nprocs-per-node"),
         (["fit"], "invalid choice"),
+        (["checkpoint"], "required: ACTION"),
+        (["checkpoint", "mend"], "invalid choice"),
+        (["checkpoint", "export", "a"], "required: OUT"),
+        (["checkpoint", "export", "a", "b", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["checkpoint", "diff", "a", "b", "--tolerance", "-1"], "got '-1'; allowed is a number >= 0"),
+        (["checkpoint", "merge", "a"], "required: --out"),
+        (["checkpoint", "list", "a", "b"], "unknown arguments: b"),
     ],
 )
 def test_a_wrong_command_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,11 +155,7 @@ def test_a_wrong_command_line(words: list[str], message: str, capsys: pytest.Cap
     ("error", "code"), [(DataError("no text"), 2), (CollectiveError("rank 1 is gone"), 1), (KeyboardInterrupt(), 130)]
 )
 def test_errors_of_a_run(
-    config: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: BaseException,
-    code: int,
+    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
 ) -> None:
     def fail(**_: Any) -> None:
         raise error
@@ -234,9 +230,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     assert ended.stderr == b""
 
 
-def test_init_lists_examples_and_writes_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_of_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0
     listed = capsys.readouterr().out

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -44,9 +45,6 @@ def test_what_is_not_ok_says_what_that_means_and_what_to_do() -> None:
     ]
 
 
-# Machine
-
-
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine without a fault; a test breaks one thing of it."""
@@ -59,10 +57,6 @@ def sound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def refuse(*_: object, **__: object) -> None:
-    raise TimeoutError("timed out")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "found"),
     [
@@ -73,7 +67,7 @@ def refuse(*_: object, **__: object) -> None:
         ("_limit", lambda which: 1024, dict.fromkeys(("locked memory", "open files", "processes"), "warning")),
         ("os.statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=16384), {"/dev/shm": "warning"}),
         ("os.path.isdir", lambda path: False, {}),
-        ("os.memfd_create", refuse, {"shared memory": "problem"}),
+        ("os.memfd_create", Mock(side_effect=TimeoutError("timed out")), {"shared memory": "problem"}),
     ],
 )
 def test_limits_of_a_machine(sound: pytest.MonkeyPatch, name: str, value: Any, found: dict[str, str]) -> None:
@@ -90,9 +84,6 @@ def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) ->
     found = texts(hardware.machine())
     assert "48.0 GiB free of 8.0 GiB by the control group, 64.0 GiB" in found
     assert "Set OMP_NUM_THREADS to 2 divided by --nproc" in found
-
-
-# Accelerators
 
 
 def devices_of(
@@ -151,9 +142,6 @@ def test_torch_the_driver_and_devices_have_to_fit(
     assert devices.failure in texts(shown) or not driver
 
 
-# Packages
-
-
 @pytest.mark.parametrize(
     ("conditions", "version", "level"),
     [
@@ -168,9 +156,7 @@ def test_torch_the_driver_and_devices_have_to_fit(
         ("", "1.0", "ok"),
     ],
 )
-def test_versions_against_what_is_needed(
-    monkeypatch: pytest.MonkeyPatch, conditions: str, version: str, level: str
-) -> None:
+def test_versions_that_are_needed(monkeypatch: pytest.MonkeyPatch, conditions: str, version: str, level: str) -> None:
     monkeypatch.setattr(software.metadata, "version", lambda name: version)
     found = software.requirement(f"torch{conditions}")
     assert found.level.value == level
@@ -186,9 +172,6 @@ def test_the_packages_here_are_those_that_the_project_names() -> None:
     assert not levels(found)
 
 
-# Network
-
-
 @pytest.mark.parametrize(
     ("present", "found"),
     [
@@ -202,9 +185,7 @@ def test_the_packages_here_are_those_that_the_project_names() -> None:
         ({"trial": Trial(failure="rank 0 is gone")}, {"two processes": "problem"}),
     ],
 )
-def test_what_keeps_ranks_from_meeting_is_found(
-    monkeypatch: pytest.MonkeyPatch, present: dict[str, Any], found: dict[str, str]
-) -> None:
+def test_why_ranks_cannot_meet(monkeypatch: pytest.MonkeyPatch, present: dict[str, Any], found: dict[str, str]) -> None:
     address, times = present.get("address", "127.0.1.1"), iter([0.0, present.get("seconds", 0.001)])
 
     def getaddrinfo(*_: object, **__: object) -> list[Any]:
@@ -226,9 +207,6 @@ def test_two_processes_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch)
     for code, seconds, failure in ((refuses, 60.0, "not today"), ("import time; time.sleep(60)", 0.5, said)):
         monkeypatch.setattr(self_test, "python_arguments", lambda *_, code=code: ("-c", code))
         assert try_exchange(seconds).failure == failure
-
-
-# Disks
 
 
 @pytest.mark.parametrize(
@@ -265,9 +243,6 @@ def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     assert levels(hardware.directory(Path("/proc/zeromesh"))) == {"/proc/zeromesh": "problem"}
 
 
-# Launch
-
-
 def test_variables_that_slow_runs_down_and_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "a-very-secret-key")
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
@@ -286,9 +261,6 @@ def test_a_launch_that_is_there_in_part_is_a_problem(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert levels(software.launch()) == {"launcher": "warning"}
-
-
-# The command
 
 
 def test_the_command_looks_at_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

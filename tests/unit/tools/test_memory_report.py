@@ -15,6 +15,7 @@ from bench.predict import predict
 from bench.workload import Workload
 
 MIB = 1 << 20
+FAR = "more than 10% from the system's figure"
 REFERENCE = Case(dtype="bf16", transport="shared", stage=3, layers=8, width=1)
 PREDICTED = Prediction(staying={"PARAMETERS": 30 * MIB, "MASTER": 60 * MIB}, passing=10 * MIB, activations=50 * MIB)
 """150 MiB, of which 100 are states."""
@@ -85,12 +86,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     [
         # The constant is that of the reference.
         (205, 0, "| stage 2, 16 layers, width x1 | 90.0 | 10.0 | 50.0 | 50.0 | 200.0 | 205.0 | -2.4% |", ""),
-        (
-            230,
-            1,
-            "-13.0%; more than 10% from the system's figure |",
-            "bf16, gloo, stage 2, 16 layers, width x1: more than 10% from the system's figure",
-        ),
+        (230, 1, f"-13.0%; {FAR} |", f"bf16, gloo, stage 2, 16 layers, width x1: {FAR}"),
     ],
 )
 def test_a_report_ends_with_1_where_a_line_is_far_off(

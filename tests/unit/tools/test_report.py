@@ -68,9 +68,6 @@ def shown(*paths: Path) -> Elements:
     return Elements(page_of(read_runs(list(paths))))
 
 
-# Arithmetic
-
-
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=2000), st.integers(4, 300))
 def test_fewer_points_have_the_same_ends_and_extremes(values: list[float], most: int) -> None:
     places = thinned_indices(values, most)
@@ -89,17 +86,11 @@ def test_a_smooth_curve_stays_between_the_extremes_and_on_a_straight_line(values
     assert moving_average(line, window) == pytest.approx(line)
 
 
-# Markup
-
-
 def test_texts_become_no_markup() -> None:
     """What cannot be seen or written is replaced."""
     made = element("p", "<b>&", element("i", 'a"b'), title='"><script>', hidden=True, lang=None)
     assert made == '<p title="&quot;&gt;&lt;script&gt;" hidden>&lt;b&gt;&amp;<i>a&quot;b</i></p>'
     assert element("p", "a\x00b\u202ec\ud800d") == "<p>a\ufffdb\ufffdc\ufffdd</p>"
-
-
-# The page
 
 
 def test_a_run_has_a_chart_of_everything_that_its_lines_have(tmp_path: Path) -> None:
@@ -155,17 +146,14 @@ def test_a_run_that_went_on_has_each_step_once(tmp_path: Path) -> None:
 
 def test_a_run_says_how_large_how_long_and_on_what(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=4)
-    write_lines(
-        run, [{"step": step, "loss": 1.0, "time": 1.79e9 + at} for step, at in ((1, 5), (2, 30), (3, 70), (4, 95))]
-    )
+    times = {1: 5, 2: 30, 3: 70, 4: 95}
+    write_lines(run, [{"step": step, "loss": 1.0, "time": 1.79e9 + at} for step, at in times.items()])
     facts = {"parameters": 8_030_000_000, "hardware": "8 ranks on Abacus 9000", "versions": {"torch": "2.13.0"}}
     starts = [{"step": 0, "time": 1.79e9, **facts}, {"step": 2, "time": 1.79e9 + 60, **facts}]
     write_lines(run, starts, "starts.jsonl")
+    parts = {"imports": 3.5, "data": 0.01, "odd": "x", "first step": 1.0}
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(
-            json.dumps({"step": 5, "loss": 1.0, "start": {"imports": 3.5, "data": 0.01, "odd": "x", "first step": 1.0}})
-        )
-        file.write("\n")
+        file.write(json.dumps({"step": 5, "loss": 1.0, "start": parts}) + "\n")
     text = shown(run).text
     assert "start: 4.5 s (imports 3.5, first step 1.0)" in text
     assert "8.0G" in text
@@ -233,21 +221,17 @@ def test_changed_keys_are_marked_and_secrets_are_not_shown(tmp_path: Path) -> No
     assert "77" in seen.text
     assert re.search(r"parallel\.tensor\s+2\s+1", seen.text)
     assert re.search(r"extra\.size\s+3\s+\(none\)", seen.text)
-    assert (
-        seen.text.index("parallel.tensor") < seen.text.index("keys at their defaults") < seen.text.index("zero.stage")
-    )
+    places = [seen.text.index(each) for each in ("parallel.tensor", "keys at their defaults", "zero.stage")]
+    assert places == sorted(places)
+
+
+BAD = {"skipped": True, "cause": HOSTILE, "phases": {HOSTILE: 0.1}, "memory": {HOSTILE: {HOSTILE: 5}}}
 
 
 def test_hostile_names_stay_text(tmp_path: Path) -> None:
     folder = tmp_path / "<script>alert(1)<"
-    bad = {
-        "skipped": True,
-        "cause": HOSTILE,
-        "phases": {HOSTILE: 0.1},
-        "memory": {HOSTILE: {HOSTILE: 5}},
-        "eval_<b>": 1.0,
-    }
-    run = write_run(folder, steps=9, changes={3: bad | {"communication": {HOSTILE: {HOSTILE: {"seconds": 1.0}}}}})
+    more = {"eval_<b>": 1.0, "communication": {HOSTILE: {HOSTILE: {"seconds": 1.0}}}}
+    run = write_run(folder, steps=9, changes={3: BAD | more})
     with (run / "config.resolved.yaml").open("a") as file:
         file.write(f"more: {{{json.dumps(HOSTILE)}: {json.dumps(HOSTILE)}}}\n")
     ranks = [{"rank": 0, "failure": HOSTILE, "step": HOSTILE, "doing": HOSTILE}]
@@ -320,9 +304,8 @@ def test_several_runs_lie_on_top_of_each_other(tmp_path: Path, capsysbinary: pyt
     assert main(["report", str(one), str(two), "--out", "-"]) == 0
     seen = Elements(capsysbinary.readouterr().out.decode())
     assert {"loss", "phases-0", "phases-1", "memory-device-0"} <= seen.charts
-    names = {
-        each.legendgroup: each.name for each in charts_of(read_runs([one, two]))[0].figure.data if each.mode == "lines"
-    }
+    lines = [each for each in charts_of(read_runs([one, two]))[0].figure.data if each.mode == "lines"]
+    names = {each.legendgroup: each.name for each in lines}
     assert [name.partition(" ")[0] for name in names.values()] == ["a/run,", "b/run,"]
     assert re.search(r"optimizer.lr\s*0.0006\s*0.001", seen.text)
     assert "zero.stage" not in seen.text.partition("Over the steps")[0]
@@ -371,7 +354,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def written(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a whole run."""
     run = write_run(tmp_path_factory.mktemp("report") / "run")
     assert main(["report", str(run)]) == 0
     browser.complaints.clear()
@@ -448,8 +430,7 @@ def test_the_pointer_shows_values_and_drags_open_a_closer_look(browser: Browser,
 
 def test_nothing_of_a_hostile_run_runs(browser: Browser, tmp_path: Path) -> None:
     browser.complaints.clear()
-    bad = {"skipped": True, "cause": HOSTILE, "phases": {HOSTILE: 0.1}, "memory": {HOSTILE: {HOSTILE: 5}}}
-    run = write_run(tmp_path / "<img src=x>", steps=9, changes={3: bad})
+    run = write_run(tmp_path / "<img src=x>", steps=9, changes={3: BAD})
     main(["report", str(run)])
     browser.open(run / "report.html")
     assert "taken" not in browser.ask("document.title")

@@ -21,7 +21,8 @@ from rich.console import Console as RichConsole
 from tests.support.damage_cases import STATE, Json, replace, resign
 from tests.support.step_lines import metrics
 from tests.support.terminal import on_terminal, seen
-from zeromesh.errors import CheckpointError, ConfigError, StorageError, printable, printable_lines
+from zeromesh import errors
+from zeromesh.errors import counted, plural, printable, printable_lines, ranks_text
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.formatting import Detail, table_lines, wrapped
 from zeromesh.trainer.loop.context import FitReport
@@ -42,7 +43,7 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
         assert printable(text) == text
 
 
-@pytest.mark.parametrize("kind", [ConfigError, CheckpointError, StorageError])
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.CheckpointError, errors.StorageError])
 def test_errors_show_names_as_escapes(kind: Any) -> None:
     error = kind(f"{EVIL} is no file\nsecond line")
     assert str(error) == f"{SHOWN} is no file\nsecond line"
@@ -55,9 +56,8 @@ def test_the_console_shows_notes_and_status_as_escapes() -> None:
     assert plain.getvalue() == f"{SHOWN}\nsecond line\n"
     terminal = io.StringIO()
     console = Console(terminal)
-    console._rich = RichConsole(
-        file=terminal, force_terminal=True, width=200, highlight=False, markup=False, emoji=False
-    )
+    plainly = {"highlight": False, "markup": False, "emoji": False}
+    console._rich = RichConsole(file=terminal, force_terminal=True, width=200, **plainly)
     console._is_terminal = True
     console.status(EVIL)
     console.start(total_steps=3)
@@ -155,9 +155,7 @@ def written(run: Path, pids: list[int], **more: Any) -> Path:
     return run
 
 
-def test_a_stopped_rank_is_named(
-    tmp_path: Path, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stopped_rank(tmp_path: Path, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
     run = written(tmp_path / "run", [os.getpid(), sleeper.pid])
     assert main(["status", str(run)]) == 0
     assert "rank 0 waits for rank 1: compute" in capsys.readouterr().out
@@ -184,14 +182,31 @@ def test_what_holds_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"runs in it are {tmp_path / 'one'}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("count", "noun", "spec", "text"),
+    [
+        (1, "step", "", "1 step"),
+        (0, "rank", "", "0 ranks"),
+        (1200, "file", ",", "1,200 files"),
+        (2, "batch", "", "2 batches"),
+        (3, "process", "", "3 processes"),
+        (2, "more directory", "", "2 more directories"),
+        (1, "whole step", "", "1 whole step"),
+    ],
+)
+def test_a_noun_goes_with_its_number(count: int, noun: str, spec: str, text: str) -> None:
+    assert counted(count, noun, spec) == text
+    assert text.endswith(plural(count, noun))
+    assert [ranks_text([3]), ranks_text([1, 2])] == ["rank 3", "ranks 1, 2"]
+
+
 def test_a_table_is_no_wider_than_the_terminal() -> None:
     columns, row = ("rank", "doing", "seconds without progress"), ("0", "reducing gradients of unit layers.12", "1.5")
     assert table_lines(columns, [row], columns[2:], width=200) == table_lines(columns, [row], columns[2:])
     lines = table_lines(columns, [row], columns[2:], width=40)
     assert max(map(len, lines)) <= 40
-    assert " ".join(" ".join(lines).split()) == (
-        "rank doing seconds without progress 0 reducing gradients of 1.5 unit layers.12"
-    )
+    shown = "rank doing seconds without progress 0 reducing gradients of 1.5 unit layers.12"
+    assert " ".join(" ".join(lines).split()) == shown
     assert list(wrapped(["  one two three"], 10)) == ["  one two", "    three"]
     assert list(wrapped(["", "one two"], None)) == ["", "one two"]
 
@@ -297,9 +312,7 @@ def test_a_log_has_all_lines_whole_and_no_escapes() -> None:
     assert "\x1b" not in plain.getvalue()
 
 
-def test_a_notebook_has_one_line_that_changes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_notebook_has_one_changing_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shown: list[str] = []
 
     class Handle:

@@ -101,22 +101,18 @@ def _refusing(call: Callable[..., Any], where: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
 def test_a_disk_that_fails_below_checkpoints(
-    places: dict[str, str],
-    tmp_path: Path,
-    number: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    places: dict[str, str], number: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: Any) -> list[int]:
         raise OSError(number, os.strerror(number), str(self.root))
 
     monkeypatch.setattr(CheckpointStore, "steps", fail)
-    (tmp_path / "r" / "config.resolved.yaml").write_text("{}")
+    Path(places["r"], "config.resolved.yaml").write_text("{}")
     for words in (["evaluate", "{r}"], ["generate", "{r}", "--prompts", "{p}"], ["checkpoint", "list", "{r}"]):
         assert main([word.format(**places) for word in words]) == 1
         said = capsys.readouterr().err
         assert os.strerror(number) in said
-        assert str(tmp_path / "r" / "checkpoints") in said
+        assert str(Path(places["r"], "checkpoints")) in said
 
 
 def test_a_home_that_is_nobodys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +141,7 @@ def test_a_home_that_is_nobodys(capsys: pytest.CaptureFixture[str]) -> None:
         ("layer_types", ["none such"]),
     ],
 )
-def test_a_model_directory_that_libraries_fail_on(
+def test_broken_model_directories(
     places: dict[str, str], field: str, value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = Path(places["m"], "config.json")
@@ -174,11 +170,7 @@ def test_tokenizers_that_libraries_fail_on(tmp_path: Path) -> None:
     _tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
     whole = path.read_text()
-    added = {
-        "content": "b",
-        "special": False,
-        **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-    }
+    added = {"content": "b", **dict.fromkeys(("special", "single_word", "lstrip", "rstrip", "normalized"), False)}
     wrong = [
         '{"a":' * 100_000,
         "[" * 100_000 + "]" * 100_000,

@@ -21,9 +21,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("visible", "local_rank", "taken"), [(8, 3, 3), (1, 0, 0), (1, 3, 0), (2, 2, None)])
-def test_the_device_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, taken: int | None
-) -> None:
+def test_the_device_of_ranks(monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, taken: int | None) -> None:
     """A launcher may show every process all devices of the host, or its own alone."""
     current: list[Any] = []
     monkeypatch.setattr(accelerator, "current_accelerator", lambda: torch.device("cuda"))

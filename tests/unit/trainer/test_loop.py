@@ -78,9 +78,8 @@ def collected(*outputs: Any, of: Callable[..., Any] = lambda found: found) -> Co
 
 
 def test_pieces_of_several_lengths_are_padded() -> None:
-    found = collected(
-        torch.ones(2, 3, 4), torch.zeros(1, 5, 4), of=lambda each: {"logits": each, "state": (each[:, 0], None)}
-    )
+    pieces = torch.ones(2, 3, 4), torch.zeros(1, 5, 4)
+    found = collected(*pieces, of=lambda each: {"logits": each, "state": (each[:, 0], None)})
     logits, state = found.result().predictions
     assert (logits.shape, state[0].shape, state[1]) == ((3, 5, 4), (3, 4), None)
     assert logits[:2, :3].min() == 1

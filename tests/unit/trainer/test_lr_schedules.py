@@ -56,9 +56,7 @@ def reference(name: str, warmup: int, total: int, options: dict[str, Any]) -> li
 
 @pytest.mark.parametrize("warmup", [0, 1, 7])
 @pytest.mark.parametrize(("name", "own", "theirs"), CASES)
-def test_learning_rates_equal_those_of_transformers(
-    name: str, own: dict[str, Any], theirs: dict[str, Any], warmup: int
-) -> None:
+def test_rates_equal_those_of_transformers(name: str, own: dict[str, Any], theirs: dict[str, Any], warmup: int) -> None:
     schedule = LRSchedule(name=name, warmup_steps=warmup, total_steps=STEPS, **own)
     rates = [BASE_LR * schedule.factor(step) for step in range(STEPS + 10)]
     expected = reference(name, warmup, STEPS, theirs)

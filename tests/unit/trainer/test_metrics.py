@@ -24,13 +24,6 @@ from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
 from zeromesh.trainer.monitoring.tracking import evaluation_row
 
 
-def refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not strict JSON")
-
-
-# metrics.jsonl
-
-
 def test_a_line_per_step_with_the_fields_of_the_design(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     with MetricsWriter(path) as writer:
@@ -51,7 +44,7 @@ def test_every_line_is_strict_json(tmp_path_factory: pytest.TempPathFactory, val
     path = tmp_path_factory.mktemp("strict") / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         writer.write(metrics(loss=value, nested={"norms": [value]}))
-    record = json.loads(path.read_text(), parse_constant=refuse_constant)
+    record = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
     expected = value if math.isfinite(value) else str(value)
     assert record["loss"] == expected
     assert record["nested"]["norms"] == [expected]
@@ -116,9 +109,6 @@ def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
             writer.write(metrics())
 
 
-# The console
-
-
 def test_piped_output_is_one_plain_line_per_logged_step() -> None:
     stream = io.StringIO()
     with Console(stream) as console:
@@ -138,8 +128,6 @@ def test_piped_output_is_one_plain_line_per_logged_step() -> None:
 
 
 class FakeTerminal(io.StringIO):
-    """A stream that says it is a terminal."""
-
     def isatty(self) -> bool:
         return True
 
@@ -168,9 +156,7 @@ def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> 
     assert shown.endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_an_evaluation_has_a_bar_of_its_own_on_a_terminal_alone(
-    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_evaluation_has_a_bar_on_a_terminal_alone(terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeromesh.trainer.monitoring.console._REFRESH_SECONDS", 0.0)
     with Console(terminal) as console:
         console.show_evaluation(1, 3)

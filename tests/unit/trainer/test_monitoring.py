@@ -71,9 +71,6 @@ def test_waits_and_the_latest_steps_as_sentences() -> None:
     assert verdicts([row(0, recent=None), row(1, recent=None)]) == []
 
 
-# Slow ranks
-
-
 def looks(busy: Sequence[float], count: int, steps: int = 1) -> dict[int, str]:
     """The lines by number of so many looks, one after so many steps, whose ranks are at work for `busy` seconds a step."""
     looker = Stragglers()
@@ -101,9 +98,7 @@ def looks(busy: Sequence[float], count: int, steps: int = 1) -> dict[int, str]:
         ([0.01, 0.061], 10, 1, [10], "rank 1 is slow: over 10 steps it was at work for 61 ms"),
     ],
 )
-def test_a_slow_rank_is_named_once_in_a_hundred_steps(
-    busy: list[float], count: int, steps: int, when: list[int], said: str
-) -> None:
+def test_a_slow_rank_is_named_rarely(busy: list[float], count: int, steps: int, when: list[int], said: str) -> None:
     found = looks(busy, count, steps)
     assert list(found) == when
     whole = f"{said} a step, the others for {1000 * busy[0]:.0f} ms, and waited for it"
@@ -115,9 +110,6 @@ def test_a_rank_is_never_at_work_for_less_than_no_time() -> None:
     for _ in range(3):
         looker.add(0.1, 0.4)
     assert looker.busy == 0.0
-
-
-# A plan beside what was measured
 
 
 def compared(*, forward: float = 0.2, peak: int = 100, master: int = 0) -> dict[str, Any]:
@@ -144,9 +136,6 @@ def test_every_term_of_a_plan_is_beside_what_was_measured() -> None:
     shown = [line.split() for line in comparison_lines(compared(forward=0.4, peak=130))]
     assert ["step:", "forward", "200", "ms", "400", "ms", "-50%"] in shown
     assert ["highest", "memory", "100.0", "MiB", "130.0", "MiB", "-23%"] in shown
-
-
-# The time before the first step ends, by its parts
 
 
 def test_parts_of_a_start_follow_each_other_and_end_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

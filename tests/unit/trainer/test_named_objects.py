@@ -65,6 +65,9 @@ NAMED: dict[str, Any] = {
 }
 
 
+NUMBER = {"python": "own_code:number"}
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "code").mkdir()
@@ -136,20 +139,16 @@ def test_what_is_given_to_the_trainer_counts_for_more(folder: Path) -> None:
         ("model__config", {"wide": 3}, r"model.python: own_code:Net\(width=4\) does not take {'wide': 3}"),
         ("model__source", "gpt2", "model.python returns the model, and model.source gpt2 is one too"),
         ("data__train", {"python": "own_code:rows", "m": 1}, r"data.train: own_code:rows\(.*does not take {'m': 1}"),
-        ("data__train", {"python": "own_code:number"}, "data.train: own_code:number gave a int; allowed are samples"),
+        ("data__train", NUMBER, "data.train: own_code:number gave a int; allowed are samples"),
         ("data__train", {"pyton": "own_code:rows"}, "data.train: got a mapping of 1 key; allowed is text"),
         ("data__train", ".", "data.train and data.eval: one is Python code"),
-        ("data__eval", {"a": {"python": "own_code:number"}}, "data.eval.a: own_code:number gave a int"),
+        ("data__eval", {"a": NUMBER}, "data.eval.a: own_code:number gave a int"),
         ("data__eval", {"python": "own_code"}, "data.eval.python: got 'own_code'; allowed is text such as"),
         ("data__eval", {"a b": "x"}, "data.eval.a b: got 'x'; allowed is a name of letters"),
-        ("data__collator", {"python": "own_code:number"}, "data.collator: own_code:number is a int; give a function"),
+        ("data__collator", NUMBER, "data.collator: own_code:number is a int; give a function"),
         ("model__loss", {"python": "own_code:loss", "by": 2}, r"model.loss: own_code:loss\(.*does not take {'by': 2}"),
         ("run__callbacks", [{"python": "own_code:rows"}], "callbacks holds a list; give objects"),
-        (
-            "run__callbacks",
-            [{"python": "own_code:number", "a": 1}],
-            "run.callbacks: own_code:number is a int, which takes no",
-        ),
+        ("run__callbacks", [NUMBER | {"a": 1}], "run.callbacks: own_code:number is a int, which takes no"),
     ],
 )
 def test_one_clear_error(folder: Path, key: str, value: Any, said: str) -> None:
@@ -159,9 +158,8 @@ def test_one_clear_error(folder: Path, key: str, value: Any, said: str) -> None:
 
 def test_code_that_fails_is_named_with_its_line(folder: Path) -> None:
     (folder / "code" / "own_failing.py").write_text("a = 1\nb = a.z\n")
-    with pytest.raises(
-        ConfigError, match=r"own_failing cannot be imported \(AttributeError.* in .*own_failing.py, line 2\)"
-    ):
+    said = r"own_failing cannot be imported \(AttributeError.* in .*own_failing.py, line 2\)"
+    with pytest.raises(ConfigError, match=said):
         Trainer(config=written(folder, model__python="own_failing:Net"))
 
 

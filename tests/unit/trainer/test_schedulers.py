@@ -82,9 +82,8 @@ def test_mpi_trains(tmp_path: Path, tools: dict[str, str], names: str) -> None:
     for rank in map(str, range(2)):
         values = dict(zip(names, (rank, "2", rank, "2"), strict=True))
         variables = {**tools, **shared, **{form.format(name): value for name, value in values.items()}}
-        ranks.append(
-            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(subprocess.Popen(command, env=variables, text=True, **pipes))
     try:
         said = [rank.communicate(timeout=150) for rank in ranks]
     finally:
@@ -97,9 +96,8 @@ def test_mpi_trains(tmp_path: Path, tools: dict[str, str], names: str) -> None:
 
 def test_the_slurm_script_asks_for_what_slurm_understands() -> None:
     lines = (ROOT / "scripts/slurm.sbatch").read_text().splitlines()
-    asked = dict(
-        match.groups() for line in lines if (match := re.match(r"#SBATCH --([a-z-]+)(?:=(\S+))?(?:\s+#.*)?$", line))
-    )
+    found = (re.match(r"#SBATCH --([a-z-]+)(?:=(\S+))?(?:\s+#.*)?$", line) for line in lines)
+    asked = dict(each.groups() for each in found if each)
     assert len(asked) == sum(line.startswith("#SBATCH") for line in lines)
     assert asked["ntasks-per-node"] == asked["gpus-per-node"]
     assert asked["signal"].startswith("TERM@")
@@ -122,9 +120,8 @@ def test_the_pods_of_the_manifest_meet(tmp_path: Path) -> None:
     tool(tmp_path, "zeromesh", "import sys\nprint('\\0'.join(sys.argv[1:]), end='')\n")
     for index in range(spec["completions"]):
         variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
-        done = subprocess.run(
-            container["command"], capture_output=True, text=True, env=variables, timeout=30, check=True
-        )
+        command = container["command"]
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=30, check=True)
         options = _parse(done.stdout.split("\0"))
         assert (options.command, options.config) == ("train", "/data/config.yaml")
         assert options.nnodes == (spec["completions"], spec["parallelism"])

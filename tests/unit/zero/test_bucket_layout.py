@@ -83,11 +83,7 @@ def test_shards_hold_every_element_of_every_parameter_once(layout: BucketLayout)
                 key = (piece.spec.fqn, piece.in_parameter.start + offset)
                 assert key not in places
                 places[key] = shard.start + piece.in_shard.start + offset
-    wanted = {
-        (slot.spec.fqn, element): slot.where.start + element
-        for slot in layout.slots
-        for element in range(slot.spec.numel)
-    }
+    wanted = {(slot.spec.fqn, at): slot.where.start + at for slot in layout.slots for at in range(slot.spec.numel)}
     assert places == wanted
 
 
@@ -102,9 +98,7 @@ def test_pieces_of_any_interval_are_those_of_the_whole(layout: BucketLayout, dat
 
 @given(layout=layouts())
 def test_segments_cut_a_shard_where_the_optimizer_group_changes(layout: BucketLayout) -> None:
-    group_of = {
-        element: slot.spec.group for slot in layout.slots for element in range(slot.where.start, slot.where.end)
-    }
+    group_of = {at: slot.spec.group for slot in layout.slots for at in range(slot.where.start, slot.where.end)}
     for index in range(layout.parts):
         shard = layout.shard(index)
         segments = layout.segments(shard)
@@ -124,13 +118,10 @@ def test_an_interval_is_in_order() -> None:
 
 def test_a_layout_proves_itself() -> None:
     for start, end in ((1, 5), (64, 67), (0, 4)):
-        slots = (ParameterSlot(spec=spec(0, (4,)), where=Interval(start=0, end=4)),)
+        first = ParameterSlot(spec=spec(0, (4,)), where=Interval(start=0, end=4))
+        second = ParameterSlot(spec=spec(1, (4,)), where=Interval(start=start, end=end))
         with pytest.raises(LayoutError, match="overlaps, is not aligned"):
-            BucketLayout(
-                name="b",
-                parts=1,
-                slots=(*slots, ParameterSlot(spec=spec(1, (4,)), where=Interval(start=start, end=end))),
-            )
+            BucketLayout(name="b", parts=1, slots=(first, second))
 
 
 def test_a_stage_is_a_row_of_placements() -> None:

@@ -86,9 +86,8 @@ class Shards:
 
 def reducer_of(ring: Any, options: ZeroOptions, ranks: int) -> tuple[GradientReducer, list[str]]:
     """A reducer whose peers compare nothing, and the names of the buckets that it has summed."""
-    mesh: Any = SimpleNamespace(
-        shard=SimpleNamespace(size=ranks), data=SimpleNamespace(size=1), recorder=StepRecorder()
-    )
+    shard, data = SimpleNamespace(size=ranks), SimpleNamespace(size=1)
+    mesh: Any = SimpleNamespace(shard=shard, data=data, recorder=StepRecorder())
     shards: Any = Shards()
     reduced: list[str] = []
     sharing: Any = SimpleNamespace(all_reduce_async=lambda bucket, gradient: reduced.append(bucket.name))

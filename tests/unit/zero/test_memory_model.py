@@ -13,11 +13,12 @@ from zeromesh.offload import PinnedBudget, Purpose, TierChoice
 from zeromesh.offload.accelerator import DeviceMemory
 from zeromesh.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.trainer.setup import memory_check
-from zeromesh.units.build import plan_layouts
+from zeromesh.units.build import kept_buckets, plan_layouts
 from zeromesh.units.plan import plan_model
 from zeromesh.zero.memory_model import MemoryModel
 
-GPU = torch.device("cuda", 0)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SMALLER = "make the model smaller (model.config), or use more hosts"
 TRANSPORTS = {1: "local", 2: "gloo", 4: "shared"}
 
 
@@ -38,7 +39,7 @@ def refusal(
         monkeypatch.setattr(memory_check, "device_memory", lambda device: memory)
         monkeypatch.setattr(zeromesh.options, "device_memory", lambda device: memory)
     mesh: Any = SimpleNamespace(
-        device=torch.device("cpu") if on_device is None else GPU,
+        device=CPU if on_device is None else GPU,
         shard=SimpleNamespace(size=ranks),
         environment=SimpleNamespace(local_world_size=ranks),
     )
@@ -57,22 +58,14 @@ def options(**changes: Any) -> ZeroOptions:
 @pytest.mark.parametrize(
     ("ranks", "stage", "advice"),
     [
-        (1, 0, "make the model smaller (model.config), or use more hosts with a zero.stage above 0"),
-        (1, 1, "make the model smaller (model.config), or use more hosts"),
-        (1, 3, "make the model smaller (model.config), or use more hosts"),
-        (
-            2,
-            0,
-            "set zero.stage to 3, which needs *, make the model smaller (model.config), or use more hosts with a zero.stage",
-        ),
-        (2, 2, "set zero.stage to 3, which needs *, make the model smaller (model.config), or use more hosts"),
-        (2, 3, "make the model smaller (model.config), or use more hosts"),
-        (
-            4,
-            0,
-            "set zero.stage to 3, which needs *, make the model smaller (model.config), or use more hosts with a zero.stage",
-        ),
-        (4, 3, "make the model smaller (model.config), or use more hosts"),
+        (1, 0, f"{SMALLER} with a zero.stage above 0"),
+        (1, 1, SMALLER),
+        (1, 3, SMALLER),
+        (2, 0, f"set zero.stage to 3, which needs *, {SMALLER} with a zero.stage"),
+        (2, 2, f"set zero.stage to 3, which needs *, {SMALLER}"),
+        (2, 3, SMALLER),
+        (4, 0, f"set zero.stage to 3, which needs *, {SMALLER} with a zero.stage"),
+        (4, 3, SMALLER),
     ],
 )
 def test_the_advice_fits_the_stage(monkeypatch: pytest.MonkeyPatch, ranks: int, stage: int, advice: str) -> None:
@@ -108,27 +101,16 @@ def test_a_budget_that_the_configuration_names_is_taken_as_it_is(monkeypatch: py
 
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("trained", [True, False])
-def test_what_is_kept_by_default_takes_no_memory_that_the_step_would_not_need(
-    compute: torch.dtype, trained: bool
-) -> None:
+def test_what_is_kept_by_default_takes_no_memory_that_a_step_does_not_need(compute: torch.dtype, trained: bool) -> None:
     """Of a bfloat16 copy beside masters the root alone; all where what is gathered is the only copy."""
-    plan = plan_model(on_meta().requires_grad_(trained), compute)
-    found, none, whole = (
-        MemoryModel(
-            plan_layouts(plan, 4),
-            ZeroOptions(precision=Precision(compute=compute), gathered_budget=budget),
-            4,
-            "shared",
-        )
-        for budget in ("auto", 0, 1 << 40)
-    )
+    layouts = plan_layouts(plan_model(on_meta().requires_grad_(trained), compute), 4)
+    given = [ZeroOptions(precision=Precision(compute=compute), gathered_budget=each) for each in ("auto", 0, 1 << 40)]
+    found, none, whole = (MemoryModel(layouts, each, 4, "shared") for each in given)
     assert found.total <= none.total
     assert found.kept == (whole.kept if compute == torch.float32 or not trained else found.kept)
     assert found.kept < whole.kept or not trained or compute == torch.float32
     assert whole.total > none.total or not trained or compute == torch.float32
 
-
-# Accelerators
 
 ROOM = 1 << 40
 """Bytes of a host that has enough."""
@@ -172,3 +154,32 @@ def test_what_is_pinned_is_said() -> None:
     (said,) = memory_check.pinned_notes(PinnedBudget(used=3 << 30, pageable=1 << 30))
     assert said.startswith("WARNING: offload: 3.0 GiB of the host's memory are pinned")
     assert "and 1.0 GiB are not" in said
+
+
+def _layout(nbytes: int) -> Any:
+    return SimpleNamespace(nbytes=nbytes, first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept"),
+    [
+        (49, [False, False, False]),
+        (50, [True, False, False]),
+        (100, [False, False, True]),
+        (299, [True, False, True]),
+        (300, [False, True, True]),
+        (349, [False, True, True]),
+        (350, [True, True, True]),
+    ],
+)
+def test_a_budget_keeps_what_fits_it_exactly_the_last_unit_first(budget: int, kept: list[bool]) -> None:
+    units: Any = [[_layout(50)], [_layout(120), _layout(80)], [_layout(100)]]
+    found = kept_buckets(units, ZeroOptions(stage=3, gathered_budget=budget), CPU, "shared")
+    assert found == [[stays] * len(unit) for stays, unit in zip(kept, units, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "kept"), [("local", True), ("shared", True), ("gloo", False)])
+def test_no_budget_is_an_automatic_one(kind: str, kept: bool) -> None:
+    budgets: Any = ("auto", None)
+    for budget in budgets:
+        assert kept_buckets([[_layout(50)]], ZeroOptions(gathered_budget=budget), CPU, kind) == [[kept]]

@@ -64,9 +64,7 @@ def test_any_placement_becomes_any_other(data: st.DataObject, ranks: int, numel:
         (replicated(8, 2), replicated(8, 2), []),
     ],
 )
-def test_a_change_of_placement_is_a_collective(
-    before: FlatPlacement, after: FlatPlacement, collectives: list[Collective]
-) -> None:
+def test_a_change_is_a_collective(before: FlatPlacement, after: FlatPlacement, collectives: list[Collective]) -> None:
     _, ranks = in_threads(2, _moving(before, after))
     assert [rank.started for rank in ranks] == [collectives] * 2
 
@@ -82,10 +80,8 @@ def test_what_no_rank_holds_is_refused() -> None:
 
 
 def test_columns_of_ranks_become_the_whole_tensor() -> None:
-    columns = [
-        (Interval(start=0, end=2), Interval(start=4, end=5)),
-        (Interval(start=2, end=4), Interval(start=5, end=6)),
-    ]
+    first, second, third, last = (Interval(start=a, end=b) for a, b in ((0, 2), (2, 4), (4, 5), (5, 6)))
+    columns = [(first, third), (second, last)]
     regions = [Region(shape=(3, 6), dims=((Interval(start=0, end=3),), each)) for each in columns]
     whole = torch.arange(18.0).view(3, 6)
     local = [torch.cat([whole[:, each.start : each.end] for each in taken], 1).reshape(-1) for taken in columns]

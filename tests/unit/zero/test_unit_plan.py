@@ -66,9 +66,8 @@ def test_units_are_blocks_embedding_head_and_the_rest(build: Any, units: list[st
 
 def test_a_container_without_a_forward_is_no_unit_but_what_it_holds_may_be() -> None:
     def layer() -> nn.Module:
-        return nn.ModuleList(
-            [nn.Linear(64, 64), nn.ModuleDict({"a": nn.Sequential(nn.Linear(64, 64))}), nn.LayerNorm(64)]
-        )
+        inner = nn.ModuleDict({"a": nn.Sequential(nn.Linear(64, 64))})
+        return nn.ModuleList([nn.Linear(64, 64), inner, nn.LayerNorm(64)])
 
     model = nn.ModuleDict({"layers": nn.ModuleList([layer(), layer()])})
     model["layers"][1].weight = nn.Parameter(torch.zeros(5000))

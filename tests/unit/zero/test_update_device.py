@@ -8,7 +8,7 @@ import torch
 
 from tests.support.devices import DEVICE, accelerated
 from zeromesh.offload import Ledger, Tiers
-from zeromesh.optim.optimizer_step import choose_device, time_update
+from zeromesh.optim.optimizer_step import choose_device, clip_factor, time_update
 from zeromesh.options import OptimizerSettings, ZeroOptions
 from zeromesh.settings.keys import UpdateOn
 
@@ -70,3 +70,11 @@ def test_a_trial_takes_time(name: Any) -> None:
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_trial_on_an_accelerator_takes_time(name: Any) -> None:
     assert 0 < tried(name, DEVICE) < 1000
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-7, 0.999, 1.0, 1.0000005, 1.000002, 37.0])
+def test_clipping_multiplies_as_torch_does(norm: float) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    parameter.grad = torch.full((1,), norm, dtype=torch.float64)
+    torch.nn.utils.clip_grad_norm_([parameter], 1.0)
+    assert norm * clip_factor(norm, 1.0) == pytest.approx(float(parameter.grad), rel=1e-15)

@@ -1,15 +1,14 @@
-"""Initial values: the same whatever the layout, distributed as a normal construction gives them, never
-invented.
-"""
+"""Initial values: the same whatever the layout, distributed as a normal construction gives them, never invented."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from torch import nn
 
+from tests.support.architectures import small_model
 from zeromesh.errors import LayoutError
 from zeromesh.weight_init.weight_sources import (
     BuiltSource,
@@ -20,33 +19,28 @@ from zeromesh.weight_init.weight_sources import (
     wrap_passed_model,
 )
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-KV = {"num_key_value_heads": 2, "vocab_size": 160}
-IDS = {"bos_token_id": None, "eos_token_id": None}
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SMALL, **KV)),
-    "gpt2": lambda: tf.GPT2LMHeadModel(
-        tf.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=160, n_positions=32, **IDS)
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 160}
+KV = {"num_key_value_heads": 2}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+OPT = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 32}
+MODELS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "llama": ("llama", "causal_lm", KV),
+    "gpt2": (
+        "gpt2",
+        "causal_lm",
+        {"num_hidden_layers": 3, "n_positions": 32, "bos_token_id": None, "eos_token_id": None},
     ),
-    "bert": lambda: tf.BertForSequenceClassification(tf.BertConfig(**SMALL, vocab_size=160)),
-    "bert-masked": lambda: tf.BertForMaskedLM(tf.BertConfig(**SMALL, vocab_size=160)),
-    "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**SMALL, **KV, num_local_experts=4)),
-    "qwen2_moe": lambda: tf.Qwen2MoeForCausalLM(
-        tf.Qwen2MoeConfig(
-            **SMALL, **KV, num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=64
-        )
-    ),
-    "opt": lambda: tf.OPTForCausalLM(
-        tf.OPTConfig(
-            hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=160,
-            word_embed_proj_dim=64, max_position_embeddings=32,
-        )
-    ),
-    "gemma2": lambda: tf.Gemma2ForCausalLM(tf.Gemma2Config(**SMALL, **KV, head_dim=16)),
-    "mamba": lambda: tf.MambaForCausalLM(
-        tf.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=160, state_size=8)
-    ),
-}  # fmt: skip
+    "bert": ("bert", "sequence_classification", {}),
+    "bert-masked": ("bert", "masked_lm", {}),
+    "mixtral": ("mixtral", "causal_lm", {**KV, "num_local_experts": 4}),
+    "qwen2_moe": ("qwen2_moe", "causal_lm", {**KV, **EXPERTS}),
+    "opt": ("opt", "causal_lm", OPT),
+    "gemma2": ("gemma2", "causal_lm", {**KV, "head_dim": 16}),
+    "mamba": ("mamba", "causal_lm", {"state_size": 8}),
+}
+FAMILIES = {
+    name: partial(small_model, kind, head, **{**SMALL, **fields}) for name, (kind, head, fields) in MODELS.items()
+}
 
 
 def on_meta(build: Callable[[], Any]) -> Any:
@@ -191,12 +185,12 @@ def test_plain_modules_are_drawn_by_their_own_reset() -> None:
     [
         (plain_but(redraw), "initialises attention.out_proj.weight, out.weight otherwise"),
         (
-            plain_but(lambda model: setattr(model.out, "weight", nn.Parameter(torch.randn(5, 4)))),
+            plain_but(lambda m: setattr(m.out, "weight", nn.Parameter(torch.randn(5, 4)))),
             "initialises out.weight otherwise",
         ),
         (CONSTANT, "loses the values of scale"),
         (
-            plain_but(lambda model: model.register_buffer("mask", torch.ones(3, 3).tril().bool())),
+            plain_but(lambda m: m.register_buffer("mask", torch.ones(3, 3).tril().bool())),
             "loses the values of mask",
         ),
         (plain_but(lambda model: setattr(model, "table", torch.arange(4))), "loses the values of table"),
