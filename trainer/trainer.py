@@ -245,7 +245,9 @@ class Trainer(ModelOnMesh):
         run = self.run
         with run.model.guarded("trainer.evaluate()"):
             how = generation_of(run, predict_with_generate, generation, metrics=True)
-            values = evaluate(run, eval_dataset, metric_key_prefix, ignore_keys, generation=how) or {}
+            values = evaluate(run, eval_dataset, metric_key_prefix, ignore_keys, generation=how)
+        if values is None:
+            raise PhaseError("an evaluation has ended early that nothing was to end")
         run.log_evaluation(values)
         return {**values, "epoch": run.epoch}
 

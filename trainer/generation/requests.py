@@ -28,6 +28,7 @@ class Request:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of transformers' `GenerationConfig` that override the model's own, as JSON values."""
     seed: int = 0
+    """The seed of this request's sampling, which does not depend on the other requests of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -243,10 +243,8 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         )
     if "synced_gpus" in arguments:
         raise ConfigError("generate: synced_gpus is decided here, ranks are kept together; leave it out")
-    mask, has_encoder = (
-        arguments.get("attention_mask"),
-        getattr(getattr(model, "config", None), "is_encoder_decoder", False),
-    )
+    mask = arguments.get("attention_mask")
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     if isinstance(mask, torch.Tensor) and not has_encoder and not bool(mask[:, -1].all()):
         raise DataError("generate: a prompt ends with padding (attention_mask 0); pad prompts on the left")
     staged = mesh is not None and mesh.shape.divides("blocks")

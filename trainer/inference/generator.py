@@ -127,6 +127,7 @@ class Generator(ModelOnMesh):
 
     @property
     def placed(self) -> ServedModel:
+        """The model. Raises `PhaseError` after `close`."""
         if self._model is None:
             raise PhaseError(self._unusable_reason)
         return self._model
@@ -138,6 +139,7 @@ class Generator(ModelOnMesh):
 
     @property
     def engine(self) -> ZeroEngine:
+        """The engine that holds the parameters."""
         return self.placed.require_engine()
 
     def generate(
@@ -296,6 +298,7 @@ class Generator(ModelOnMesh):
 
     @property
     def model_type(self) -> str:
+        """The `model_type` of the model's `config.json`."""
         return str(self.placed.module.config.model_type)
 
     @property
@@ -305,10 +308,11 @@ class Generator(ModelOnMesh):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None if it has none."""
         return self.placed.tokenizer
 
     def close(self) -> None:
-        """Leave the process groups, and release memory and files. Closing twice is allowed."""
+        """Leave the process groups, and release memory and files; later calls raise `PhaseError`. Closing twice is allowed."""
         model, self._model = self._model, None
         if model is not None:
             model.failure = model.failure or "close()"

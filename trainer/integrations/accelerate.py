@@ -43,6 +43,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
 
     @property
     def step_was_skipped(self) -> bool:
+        """True if the latest step made no update, because gradients under a loss scale were not finite."""
         return bool(self.optimizer.skipped)
 
 
@@ -169,7 +170,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def _prepare_tp(self, *arguments: Any) -> tuple[Any, ...]:
         return arguments  # The engine divides layers, without accelerate's tensor parallelism.
 
-    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
         """Partition a model, for evaluation unless `prepare` has its optimizer too."""
         if not is_sharded(model):
             self._partition(model, None)

@@ -125,8 +125,9 @@ class DeviceBatch(dict[str, Any]):
         return sequences
 
     def _ignores(
-        self, ignored: Callable[..., Any], padding_mask: Tensor | None = None, /, *arguments: Any, **named: Any
+        self, ignored: Callable[..., Any], padding_mask: Tensor | None = None, *arguments: Any, **named: Any
     ) -> bool:
+        """Treat a mask without padding as no mask."""
         pads_nothing = None if padding_mask is None else self._masks.get(padding_mask.shape)
         if pads_nothing is None:
             return bool(ignored(padding_mask, *arguments, **named))

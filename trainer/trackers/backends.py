@@ -142,6 +142,8 @@ _COMET_WATCHES = (
     "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details auto_output_logging auto_param_logging "
     "auto_metric_logging auto_log_co2"
 )
+_BEGIN = "zeromesh.json"
+"""The file beside an offline one of wandb's, with the last row of earlier processes and its number."""
 _WANDB_HIDES = "x_disable_meta x_disable_stats x_disable_machine_info disable_git disable_code silent"
 
 
@@ -165,7 +167,9 @@ class WandbTracker(Tracker):
             reinit="default" if wandb.run is None else "create_new",
             **dict.fromkeys(_WANDB_HIDES.split(), True),
         )
-        earlier = list(run.directory.glob(f"wandb/offline-run-*-{run.ident}*/run-{run.ident}.wandb"))
+        # Files of earlier processes do not count without that of the latest one, whose rows may have been synchronized.
+        whole = (run.directory / "wandb/latest-run").exists()
+        earlier = list(run.directory.glob(f"wandb/offline-run-*-{run.ident}*/run-{run.ident}.wandb")) if whole else []
         known = {"id": run.ident, "name": run.name, "tags": list(run.tags), "config": dict(run.config)}
         where = {"dir": str(run.directory), "mode": "online" if run.online else "offline", "resume": "allow"}
         self._make(run.project, **known, **where, settings=settings)
@@ -176,6 +180,7 @@ class WandbTracker(Tracker):
             with contextlib.suppress(Exception):  # Without readable files the recorded row counts.
                 sent, number = max(map(_last_row, earlier))
             self.sent, self._next = sent, number + 1
+            write_whole(Path(made.settings.sync_dir, _BEGIN), json.dumps([*sent, number]).encode(), sync=False)
         elif made.resumed:
             summary = dict(made.summary)  # The server's summary: the latest value of each name.
             step = summary.get(GLOBAL_STEP)
@@ -233,6 +238,9 @@ def _last_row(path: Path) -> tuple[RowPosition, int]:
                 if part in (1, 4) and at <= len(block) and (row := Record.FromString(record).history).item:
                     last, number = row if GLOBAL_STEP.encode() in record else last, row.step.num
             at = 0
+    if number < 0 and (begin := path.with_name(_BEGIN)).exists():
+        step, evaluation, number = json.loads(read_whole(begin))
+        return RowPosition(step, evaluation), number
     values = {"/".join(each.nested_key) or each.key: each.value_json for each in last.item}
     return RowPosition(int(values.get(GLOBAL_STEP, 0)), _EVALUATION_STEP in values), number
 

@@ -92,9 +92,7 @@ class _MaskDigests(TorchDispatchMode):  # type: ignore[no-untyped-call]
             while frame is not None and id(frame.f_locals.get("self")) not in self._names:
                 frame = frame.f_back
             name = "" if frame is None else self._names[id(frame.f_locals["self"])]
-            with (
-                _disable_current_modes()
-            ):  # Digests must not run under selective recomputation, which counts operators.
+            with _disable_current_modes():  # Selective recomputation would count the operators of a digest.
                 mark = xxhash.xxh3_64_hexdigest(bytes_of(mask))
             if torch._C._current_graph_task_id() == -1:
                 self.forward[name].append((mark, tuple(mask.shape)))

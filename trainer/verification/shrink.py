@@ -45,6 +45,7 @@ class SmallRun:
     model: nn.Module
     """The model with its initial values, in float32 or in the dtype that it was given in."""
     config: TrainerConfig
+    """The configuration of the small run, in the user's precision."""
     samples: list[dict[str, Any]]
     collate: Collate | None
     notes: tuple[str, ...]

@@ -75,9 +75,8 @@ class Watchdog:
         self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
         self._doing = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
-        self._calls: list[
-            tuple[int, str]
-        ] = []  # The numbers and names of the calls that this rank is in, innermost last.
+        self._calls: list[tuple[int, str]] = []
+        """The numbers and names of the calls that this rank is in, innermost last."""
         self.operations_begun = 0
         """The number of collective operations that this rank has begun. If an error changes it, one may be half done."""
         self.waited = 0.0

@@ -2,6 +2,8 @@
 
 What cannot be right is refused."""
 
+import inspect
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,17 @@ def test_what_cannot_be_right_is_refused(
     workers: Workers, tmp_path: Path, module: str, arguments: dict[str, Any], said: str
 ) -> None:
     assert said in workers.run(1, f"{module}_cases:refused", folder=str(tmp_path), **arguments)[0]
+
+
+def test_methods_of_the_accelerator_take_what_those_of_accelerate_take() -> None:
+    """An argument that accelerate's would refuse, such as a misspelt one, is not passed over."""
+    accelerate, ours = pytest.importorskip("accelerate").Accelerator, import_module("zeromesh.accelerate").Accelerator
+    for name, method in inspect.getmembers(accelerate, inspect.isfunction):
+        theirs, taken = (
+            [
+                (each.kind, each.name if each.kind is each.POSITIONAL_OR_KEYWORD else "", each.default)
+                for each in inspect.signature(function).parameters.values()
+            ]
+            for function in (method, getattr(ours, name))
+        )
+        assert name.startswith("_") or taken == theirs, name

@@ -16,6 +16,7 @@ import torch
 from zeromesh.errors import DataError
 from zeromesh.launch.rank_processes import STOP_SIGNALS, StopSignals, handled_signals
 from zeromesh.trainer.loop.prediction import Collector
+from zeromesh.trainer.loop.train_step import DeviceBatch
 from zeromesh.trainer.loop.training_loop import stop_requests
 
 
@@ -104,3 +105,17 @@ def test_pieces_are_put_right_into_the_whole() -> None:
     assert [float(each) for each in whole[::2, 0, 0]] == list(range(16))
     assert peak <= 1.2 * whole.nbytes
     assert isinstance(whole, np.ndarray)
+
+
+def test_the_answer_to_the_question_about_a_mask_does_not_depend_on_how_it_is_passed() -> None:
+    """Versions of transformers may pass the padding mask to `_ignore_causal_mask_sdpa` by position or by name."""
+
+    def ignored(padding_mask: torch.Tensor | None, q_length: int) -> bool:
+        return padding_mask is None and q_length == 4
+
+    batch = DeviceBatch({}, torch.device("cpu"), torch.float32, None, None)
+    mask = torch.ones(2, 4)
+    batch._masks[mask.shape] = True
+    assert batch._ignores(ignored, mask, 4)
+    assert batch._ignores(ignored, padding_mask=mask, q_length=4)
+    assert not batch._ignores(ignored, padding_mask=torch.ones(3, 4), q_length=4)
