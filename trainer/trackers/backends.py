@@ -165,9 +165,7 @@ class WandbTracker(Tracker):
             reinit="default" if wandb.run is None else "create_new",
             **dict.fromkeys(_WANDB_HIDES.split(), True),
         )
-        # Files of earlier processes do not count without that of the latest one, whose rows may have been synchronized.
-        whole = (run.directory / "wandb/latest-run").exists()
-        earlier = list(run.directory.glob(f"wandb/offline-run-*-{run.ident}*/run-{run.ident}.wandb")) if whole else []
+        earlier = list(run.directory.glob(f"wandb/offline-run-*-{run.ident}*/run-{run.ident}.wandb"))
         known = {"id": run.ident, "name": run.name, "tags": list(run.tags), "config": dict(run.config)}
         where = {"dir": str(run.directory), "mode": "online" if run.online else "offline", "resume": "allow"}
         self._make(run.project, **known, **where, settings=settings)

@@ -233,7 +233,7 @@ def write_directory(out: Path, nbytes: int, *, update: bool = False) -> Iterator
 def _only_writer(temporary: Path, out: Path) -> Iterator[None]:
     """Make an empty directory, which an error in the block removes. Raises `StorageError` where another process has it."""
     temporary.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # What a link names is not emptied.
     try:
         locked = True
         with suppress(OSError):  # Not every file system locks directories.
