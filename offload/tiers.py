@@ -181,7 +181,8 @@ class TieredTensor:
         return found
 
     def copy_to(self, out: torch.Tensor) -> None:
-        """Fill `out`, 1-D of `numel` elements in host memory, converted, on the caller's current stream. Raises `StorageError`."""
+        """Fill `out`, 1-D of `numel` elements in host memory, converted to its dtype. Raises `StorageError`. A copy from a device
+        runs on the caller's current stream, so that a thread with its own stream waits for its copies alone."""
         self._require_all(out.numel())
         launched: torch.Stream | None = None
         for part in self.parts:
@@ -321,7 +322,7 @@ class Tiers:
         return self._file
 
     def waited(self) -> dict[Tier, float]:
-        """Return the seconds that callers have waited for tiers since the last call."""
+        """Return the seconds that callers have waited for each tier since the last call."""
         return {Tier.FILE: self.waits.take()} if self._file is not None else {}
 
     def close(self) -> None:

@@ -175,12 +175,14 @@ class FileSlot:
         self._writing: list[tuple[int, int, Transfer]] = []
 
     def read(self, begin: int, out: torch.Tensor) -> Transfer:
-        """Start to fill `out`, 1-D uint8, from byte `begin` on. Raises `StorageError` at `wait`, naming the tier and the slot."""
+        """Start to fill `out`, 1-D uint8, from byte `begin` on. Tensors outside the CPU go through the threads' buffers. Raises
+        `StorageError` at `wait`, naming the tier, what the bytes are, and why they cannot be had."""
         with self._order:
             return self._move(self._read_piece, begin, out)
 
     def write(self, begin: int, data: torch.Tensor) -> Transfer:
-        """Start to write `data`, 1-D uint8, unchanged until the end. Raises as `read`, and `ValueError` for an existing file."""
+        """Start to write `data`, 1-D uint8, which must not change until the transfer has ended. Raises as `read` does, and
+        `ValueError` for a file that is only read."""
         if self._file is not None:
             raise ValueError(f"{data.numel()} bytes at {begin} of {self.label}, which is only read")
         with self._order:

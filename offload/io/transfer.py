@@ -82,12 +82,14 @@ class Transfer:
             piece.result()
 
     def ordering(self) -> AbstractContextManager[object]:
-        """Return a context manager: device work launched inside it comes after this transfer. Raises as `wait` does."""
+        """Return a context manager: device work launched inside it comes after this transfer, work launched before it goes on
+        meanwhile. Raises as `wait` does."""
         self.wait()
         return nullcontext()
 
     def order(self) -> None:
-        """Wait as `wait` does; but a transfer from a device to the host blocks later work of the device, not the host."""
+        """Wait as `wait` does; but a transfer from a device to the host blocks later work of the device, not the host, so that the
+        source's device memory may be reused."""
         self.wait()
 
     def wait_for_end(self, *, counted: bool = True) -> None:
@@ -143,7 +145,8 @@ class CopyStreams:
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
         """Start a copy between device and host, converted to the target's dtype, after copies in the other direction that touch
-        the same host bytes; returns the event of its end, until which the caller keeps both tensors."""
+        the same host bytes; returns the event of its end, until which the caller keeps both tensors. Unpinned host memory makes the
+        copy block the host."""
         lane, other = (self._inward, self._outward) if on_accelerator(target) else (self._outward, self._inward)
         lane.stream.wait_stream(accelerator.current_stream(self._device))
         host = source if on_accelerator(target) else target

@@ -57,7 +57,8 @@ MEMORY = (Tier.DEVICE, Tier.HOST)
 
 
 class Ledger:
-    """Bytes of this process by tier and purpose, and their peak in memory. `limits` are bytes that a tier may not exceed."""
+    """Bytes of this process by tier and purpose, and their peak in memory. `limits` are bytes that a tier may not exceed; they
+    simulate a device of less memory on a host."""
 
     def __init__(self, limits: Mapping[Tier, int] | None = None) -> None:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)

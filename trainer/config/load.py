@@ -49,7 +49,8 @@ ARGUMENTS_ADVICE = "TrainingArguments: use zeromesh.transformers.Trainer, the sa
 
 class Consent(Enum):
     """The sources that count as a user's consent to run third-party code, of a model's directory (`model.trust_remote_code`) or of
-    any module (a key `python`). A directory's own files, `config.resolved.yaml` too, give none: anybody may have written them."""
+    any module (a key `python`). A directory's own files, `config.resolved.yaml` too, give none: anybody may have written them.
+    Every configuration enters through `load_config`, whose caller says which consent is needed."""
 
     GIVEN = "the file that the person names to train, or what a program of their own hands over, and the command line"
     COMMAND_LINE = "read that code, and name the key on the command line too if it may run"

@@ -56,7 +56,8 @@ def is_library(collate: Collate | None) -> bool:
 
 def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str, Tensor]:
     """Stack samples, mappings of field to tensor, array, list or number, into tensors `[batch, ...]`, as transformers'
-    `default_data_collator` does. Raises `DataError`, with dataset `indices`, for samples that cannot be stacked."""
+    `default_data_collator` does: a `label` or `label_ids` becomes `labels`, and fields of text or None are left out. Python
+    integers become int64, floats float32. Raises `DataError`, with dataset `indices`, for samples that cannot be stacked."""
     for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, Mapping):
             raise DataError(
@@ -100,7 +101,8 @@ def _field_list(sample: Mapping[str, Any]) -> str:
 
 def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
     """Cut the trailing columns that are padding in all rows of a text batch, fields `[batch, sequence]`, to a `multiple` of
-    columns: a model that balances experts counts padding too. An `attention_mask` of ones is dropped."""
+    columns: a model that balances experts counts padding too. Padding is where `attention_mask` is 0, or the last document of a row
+    by its `position_ids` if that has no target. An `attention_mask` of ones is dropped."""
     length = batch["input_ids"].shape[1]
     places = torch.arange(length)
     if "attention_mask" in batch:

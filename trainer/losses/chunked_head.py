@@ -157,8 +157,8 @@ _KEY = "model.loss"
 
 class LigerLoss:
     """Replacement of `chunked_cross_entropy` by liger-kernel's fused kernels (Hsu et al. 2024, arXiv:2410.10989) for an undivided
-    head on one accelerator; the first microbatch checks it. The host waits for the device twice a microbatch. Raises `ConfigError`
-    if the package is not installed, or without an accelerator."""
+    head on one accelerator; the first microbatch checks it. The host waits for the device twice a microbatch, because liger-kernel
+    reads the targets' count and the seed. Raises `ConfigError` if the package is not installed, or without an accelerator."""
 
     def __init__(self) -> None:
         if current_accelerator() is None:

@@ -87,8 +87,9 @@ def make_loss(
 ) -> Loss:
     """Return the loss of `model`, which is undivided, may be on the meta device, and is not run. `auto` computes a language model's
     loss in chunks of tokens, or over a divided vocabulary, where a trial on a small copy gives the model's own loss and gradients.
-    With `smoothing`, the share of each target that is spread over all classes, it is computed from the model's logits. Raises
-    `ConfigError` for smoothing of a loss with unknown targets, and for models without a loss."""
+    `native` always takes the model's own, and a user's `compute_loss` is taken as is. With `smoothing`, the share of each target
+    that is spread over all classes, it is computed from the model's logits. Raises `ConfigError` for smoothing of a loss with
+    unknown targets, and for models without a loss."""
     kind: Any = getattr(model, "loss_type", None)
     if smoothing:
         causal = False if kind in _LABELLED else _shifts_labels(model)
@@ -249,7 +250,8 @@ def _answer_loss() -> Loss:
 
 
 def _transcript_loss(reduction: str) -> Loss:
-    """Return the CTC loss as a mean over examples; `reduction` is transformers' `ctc_loss_reduction`."""
+    """Return the CTC loss as a mean over examples, each aligned with its transcript as a whole. `reduction` (transformers'
+    `ctc_loss_reduction`) is the sum over an example's frames, or that sum divided by the transcript's length."""
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"ctc_loss_reduction is {reduction!r}; give sum or mean", where="model.config")
 

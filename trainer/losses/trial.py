@@ -135,7 +135,7 @@ def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, to
 
 def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:
     """Return two sequences with 4 and 6 labels, of which 4 and 5 are targets when shifted, or one of them. The decoder of a model
-    of pictures or sound gets random encoder outputs."""
+    of pictures or sound gets random encoder outputs, as its loss depends on labels alone."""
     vocab = small.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocab, (2, 8), generator=generator)

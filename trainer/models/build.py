@@ -163,8 +163,9 @@ _MOST_LABELS = 1_000_000  # as a configuration holds a name for each
 
 def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:
     """Build the model of a `model` section; weights that are in no file are drawn from `seed`, and the sizes of `tokenizer` apply
-    where section and source give none. The model's parameters are fp32 and on the meta device; where that would lose values it is
-    built whole on CPU, and a note says so. Raises `ConfigError` for a model type, a field or a value that is unknown, with the
+    where section and source give none. Code of the source runs with `trust_remote_code` alone. The model's parameters are fp32 and
+    on the meta device, and `BuiltModel.source` has their values; where that would lose values it is built whole on CPU, and a note
+    says so. Raises `ConfigError` for a model type, a field or a value that is unknown, with the
     nearest names, and for a missing source, with what was tried."""
     made, automatic, directory = read_configuration(section, tokenizer)
     files = None if directory is None else TensorFiles(directory)

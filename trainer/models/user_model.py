@@ -21,7 +21,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # as `torch.compil
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
     """Return the model inside `torch.compile` and `DataParallel`, and the wrapper's compile function with its options, or None.
-    Raises `ConfigError` for `DistributedDataParallel` and for compiled submodules."""
+    Raises `ConfigError` for `DistributedDataParallel`, which would reduce gradients a second time, and for compiled submodules."""
     compile_: Compile | None = None
     inside: Any = model
     while True:

@@ -212,9 +212,8 @@ class _LayoutCosts:
         trace = subject.trace(layout.tensor, layout.micro, layout.sequence, layout.recompute)
         cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
-        self._chunks = known.stages(
-            trace, cut, layout
-        )  # The chunks of all stages, assigned round-robin to pipeline ranks.
+        self._chunks = known.stages(trace, cut, layout)
+        """The chunks of all stages, assigned round-robin to pipeline ranks."""
         choice = layout.activations
         moves = choice.leaves_device(self._device) and layout.recompute != "none"
         self._moved_inputs = choice.fraction if moves else 0.0

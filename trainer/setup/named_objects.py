@@ -24,7 +24,7 @@ from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.loop.context import UserInputs
 
 
-@dataclass
+@dataclass(eq=False)
 class _RestartableGenerator:
     """An iterable that calls a generator function anew for each iteration."""
 

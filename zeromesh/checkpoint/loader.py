@@ -225,7 +225,7 @@ class PartsReader(CheckpointReader):
             for record in part.files.values()
             for piece in record.pieces
         }
-        # They take turns in reading.
+        # The ranks that see a part take turns in reading its pieces for the others.
         self._servers = [part_of[piece][number % len(part_of[piece])] for number, piece in enumerate(self._pieces)]
         self._here = set(reader.pieces()) if reader is not None else set()
 

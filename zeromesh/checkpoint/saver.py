@@ -40,8 +40,8 @@ from zeromesh.telemetry.status_board import Activity
 class SaveContent:
     """The content of a checkpoint: all `tensors`, alike on all ranks, of which the `shards` of all ranks cover every element once.
     `order` has the position of each bucket (`owner`) in the next update. `documents` writes the small files into a directory.
-    `keep`, called on rank 0 after the commit, returns the steps of the checkpoints to keep. `frozen` has weights that the
-    checkpoint only refers to, and the files of their source."""
+    `keep`, called on rank 0 after the commit, returns the steps of the checkpoints to keep; a failure to remove others is only a
+    warning. `frozen` has weights that the checkpoint only refers to, and the files of their source."""
 
     tensors: Sequence[TensorSpec]
     shards: Sequence[TensorShard]

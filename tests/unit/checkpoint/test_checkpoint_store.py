@@ -200,6 +200,10 @@ def test_files_of_a_directory_are_replaced_together_or_not(tmp_path: Path, monke
             with pytest.raises(StorageError, match=r"cannot be written \(it is being written already; wait for that"):
                 write_directory(there, 0, update=True).__enter__()
         assert (there / "model.safetensors").read_text() == "first"
+    folder.symlink_to(out)
+    with pytest.raises(StorageError, match="new' cannot be written: Not a directory"):
+        write_directory(there, 0, update=True).__enter__()
+    assert (out / "model.safetensors").read_text() == "first", "what a link in its place names is left alone"
     late = write_directory(tmp_path / "late", 0, update=True)
     late.__enter__()
     (tmp_path / "late/other").mkdir(parents=True)

@@ -116,6 +116,7 @@ def test_all_of_a_run_from_code(folder: Path, capsys: pytest.CaptureFixture[str]
 def test_a_generator_is_a_stream_that_begins_anew(folder: Path) -> None:
     path = written(folder, data__train={"python": "own_code:stream", "count": 8}, data__eval=None)
     with Trainer(config=path) as trainer:
+        assert trainer.inputs.train_dataset in {trainer.inputs.train_dataset}, "it can be a key, as any dataset"
         assert len(trainer.fit().losses) == 3
 
 

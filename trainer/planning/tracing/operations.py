@@ -189,8 +189,8 @@ _WEIGHTS = {_aten.mm: 1, _aten.addmm: 2, _aten.addmm_: 2, _aten._grouped_mm: 1, 
 @contextmanager
 def kernels_of(device: str) -> Iterator[None]:
     """Inside the block, force fused attention wherever the device would choose it, which PyTorch cannot tell without values, and
-    the device's chunk size of the loss. A patch is used because recomputation may run in autograd's thread, where no dispatch mode
-    of this thread is active."""
+    the device's chunk size of the loss. The CPU's kernel represents those of accelerators, with equal memory and work. A patch is
+    used because recomputation may run in autograd's thread, where no dispatch mode of this thread is active."""
     rows = chunked_cross_entropy._ROW_ELEMENTS
     if device != "cpu":
         chunked_cross_entropy._ROW_ELEMENTS = chunked_cross_entropy._ROW_ELEMENTS_ACCELERATOR
