@@ -6,9 +6,10 @@
     placement.clip_grad_norm_(1.0)       # over the parameters of all ranks
     optimizer.step()                     # of this rank's parameters
 
-Every rank runs the same program. A stub replaces each module of other ranks: its output, and in backward the gradients of its
-inputs, come from the first rank of the module's set. Autograd visits a graph in the reverse order of its construction, so ranks
-communicate in the same order in backward. Recompute activations inside a placed module: around it, ranks would differ.
+Every rank runs the same program, and all compute what is outside of placed modules. A stub replaces each module of other ranks:
+its output, and in backward the gradients of its inputs, come from the first rank of the module's set. Autograd visits a graph in
+the reverse order of its construction, so ranks communicate in the same order in backward. Recompute activations inside a placed
+module: around it, ranks would differ.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> Modu
     ranks of the mesh call this alike, on equal models.
 
     A pattern may contain `*`; the first one that matches a name counts. Ranks outside of the set lose the module's parameters;
-    other names do not change. Raises `LayoutError` for a pattern without a module, a module inside another one that is placed,
-    and a parameter that a placed module shares with another part of the model."""
+    other names do not change. Raises `LayoutError` on all ranks alike, for a pattern without a module, a module inside another
+    one that is placed, and a parameter that a placed module shares with another part of the model."""
     placed: dict[str, ProcessSet] = {}
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]

@@ -4,6 +4,7 @@ A block's language is its rule. `text` alone is not tried: what is printed, and 
 from top to bottom in a folder of its own, with the files that it names.
 """
 
+import inspect
 import os
 import re
 import runpy
@@ -51,6 +52,20 @@ def test_pages_of_the_api_name_what_there_is() -> None:
     assert len(named) > 20
     assert [name for name in named if not _is_there(name)] == []
     assert not _is_there("zeromesh.mesh.mesh_shape.Nothing")
+
+
+def test_the_page_on_the_engine_shows_all_members() -> None:
+    """The site leaves out methods and properties without a docstring."""
+    named = re.findall(r"^::: (\S+)", (ROOT / "docs/api/engine.md").read_text(), re.M)
+    shown = {each.__name__: each for each in map(resolve_name, named) if isinstance(each, type)}
+    members = {f"{kind}.{name}": value for kind, each in shown.items() for name, value in vars(each).items()}
+    public = {name: value for name, value in members.items() if "._" not in name and _runs(value)}
+    assert len(public) > 40
+    assert [name for name, value in public.items() if not inspect.getdoc(value)] == []
+
+
+def _runs(value: object) -> bool:
+    return isinstance(value, property | classmethod | staticmethod) or inspect.isfunction(value)
 
 
 def _is_there(name: str) -> bool:

@@ -235,15 +235,16 @@ class SharedExchange(Exchange):
         def read() -> torch.Tensor:
             with traffic.timed(kind.collective):
                 ring.published.wait(sequence + 1, what)
+                parts = []
                 try:
-                    slots = [ring.read(rank, sequence) for rank in range(self.size)]
+                    for rank, shape in enumerate(shapes):
+                        slot, other = ring.read(rank, sequence)
+                        if other != about[rank]:  # Told at once: a rank that has seen it before may have ended.
+                            raise self._disagreement(rank, other, ring.read(self.index, sequence)[1])
+                        parts.append(slot.view(shape, dtype))
                 except StorageError:  # The memory of an ended rank cannot be mapped any more.
                     self._group.watch.examine(self._group.ranks, what)
                     raise
-                for rank, (_, other) in enumerate(slots):
-                    if other != about[rank]:
-                        raise self._disagreement(rank, other, slots[self.index][1])
-                parts = [slot.view(shape, dtype) for (slot, _), shape in zip(slots, shapes, strict=True)]
                 return self._combine(kind, parts, dim, lengths)
 
         def consume() -> None:

@@ -1,7 +1,8 @@
 """`Channels`: sends tensors of any dtype and shape from a rank of a process set to its neighbours, in order.
 
-Each direction between two ranks is a process group of these two, so that no message is queued behind those of the other direction.
-A message is a broadcast, which unlike gloo's send and receive can be waited for in slices, so that `Watchdog` bounds the wait.
+Each direction between two ranks is a process group of these two, so that no message is queued behind those of the other direction
+(on NCCL, a receive would hold up a send behind it). A message is a broadcast, which unlike gloo's send and receive can be waited
+for in slices, so that `Watchdog` bounds the wait.
 
 The first message of a kind is preceded by a header with its shapes, for which the host waits on a device; both ends remember them,
 so that the next message of the kind needs no header and can travel while the receiver computes.

@@ -80,14 +80,16 @@ def chunked_cross_entropy(
         targets: [tokens], integers in [0, vocab) or `ignore_index`.
         seed: the gradient of the result expected in backward; another one costs one more pass over the gradients.
         chunk_tokens: number of tokens per chunk, whose logits are in memory together (see `chunk_for`).
+        change: the transformation of each logit before the softmax, in the dtype of the softmax.
         count: number of targets other than `ignore_index`, if the caller knows it and has checked that they are in the
             vocabulary; this saves a synchronization of host and device.
         sizes: with an `exchange`, number of vocabulary tokens on each of its ranks. Then `weight` and `bias` are this rank's
             part; `hidden`, `targets`, the result and the gradient of `hidden` are equal on all ranks.
 
     Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in the compute dtype (or
-    a wider one where that is faster), and the weight's gradient is summed over chunks in fp32. Raises `LayoutError` for shapes and
-    dtypes that do not fit, a bad `seed` or chunk, and `DataError` for a target outside of the vocabulary.
+    a wider one where that is faster), and the weight's gradient is summed over chunks in fp32. If no gradient is needed,
+    nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk, and `DataError` for a target
+    outside of the vocabulary.
     """
     _check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if not (math.isfinite(seed) and chunk_tokens >= 1):

@@ -226,8 +226,8 @@ os.register_at_fork(after_in_child=_restore)
 
 @contextmanager
 def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Inside the block these signals call `handler`, if this is the main thread. SIGHUP stays ignored in a process started by
-    `nohup`."""
+    """Inside the block these signals call `handler`, if this is the main thread; then the old handlers are restored. SIGHUP stays
+    ignored in a process started by `nohup`."""
     changes = threading.current_thread() is threading.main_thread()
     handled = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
     kept = {number: signal.signal(number, handler) for number in handled} if changes else {}

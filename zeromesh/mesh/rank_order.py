@@ -30,7 +30,8 @@ def rank_order(locations: Sequence[ProcessLocation], order: Order = "topology") 
     """Return the launch number of the process that becomes rank 0, 1, 2 and so on.
 
     By topology, hosts are in the order of their first process, as are the islands of a host, and the processes of an island in
-    launch order. Process 0 is always rank 0. Raises `ConfigError` for an explicit order that is no such permutation.
+    launch order. Process 0, which keeps the rendezvous store, is always rank 0. Raises `ConfigError` for an explicit order that
+    is no such permutation.
     """
     world = range(len(locations))
     if order == "launch":

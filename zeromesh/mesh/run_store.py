@@ -76,6 +76,7 @@ def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) ->
     """Return the store of the launch, created once per process. All ranks call this, and wait at most `seconds` for rank 0. Raises
     `ConfigError` when the address of rank 0 resolves to no address of its host that others could reach, and `CollectiveError` when
     the others cannot be reached."""
+    # With a store per group, a fast rank would join its next group in the previous store, which is about to be deleted.
     if environment in _STORES:
         return _STORES[environment]
     store: Store

@@ -174,7 +174,7 @@ class StepDriver:
                 work=work,
                 loss=loss,
                 queue=self._queue,
-                scale=engine.optimizer_step.scaler.scale,
+                scale=engine.loss_scale,
                 backward_follows=follows,
                 after=after if each else None,
             )

@@ -25,7 +25,8 @@ from zeromesh.weight_init.weight_sources import ParameterSource
 
 
 def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
-    """Raise `LayoutError` on all ranks of `group`, which all call this, naming the options and parameters that differ."""
+    """Raise `LayoutError` on all ranks of `group`, which all call this, naming the options and parameters that differ: such ranks
+    would sum gradients of different parameters, or map memory past its end."""
     # The paths of swap files may differ between hosts.
     shared = replace(options, offload=replace(options.offload, files=FileSettings()))
     values: dict[str, object] = {f"option {each.name}": getattr(shared, each.name) for each in fields(shared)}
@@ -76,9 +77,9 @@ def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
 def build_units(
     model: nn.Module, plan: list[UnitPlan], mesh: Mesh, options: ZeroOptions, source: ParameterSource, tiers: Tiers
 ) -> Built:
-    """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views. All units are at
-    rest afterwards. Raises `LayoutError` when ranks have different plans, or a parameter is wider than its master weight. Raises
-    `StorageError` when memory is short."""
+    """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views. A rank holds at
+    most one parameter beyond its shards at a time. All units are at rest afterwards. Raises `LayoutError` when ranks have different
+    plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short."""
     layouts = plan_layouts(plan, mesh.shard.size)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.data, flat, options)

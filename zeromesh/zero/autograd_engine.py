@@ -408,7 +408,7 @@ class AutogradEngine(ZeroEngine):
         self._passes.close_backwards()
         gradient = self.state.gradient(name)
         if gradient is not None:
-            gradient.mul_(factor * self._passes.step.clip / self.optimizer_step.scaler.scale)
+            gradient.mul_(factor * self._passes.step.clip / self.loss_scale)
         return gradient
 
     def gradient_norm(self, factor: float) -> float:
@@ -417,7 +417,7 @@ class AutogradEngine(ZeroEngine):
         step = self._passes.step
         if step.norm is None:
             step.norm = math.sqrt(self._sum_squares())
-        return step.norm * abs(factor) * step.clip / self.optimizer_step.scaler.scale
+        return step.norm * abs(factor) * step.clip / self.loss_scale
 
     def clip(self, limit: float, factor: float) -> float:
         """Scale gradients down to the norm `limit`; returns the norm before clipping. All ranks call it."""
@@ -432,7 +432,7 @@ class AutogradEngine(ZeroEngine):
         self._passes.close_backwards()
         if self._passes.writes.comparisons(self.units):
             self.read_step()
-        scale = self.optimizer_step.scaler.scale
+        scale = self.loss_scale
         skip = self.options.precision.loss_scale is not None and not math.isfinite(self.gradient_norm(factor))
         self.optimizer_step.begin_step(groups)
         with self._updating():

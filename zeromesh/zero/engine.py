@@ -63,6 +63,7 @@ class ZeroEngine:
         """The time that this rank has waited for transfers from other tiers."""
         self.transport = built.transport
         self.reduction = built.reduction
+        """The transport that sums gradients."""
         self._wider: Transport | None = None
         """A transport with larger gradient slots than those allocated at the start."""
         self._slot_bytes = self._needed_slot_bytes()
@@ -87,6 +88,7 @@ class ZeroEngine:
         """The values of `full_state` by `averaged`, cached until `requires_grad` of a parameter changes."""
         self._states_valid_at: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self.optimizer_step, mesh, options)
+        """The tensors of a checkpoint, whole and by name, and this rank's part of each."""
         if not self._releases:
             self._gather_all()
 
@@ -122,6 +124,11 @@ class ZeroEngine:
         """Whole parameters and gradients by name."""
         return self.full_state(averaged=False)
 
+    @property
+    def averaged_state(self) -> FullState:
+        """Whole averaged weights and gradients by name; the weights themselves if no average is kept."""
+        return self.full_state(averaged=True)
+
     def full_state(self, *, averaged: bool) -> FullState:
         """Return whole parameters by name, their averages if these are kept, and gradients. All ranks call it."""
         # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
@@ -138,6 +145,11 @@ class ZeroEngine:
                 self.model, self.units, self.mesh, self.options.precision.sums, weights_of
             )
         return self._states[averaged]
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that multiplies losses of this step before backward; 1 without float16 gradients."""
+        return self.optimizer_step.scaler.scale
 
     def progress(self) -> dict[str, Any]:
         """Return the progress that a checkpoint stores beside tensors, for `load_progress`; docs/checkpoint-format.md describes
@@ -366,6 +378,7 @@ class ZeroEngine:
             self._passes.start(unit, known_order=True)
 
     def wait_for_gathers(self) -> None:
+        """Wait for the gathers that run in the background, such as those that an update starts."""
         for bucket in self._buckets:
             bucket.buffer.wait()
 

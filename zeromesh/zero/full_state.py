@@ -319,6 +319,7 @@ class FullState:
 
     @property
     def numel(self) -> int:
+        """The number of elements of the whole model."""
         return sum(spec.numel for spec in chain.from_iterable(self._stages))
 
     def names(self) -> list[str]:

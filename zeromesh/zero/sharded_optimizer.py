@@ -47,8 +47,7 @@ class ShardedOptimizer(Optimizer):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times float16's loss scale, for `optimizer.scale(loss).backward()`; the loss itself without a scale."""
         self._loss_is_scaled = True
-        scale = self.engine.optimizer_step.scaler.scale
-        return loss * scale if scale != 1 else loss
+        return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients down to the norm `max_norm`; returns the norm before, a float64 scalar, exact over all ranks. Raises

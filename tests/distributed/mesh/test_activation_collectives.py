@@ -5,14 +5,15 @@ import os
 import signal
 import time
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from tests.support.workers import Outcome, PoolOptions, Workers
-from zeromesh.comm.activation_collectives import Exchange, open_exchange
+from zeromesh.comm.activation_collectives import Exchange, SharedExchange, open_exchange
 from zeromesh.comm.shm_transport import IN_FLIGHT
-from zeromesh.errors import LayoutError
+from zeromesh.errors import CollectiveError, LayoutError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.allocation import PAGE
 
@@ -223,6 +224,26 @@ def test_ranks_that_exchange_something_else_are_named(workers: Workers, fault: s
         own, other = (first, second) if rank == 0 else (second, first)
         assert outcome.error == "CollectiveError"
         assert f"rank {1 - rank} asked for a {other}, rank {rank} for a {own}" in outcome.message
+
+
+def test_ranks_that_exchange_something_else_are_named_though_another_has_ended() -> None:
+    """Of three ranks the last one has seen the disagreement first: its memory is gone before this rank reads."""
+    exchange = SharedExchange.__new__(SharedExchange)
+    group = MagicMock(ranks=(0, 1, 2), size=3, index=1)
+    Exchange.__init__(exchange, group)
+    own: list[Any] = []
+
+    def read(rank: int, _sequence: int) -> tuple[Any, list[int]]:
+        if rank == 2:
+            raise StorageError("it cannot be mapped")
+        return MagicMock(), own[0] if rank == 1 else [0, *own[0][1:]]
+
+    ring = MagicMock(next=0, room=IN_FLIGHT, read=read)
+    ring.publish = lambda _number, about: own.append(about)
+    exchange._group, exchange._ring, exchange._flying = group, ring, {}
+    with pytest.raises(CollectiveError, match="rank 0 asked for a sum of float32"):
+        exchange.all_reduce_async(torch.ones(4)).wait()
+    group.watch.examine.assert_not_called()
 
 
 def test_an_exchange_is_forgotten_by_each_rank_when_it_likes(workers: Workers) -> None:

@@ -15,8 +15,10 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.optim.optimizer_step import LossScaler
 from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.settings.keys import AverageSettings
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import biases_and_norms, engine_options
+from zeromesh.units.unit import all_buckets
 from zeromesh.zero.engine import ZeroEngine
 
 
@@ -132,6 +134,22 @@ def test_the_loss_scale_halves_and_grows(settings: ScalerSettings | None, overfl
         scaler.update(overflow=overflow == "1")
         seen.append(scaler.scale)
     assert seen == scales
+
+
+def test_an_engine_tells_its_loss_scale_and_its_averages(alone: Mesh) -> None:
+    options = ZeroOptions(precision=HALF, average=AverageSettings(decay=0.5))
+    engine = ZeroEngine.build(stack(), alone, options)
+    assert engine.loss_scale == engine.optimizer_step.scaler.scale > 1
+    engine.optimizer_step.scaler.update(overflow=True)
+    assert engine.loss_scale == engine.optimizer_step.scaler.scale
+    assert engine.optimizer_step.averages is not None
+    engine.optimizer_step.averages.count = 1
+    for bucket in all_buckets(engine.units):
+        assert bucket.average is not None
+        bucket.average.write(0, torch.ones(bucket.average.numel, dtype=bucket.average.dtype)).wait()
+    assert all(bool((value == 1).all()) for _, value in engine.averaged_state.parameters())
+    assert not all(bool((value == 1).all()) for _, value in engine.state.parameters())
+    engine.close()
 
 
 def test_a_mark_exempts_a_parameter_from_decay() -> None:
