@@ -19,6 +19,7 @@ from zeromesh.pipeline.schedule import (
     PipelineSchedule,
     ScheduleError,
     make_schedule,
+    message_order,
     simulate,
     validate,
 )
@@ -200,6 +201,15 @@ def test_a_transfer_and_slow_ranks_lengthen_the_step() -> None:
     timeline = simulate(schedule, lambda rank, _action: 1.0 + rank)
     assert timeline.bubbles == pytest.approx((4 / 6, 2 / 6))
     assert timeline.bubble == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_messages_of_one_moment_have_one_order_on_many_ranks(name: ScheduleName) -> None:
+    """Ranks that launched them in different orders would wait for each other."""
+    schedule = make_schedule(name, ranks=10, microbatches=12)
+    for rank in range(schedule.ranks):
+        order = [(moment, message.source) for moment, message in message_order(schedule, rank)[0]]
+        assert order == sorted(order)
 
 
 @settings(max_examples=40)
