@@ -13,6 +13,7 @@ from bench.without_zero import PlainRunner, cut_model
 
 from tests.support.architectures import TINY_VOCABULARY, tiny
 from tests.support.plain import apart, distance
+from zeromesh.comm import point_to_point
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_mesh import Mesh
@@ -225,4 +226,19 @@ def channels_carry(mesh: Mesh) -> None:
     said = r"float32 \[2\], but for inputs of the same shapes they were torch.float32 \[300000\]"
     with pytest.raises(CollectiveError, match=said):
         channels.send(following, 3, [torch.ones(2)], "message 3")
+    channels.close()
+
+
+def channels_forget(mesh: Mesh) -> None:
+    """More kinds than are remembered: the next message of each kind has its shapes in front again, which may be others."""
+    channels, peer = Channels(mesh.world, mesh.device), 1 - mesh.world.index
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(point_to_point, "_MOST_KINDS", 2)
+        for length in (3, 5):
+            for kind in range(3):
+                incoming = channels.receive(peer, kind, f"message {kind}")
+                channels.send(peer, kind, [torch.full((length,), float(kind))], f"message {kind}")
+                (found,), _ = incoming.wait()
+                assert found.tolist() == [float(kind)] * length
+            channels.settle()
     channels.close()

@@ -76,6 +76,10 @@ def test_channels_carry_any_tensors(workers: Workers) -> None:
     run(workers, 4, "channels_carry")
 
 
+def test_kinds_of_messages_are_forgotten_by_both_ends(workers: Workers) -> None:
+    run(workers, 2, "channels_forget")
+
+
 def test_ranks_with_other_data_are_refused(workers: Workers) -> None:
     run(workers, 2, "disagrees")
 

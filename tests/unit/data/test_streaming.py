@@ -156,12 +156,13 @@ def test_a_state_is_taken_as_it_is_on_request() -> None:
     assert again[40]["x"] == 40
 
 
-def test_a_state_that_nothing_proves_is_not_trusted() -> None:
+@pytest.mark.parametrize("others", [{}, {"y": 1}], ids=["alone", "before a number"])
+def test_a_state_that_nothing_proves_is_not_trusted(others: dict[str, Any]) -> None:
     """A digest says nothing of an object that is represented by its address."""
 
     class Objects(Stateful):
         def __iter__(self) -> Iterator[dict[str, Any]]:
-            yield from ({"x": object()} for _ in super().__iter__())
+            yield from ({"x": object(), **others} for _ in super().__iter__())
 
     first = StreamedDataset(Objects(100), block=4, proof=4)
     assert first.state(40)["earlier"] is None

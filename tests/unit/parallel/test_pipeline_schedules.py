@@ -13,7 +13,16 @@ from schedule_picture import render
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from zeromesh.errors import LayoutError
-from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, ScheduleError, make_schedule, simulate, validate
+from zeromesh.pipeline.schedule import (
+    Action,
+    Kind,
+    PipelineSchedule,
+    ScheduleError,
+    make_schedule,
+    message_order,
+    simulate,
+    validate,
+)
 from zeromesh.pipeline.stages.build import cut_by_cost
 from zeromesh.settings.keys import ScheduleName
 
@@ -188,6 +197,15 @@ def test_a_transfer_and_slow_ranks_lengthen_the_step() -> None:
     timeline = simulate(schedule, lambda rank, _action: 1.0 + rank)
     assert timeline.bubbles == pytest.approx((4 / 6, 2 / 6))
     assert timeline.bubble == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_messages_of_one_moment_have_one_order_on_many_ranks(name: ScheduleName) -> None:
+    """Ranks that launched them in different orders would wait for each other."""
+    schedule = make_schedule(name, ranks=10, microbatches=12)
+    for rank in range(schedule.ranks):
+        order = [(moment, message.source) for moment, message in message_order(schedule, rank)[0]]
+        assert order == sorted(order)
 
 
 @settings(max_examples=40)

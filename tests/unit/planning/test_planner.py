@@ -24,7 +24,7 @@ from zeromesh.trainer.data.tokenizer import load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.planning import auto, estimate
-from zeromesh.trainer.planning.auto import fixed_fields, set_auto, subject_of
+from zeromesh.trainer.planning.auto import fixed_fields, plan_config, set_auto, subject_of
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, Estimator
 from zeromesh.trainer.planning.layouts import FIELDS, Layout, with_layout
 from zeromesh.trainer.planning.machine import Machine, find_machine
@@ -220,6 +220,17 @@ def test_auto_takes_other_keys_where_nothing_else_fits(on_card: Subject, monkeyp
     settled, _ = set_auto(config, UserInputs(), read_environment())
     assert settled.batch.micro_size == 8
     assert settled.model.activation_checkpointing != "none"
+
+
+@pytest.mark.parametrize(("ranks", "more"), [(1, 2), (2, 4)])
+def test_what_more_would_bring_is_a_rank_or_where_hosts_are_full_a_host(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, more: int
+) -> None:
+    monkeypatch.setattr(auto, "machine_here", lambda *_: _card())
+    fixed = ["zero.stage=3", "batch.micro_size=1", "model.activation_checkpointing=none"]
+    plan, after = plan_config(load_config(None, [*_KEYS, *fixed]), fixed, ranks=ranks, more=True)
+    assert after is not None
+    assert (plan.ranks, after.ranks) == (ranks, more)
 
 
 # States on a file beside parameters on the host; the others take too long here.

@@ -53,6 +53,17 @@ def test_a_server_hears_of_a_second_signal() -> None:
     assert done == ["sent", "sent", "killed"]
 
 
+def test_a_signal_that_does_not_ask_to_stop_is_always_passed_on() -> None:
+    """It is not counted among those after which the next one kills."""
+    done: list[str] = []
+    requests = StopSignals((signal.SIGINT,))
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+        requests.receive(number, None)
+    requests.pass_on(lambda number: done.append(signal.Signals(number).name), lambda: done.append("killed"))
+    assert done == ["SIGINT", "SIGINT", "SIGTERM", "SIGINT", "killed"]
+    assert requests.exit_code() == 128 + signal.SIGTERM
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_alone_ends_by_its_timeout(rank: int) -> None:
