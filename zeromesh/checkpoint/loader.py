@@ -225,7 +225,7 @@ class PartsReader(CheckpointReader):
             for record in part.files.values()
             for piece in record.pieces
         }
-        # They take turns in reading.
+        # The ranks that have a piece take turns in reading.
         self._servers = [part_of[piece][number % len(part_of[piece])] for number, piece in enumerate(self._pieces)]
         self._here = set(reader.pieces()) if reader is not None else set()
 
