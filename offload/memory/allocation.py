@@ -121,7 +121,7 @@ class ReleasableBuffer:
     ) -> None:
         """Pages are released to and taken from `spare`. There is no memory at first."""
         self._nbytes = count * dtype.itemsize
-        self._spare = spare
+        self._spare_pages = spare
         self._pages: torch.Tensor | None = None
         if device.type != "cpu" or not self._nbytes:
             self.full = torch.empty(count, dtype=dtype, device=device)
@@ -150,14 +150,14 @@ class ReleasableBuffer:
     def take(self) -> None:
         """Allocate the memory, with undefined contents. Raises `StorageError`."""
         if self._pages is not None:
-            self._spare.move_to(self._pages[: self._huge])
+            self._spare_pages.move_to(self._pages[: self._huge])
         elif self.full.untyped_storage().nbytes() == 0:
             self.full.untyped_storage().resize_(self._nbytes)
 
     def give_back(self) -> None:
         """Release the memory: huge pages to `spare`, the rest to the system."""
         if self._pages is not None:
-            self._spare.put(self._pages[: self._huge])
+            self._spare_pages.put(self._pages[: self._huge])
             _return_pages(self._pages[self._huge :])
         else:
             self.full.untyped_storage().resize_(0)

@@ -390,7 +390,7 @@ def stale_gradient(take: Any, self: GradientReducer, bucket: Bucket) -> None:
     take(self, bucket)
 
 
-@seeded(Bucket, "show", {"zero.stage": 3}, r"layers\.1")
+@seeded(Bucket, "show_values", {"zero.stage": 3}, r"layers\.1")
 def stale_gather(show: Any, self: Bucket) -> None:
     """A unit is gathered once, and has the weights of the first step from then on."""
     if _in_last_block(self) and not vars(self).get("kept"):

@@ -175,7 +175,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             return
         if at_once:
             _kill_processes(self._processes)
-        self._results = None  # torch ends the workers.
+        self._results = None  # torch ends the workers of an iterator that is dropped.
         until = time.monotonic() + (0.0 if at_once else _GRACE_SECONDS)
         for each in self._processes:
             each.join(max(0.0, until - time.monotonic()))

@@ -47,7 +47,7 @@ def generate(
     }
     if placed.engine is not None and mesh.model_size > 1:
         require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
-    # The library's loop calls the base model inside an adapter's wrapper.
+    # An adapter's wrapper passes `generate` on to the base model, which the library's loop then calls.
     looped = next((module for module in model.modules() if isinstance(module, GenerationMixin)), model)
     looped_class = type(looped)
     calls = _ModelCalls(looped, placed, len(arguments["input_ids"]) if pipeline is not None else 0)

@@ -105,22 +105,22 @@ class RowCache(Cache):  # type: ignore[misc]
         self.columns = Columns()
         super().__init__(layers=[RowLayer(self.columns) for _ in range(layers)])
 
-    def make_room(self, new: int) -> None:
-        """Make room for `new` more columns, before a forward over them."""
+    def make_room(self, new_columns: int) -> None:
+        """Make room for so many more columns, before a forward over them."""
         columns = self.columns
-        if columns.end + new <= columns.capacity:
+        if columns.end + new_columns <= columns.capacity:
             return
-        needed = columns.width + new
+        needed = columns.width + new_columns
         # Unused columns are reclaimed where they are a quarter of all; otherwise buffers grow by half.
         longer = columns.capacity if 4 * needed <= 3 * columns.capacity else max(needed, columns.capacity * 3 // 2)
         self._reallocate(self, rows=None, capacity=longer, end=columns.width)
 
-    def record_columns(self, rows: int, new: int) -> None:
-        """Record that a forward over `rows` rows has added `new` columns to all layers of this rank."""
+    def record_columns(self, rows: int, new_columns: int) -> None:
+        """Record that a forward over `rows` rows has added so many columns to all layers of this rank."""
         columns = self.columns
-        columns.lengths = [length + new for length in columns.lengths or [0] * rows]
-        columns.width += new
-        columns.end += new
+        columns.lengths = [length + new_columns for length in columns.lengths or [0] * rows]
+        columns.width += new_columns
+        columns.end += new_columns
 
     def merge(self, other: RowCache, lengths: Sequence[int], *, most_rows: int) -> None:
         """Add one row for each of `lengths`: the first columns of that row of `other`, as many as the length. Buffers have room for

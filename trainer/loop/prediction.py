@@ -37,13 +37,13 @@ class Collector:
         """`generation` generates the tokens that are gathered instead of outputs."""
         self.generation, self._mesh, self._preprocess = generation, mesh, preprocess
         self._ignored = {"loss", *ignored}
-        self._found: list[Tree] = []
+        self._parts: list[Tree] = []
         self.nbytes = 0
         """Bytes gathered so far, on each rank."""
         self.size_noted = preprocess is not None or generation is not None
         """True if the note about the size of the outputs is not needed, or has been shown."""
 
-    def part(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
+    def part_of(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
         """Return a microbatch's outputs without the loss, or its generated tokens, and its labels, as arrays on the CPU."""
         labels = _single_or_tuple([batch[name] for name in _LABELS if name in batch])
         if self.generation is None:
@@ -66,7 +66,7 @@ class Collector:
             payload = b"" if part is None else _encode(part)
             gathered = self._mesh.world.gather_bytes(payload, "predictions of a microbatch")
             rows = zip(map(self._mesh.shape.data_index, self._mesh.world.ranks), gathered, strict=True)
-            self._found += [_decode(each) for _, each in sorted(rows) if each]
+            self._parts += [_decode(each) for _, each in sorted(rows) if each]
             self.nbytes += sum(map(len, gathered))
 
     def result(self) -> EvalPrediction:
@@ -76,7 +76,7 @@ class Collector:
         tokens = PADDING if self.generation is None else self.generation.padding
         try:
             for name, padding in (("predictions", tokens), ("label_ids", PADDING)):
-                flat = [pytree.tree_flatten(each.pop(name)) for each in self._found]
+                flat = [pytree.tree_flatten(each.pop(name)) for each in self._parts]
                 structure = flat[0][1]
                 if any(other != structure for _, other in flat):
                     raise ValueError(f"{name} of several structures")

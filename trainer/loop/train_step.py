@@ -319,7 +319,7 @@ class Stepper:
                     counted = bool(each.weight) and self._counts_loss
                     if counted:
                         computed.append((loss, count))
-                    parts.append(collector.part(outputs, batch) if collector is not None and counted else None)
+                    parts.append(collector.part_of(outputs, batch) if collector is not None and counted else None)
                 if collector is not None:
                     collector.add(parts)
                 if not should_continue(done, rounds):

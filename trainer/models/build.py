@@ -185,7 +185,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     model: Any = built.model
     streamed = SafetensorsSource(files, model, built.source)
     generation = directory / "generation_config.json"
-    # The generation settings are written again when the model is saved.
+    # The model keeps the generation settings, since saving it writes them again.
     if generation.is_file() and model.can_generate():
         with _library_errors("model.source", f"{generation}: "):
             model.generation_config = GenerationConfig.from_pretrained(directory, local_files_only=True)

@@ -127,7 +127,7 @@ class HubForm:
                 "model; save them with trainer.save"
             )
         inside = pretrained_of(model)
-        # The list of modules is kept, since pipeline stages lose modules before `names` looks conversions up, which is
+        # The list of modules is kept, since pipeline stages lose modules before `hub_names` looks conversions up, which is
         # slow and thus lazy.
         submodels = [] if inside is None else [row for row in inside.named_modules() if is_pretrained_model(row[1])]
         self._library_model = inside and SimpleNamespace(
@@ -179,13 +179,13 @@ class HubForm:
                 raise ConfigError(self._why_not)
             merged = self._in_files(self._merged(weights))
             typed = ((name, each.to(dtype) if each.is_floating_point() else each) for name, each in merged)
-            yield from self.names.convert(typed)
+            yield from self.hub_names.convert(typed)
         except (CheckpointError, ConfigError) as error:
             raise failure(str(error)) from error
 
     @cached_property
-    def names(self) -> HubNames:
-        """The form on the Hub of the tensors of the model without adapters, in the model's dtypes."""
+    def hub_names(self) -> HubNames:
+        """The form on the Hub that the tensors of the model without adapters get, computed on meta in the model's dtypes."""
         return HubNames(self._library_model, self._tensors)
 
     def _in_files(self, weights: Named) -> Named:

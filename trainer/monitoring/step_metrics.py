@@ -173,7 +173,7 @@ class StartTimes:
         """True after the first step."""
 
     def begin(self) -> None:
-        """Begin a part now; the time since the last part, in the trainer's caller, is not counted."""
+        """Begin a part of startup now; the time since the last part ended, which the caller's own code took, counts nowhere."""
         self._last = now()
 
     def end(self, part: str, at: float | None = None) -> None:

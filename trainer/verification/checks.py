@@ -126,7 +126,7 @@ def _check_dropout(each: Verification) -> CheckResult:
     if not plain.forward:
         return [], "nothing to check: the model draws nothing"
     batch, size = config.batch, config.batch.micro_size * mesh.data.size
-    # A rank without a microbatch would repeat the first one, with equal masks.
+    # In an incomplete round, a rank without a microbatch computes the first one again, and its equal masks would count as wrong.
     whole_rounds = batch.model_copy(update={"global_size": batch.global_size // size * size})
     watch = _MaskRecorder(stop_after=2)
     each.run(config.model_copy(update={"batch": whole_rounds}), watch, subject)

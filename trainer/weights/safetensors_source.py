@@ -229,7 +229,7 @@ class SafetensorsSource(ParameterSource):
         self._origin = {name: stored.get(first, first) for name, first in canonical.items()}
         """The name that the files have, by each of the names of a (possibly tied) parameter."""
         self._numel = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
-        lost = fallback.lost() if isinstance(fallback, SeededSource) else ()
+        lost = fallback.unset_parameters() if isinstance(fallback, SeededSource) else ()
         if unknown := tuple(name for name in lost if not matched.provides(self._origin.get(name, name))):
             raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()

@@ -104,7 +104,7 @@ class Counters:
         words, places, watch = self._words, self._places, self._group.watch
         if self.reached(value):
             return
-        watch.operations_begun += 1  # Also if they come at once: an error after a wait for others is told to them.
+        watch.operations_begun += 1  # Short waits count too: the others have to hear of an error after one.
         for _ in range(_SPINS):
             for place in places:
                 if words[place] < value:

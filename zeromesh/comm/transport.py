@@ -77,7 +77,7 @@ class GatherBuffer:
         if group is not None:
             self._own = slice(group.index * count // group.size, (group.index + 1) * count // group.size)
         if self.persistent:
-            # Zeros: padding belongs to no rank, and persistent memory may hold the master weights themselves.
+            # Zeros, as no rank writes the padding. The memory lasts as a run does: it may hold the master weights themselves.
             self.full = allocate_lasting(count, dtype, device)
         else:
             self._memory = ReleasableBuffer(count, dtype, device, spare=spare, lead=request.lead)
@@ -298,14 +298,14 @@ class Transport:
         nbytes: int,
     ) -> None:
         self.name = name
-        self._spare, self._queue = SparePages(), deque[GatherBuffer]()
+        self._spare_pages, self._queue = SparePages(), deque[GatherBuffer]()
         members = None if name == "local" else group
-        self.buffers = [GatherBuffer(each, device, self._spare, members, self._queue) for each in requests]
+        self.buffers = [GatherBuffer(each, device, self._spare_pages, members, self._queue) for each in requests]
         self.reducer = Reducer(device, members, slots, nbytes)
 
     def poll(self) -> None:
         """Free spare pages and start queued all-gathers, without waiting; called at the end of a pass."""
-        self._spare.give_back()
+        self._spare_pages.give_back()
         if self._queue:
             self._queue[0].poll()
 

@@ -307,7 +307,7 @@ class ParameterSpec:
 
     @property
     def shared_by(self) -> Positions:
-        """Positions along axes other than those of the batch over which gradients of this parameter are summed."""
+        """Positions, along axes other than the batch's, of the ranks that share this parameter and sum its gradients."""
         holders = self.holders if self.part is not None and self.part.partial else ()
         positions = (("tensor", holders), ("pipeline", () if self.copies is None else self.copies.ranks))
         return tuple(each for each in positions if each[1])

@@ -182,7 +182,7 @@ class LauncherConnection:
 
     def read(self) -> Sequence[bytes] | None:
         """Return the complete lines that have arrived, with their digests; None when the connection has ended."""
-        data = arrived(self.readers[0])
+        data = read_available(self.readers[0])
         if data is None:
             return ()
         *whole, self._partial = (self._partial + data).split(b"\n")
@@ -223,7 +223,7 @@ class LauncherConnection:
             stream.close()
 
 
-def arrived(stream: Stream) -> bytes | None:
+def read_available(stream: Stream) -> bytes | None:
     """Return the bytes that can be read from a stream without waiting, empty at its end; None if there are none now."""
     try:
         return os.read(stream.fileno(), 1 << 16) if select.select([stream], [], [], 0)[0] else None

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zeromesh.errors import ConfigError
-from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, MessageError, arrived, parsed
+from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, MessageError, parsed, read_available
 from zeromesh.launch.rank_processes import WorkersFailed, noted_signals
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Result, run_starts
 
@@ -261,7 +261,7 @@ class HostProcess(LauncherConnection):
         """Print what the host has printed, and return its messages; None when the host has closed its output."""
         found: list[bytes] = []
         for pipe, stream in self._printed.items():
-            data = arrived(pipe) if pipe in self.readers else None
+            data = read_available(pipe) if pipe in self.readers else None
             if data:
                 found += stream.feed(data)
             elif data is not None:

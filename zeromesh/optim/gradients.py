@@ -101,7 +101,7 @@ class GradientReducer:
         self._queue.clear()
         self._arrivals = {}
         for bucket in buckets:
-            self.incomplete[bucket.unit] += 1
+            self.incomplete[bucket.unit_index] += 1
             arrivals = BucketArrivals(bucket, self._next_sequence, sum(bucket.training))
             self._arrivals[id(bucket)] = arrivals
             self._queue.append(arrivals)
@@ -141,7 +141,7 @@ class GradientReducer:
             arrivals.waiting.append(index)
         if not arrivals.missing:
             if not again:
-                self.incomplete[bucket.unit] -= 1
+                self.incomplete[bucket.unit_index] -= 1
             if not self._reduce:
                 self._add_to_sum(arrivals)
             elif self._options.overlap:
@@ -273,7 +273,7 @@ class GradientReducer:
             self._offload(but=0)
             while self._sums:
                 self._sums.pop(next(iter(self._sums)))()
-        self.shards.order()
+        self.shards.order_offloads()
 
     def sum_tied(self) -> None:
         """Sum gradients of parameters tied between stages, after the step's last backward, when no rank waits for another."""
@@ -290,7 +290,9 @@ class GradientReducer:
 
     def _announce(self, bucket: Bucket) -> None:
         if self._watched_ranks:
-            self._mesh.watch.event(Activity.REDUCE, bucket.unit, self._watched_ranks, known_order=self._known_order)
+            self._mesh.watch.event(
+                Activity.REDUCE, bucket.unit_index, self._watched_ranks, known_order=self._known_order
+            )
 
     def _accumulator(self, bucket: Bucket) -> torch.Tensor:
         fresh = self._is_alone and bucket.grad is None
@@ -428,14 +430,14 @@ class GradientShards:
         self._offloading.append((bucket.grad_rest.write(0, grad), grad.nbytes))
         bucket.grad = None
 
-    def order(self) -> None:
+    def order_offloads(self) -> None:
         """Order later device work after all offloads so far. Raises `StorageError` if one failed."""
         while self._offloading:
             self._order_oldest()
 
     def wait(self) -> None:
         """Wait until all offloads are complete, so that the host may read the data."""
-        self.order()
+        self.order_offloads()
         while self._ordered:
             self._ordered.pop().wait()
 
@@ -468,7 +470,7 @@ class GradientShards:
             transfer.wait_for_end()  # Read errors do not matter any more.
         for bucket in buckets:
             self.drop(bucket)
-        self.order()
+        self.order_offloads()
 
 
 def gradient_of(bucket: Bucket) -> torch.Tensor:

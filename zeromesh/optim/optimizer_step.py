@@ -204,7 +204,7 @@ class OptimizerStep:
         gradients.on_summed = self._update_ready
         self._ready: list[Bucket] = []
         """Summed buckets that wait for an update inside this backward."""
-        self._units_read: set[int] = set()
+        self._finished_units: set[int] = set()
         """The indices of units whose gathered parameters this rank reads no more in this step."""
         self.groups: Sequence[Hyperparameters] = hyperparameters(options.optimizer)
         """The hyperparameters of each parameter group for the next update."""
@@ -288,10 +288,10 @@ class OptimizerStep:
         self.groups = groups
         self._updated = []
         self.gradients.shards.begin_step()
-        self._units_read = set()
+        self._finished_units = set()
         self.last_order = []
 
-    def leave(self, units: Iterable[Unit]) -> None:
+    def finish_units(self, units: Iterable[Unit]) -> None:
         """Record that this rank has finished backward of these units, and update inside backward the buckets that are ready."""
         if self.gradients.inside:
             self._end_reads(units)
@@ -363,7 +363,7 @@ class OptimizerStep:
 
     def _describe_nonfinite(self, norm: float, loss_finite: bool) -> str:
         """Name the units whose gradients, and the ranks whose losses, are not finite, alike on all ranks."""
-        units = [self._units[bucket.unit] for bucket, norm in self._norms if not math.isfinite(norm)]
+        units = [self._units[bucket.unit_index] for bucket, norm in self._norms if not math.isfinite(norm)]
         causes = [not loss_finite, sorted({(unit.index, unit.name) for unit in units})]
         rows = self._mesh.world.gather_json(causes, "where gradients are not finite")
         names = [name for _, name in sorted({(index, name) for _, units in rows for index, name in units})]
@@ -387,8 +387,8 @@ class OptimizerStep:
     def _end_reads(self, units: Iterable[Unit]) -> None:
         """Let the other ranks overwrite what this rank has read of these units, once per step: later it may be the next values."""
         for unit in units:
-            if unit.index not in self._units_read:
-                self._units_read.add(unit.index)
+            if unit.index not in self._finished_units:
+                self._finished_units.add(unit.index)
                 for bucket in unit.trainable:
                     bucket.buffer.end_read()
 
@@ -396,8 +396,8 @@ class OptimizerStep:
         """Update the buckets that can be updated, now that these are summed too; see [Note: Updates inside backward]."""
         ready, self._ready = [*self._ready, *summed], []
         for bucket in ready:
-            unit = self._units[bucket.unit]
-            if unit.index not in self._units_read:
+            unit = self._units[bucket.unit_index]
+            if unit.index not in self._finished_units:
                 self._ready.append(bucket)
                 continue
             self.gradients.complete(bucket)
@@ -414,7 +414,7 @@ class OptimizerStep:
     def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
         self.before_change(bucket)
         self.last_order.append(bucket)
-        self._mesh.post(Activity.OPTIMIZER, self._units[bucket.unit].index)
+        self._mesh.post(Activity.OPTIMIZER, self._units[bucket.unit_index].index)
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
         grad = gradient_of(bucket) if self.gradients.inside else None

@@ -51,9 +51,9 @@ _LONGEST = 1 << 25  # The most bytes of a ring file, unpacked; a larger file was
 HISTORY = 256
 STREAMS = 3
 """The number of event streams, each in the same order on all ranks: gathers, reductions, and method calls."""
-_PID, PROGRESS, STATE, _PUBLISHED, SINCE, MICROBATCH, TRACE_REQUEST, _CLOCK = range(8)
-"""The words of a row. `SINCE` is the time of the last change of `STATE` and `_CLOCK` that of publishing, both of the rank's own
-monotonic clock in nanoseconds. `MICROBATCH` counts from 1. `TRACE_REQUEST`, on rank 0 only, is the number of the latest one."""
+_PID, PROGRESS, STATE, _PUBLISHED, SINCE, MICROBATCH, TRACE_REQUEST, _PUBLISHED_AT = range(8)
+"""The words of a row. `SINCE` is the time of the last change of `STATE` and `_PUBLISHED_AT` that of publishing, both of the rank's
+own monotonic clock in nanoseconds. `MICROBATCH` counts from 1. `TRACE_REQUEST`, on rank 0 only, is the number of the latest one."""
 _STAMPS_AT = 8
 _EVENTS_AT = 13
 _TOTALS_AT = 16
@@ -193,9 +193,9 @@ class StatusBoard:
 
     def seconds_since(self, rank: int, moment: int) -> float:
         """Return the seconds since `moment`, in nanoseconds of the clock of `rank`'s host; 0 if `moment` is 0."""
-        clock = self._row(rank)[_CLOCK]  # It is 0 for ranks that share memory and so the clock.
-        elapsed = (clock or time.monotonic_ns()) - moment
-        return (elapsed / 1e9 + (self.silent_seconds(rank) if clock else 0.0)) if moment else 0.0
+        published_at = self._row(rank)[_PUBLISHED_AT]  # It is 0 on boards in shared memory.
+        elapsed = (published_at or time.monotonic_ns()) - moment
+        return (elapsed / 1e9 + (self.silent_seconds(rank) if published_at else 0.0)) if moment else 0.0
 
     def count_step(self, nanoseconds: Sequence[int]) -> None:
         """Add a step and its nanoseconds, in the order of `TOTALS`."""
@@ -285,8 +285,8 @@ class StoreBoard(StatusBoard):
         self._publisher = publisher
         self._stale_seconds = stale_seconds
         self._publishing = threading.Lock()
-        self._seen: dict[int, tuple[int, float]] = {}
-        self._last: dict[int, bytes] = {}
+        self._last_changes: dict[int, tuple[int, float]] = {}
+        self._last_rows: dict[int, bytes] = {}
         self._store_is_gone = False
         self._closed = threading.Event()
         self.publish()
@@ -298,13 +298,13 @@ class StoreBoard(StatusBoard):
         if rank == self._rank:
             return self.own
         try:
-            self._last[rank] = self._store.get(f"zeromesh/board/{rank}")
+            self._last_rows[rank] = self._store.get(f"zeromesh/board/{rank}")
         except RuntimeError:
             self._store_is_gone = True
         return self._decoded(rank)
 
     def _decoded(self, rank: int) -> memoryview:
-        return memoryview(base64.b64decode(self._last.get(rank, b"")) or bytes(ROW_WORDS * 8)).cast("q")
+        return memoryview(base64.b64decode(self._last_rows.get(rank, b"")) or bytes(ROW_WORDS * 8)).cast("q")
 
     def trace_request(self) -> int:
         return int(self._decoded(0)[TRACE_REQUEST] if self._rank else self.own[TRACE_REQUEST])
@@ -315,9 +315,9 @@ class StoreBoard(StatusBoard):
 
     def silent_seconds(self, rank: int) -> float:
         published, now = self._row(rank)[_PUBLISHED], time.monotonic()
-        last, since = self._seen.get(rank, (-1, now))
+        last, since = self._last_changes.get(rank, (-1, now))
         if published != last:
-            self._seen[rank] = (published, now)
+            self._last_changes[rank] = (published, now)
             return 0.0
         return now - since
 
@@ -328,7 +328,7 @@ class StoreBoard(StatusBoard):
     def publish(self) -> None:
         with self._publishing:
             self.own[_PUBLISHED] += 1
-            self.own[_CLOCK] = time.monotonic_ns()
+            self.own[_PUBLISHED_AT] = time.monotonic_ns()
             # Other threads change the row: one call copies it, and none of them runs meanwhile.
             row = base64.b64encode(self.own.tobytes()).decode()
             try:
@@ -340,7 +340,7 @@ class StoreBoard(StatusBoard):
         while not (self._closed.wait(self.PERIOD_SECONDS) or self._store_is_gone):
             self.publish()
             with suppress(RuntimeError):  # The next `publish` notices the error.
-                self._last[0] = self._publisher.get("zeromesh/board/0")
+                self._last_rows[0] = self._publisher.get("zeromesh/board/0")
 
 
 class EventRing:
@@ -348,14 +348,14 @@ class EventRing:
 
     def __init__(self) -> None:
         self._words = bytearray(EVENTS * _PAIR.size)  # Untouched pages use no memory.
-        self._at = 0
+        self._next_place = 0
         self._names: dict[str, int] = {}
 
     def add(self, code: int, at: int = 0) -> None:
         """Append an event at a time of `time.monotonic_ns`, by default now."""
-        place = self._at
+        place = self._next_place
         _PAIR.pack_into(self._words, place, at or time.monotonic_ns(), code)
-        self._at = (place + _PAIR.size) % (EVENTS * _PAIR.size)
+        self._next_place = (place + _PAIR.size) % (EVENTS * _PAIR.size)
 
     def name(self, text: str) -> int:
         """Return the number of a name in event words; 0, no name, once there are too many."""
@@ -366,7 +366,7 @@ class EventRing:
 
     def write(self, path: Path, header: Mapping[str, Any]) -> None:
         """Write the events, oldest first, below a header, which gets the names and both clocks. Raises `OSError`."""
-        words, at = bytes(self._words), self._at
+        words, at = bytes(self._words), self._next_place
         events = (words[at:] if words[at : at + 8].strip(b"\0") else b"") + words[:at]
         clocks = {"clock_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
         first = json.dumps({**header, **clocks, "names": ["", *self._names]})

@@ -49,8 +49,8 @@ _LEAST_RUN = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
-    """Built units. `transport` moves parameters, `reduction` gradients; they are one object if both are sharded."""
+class BuiltUnits:
+    """A model's units. `transport` moves parameters and `reduction` gradients; they are one object if both are sharded."""
 
     units: tuple[Unit, ...]
     releases: bool
@@ -76,7 +76,7 @@ def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
 
 def build_units(
     model: nn.Module, plan: list[UnitPlan], mesh: Mesh, options: ZeroOptions, source: ParameterSource, tiers: Tiers
-) -> Built:
+) -> BuiltUnits:
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views. A rank holds at
     most one parameter beyond its shards at a time. All units are at rest afterwards. Raises `LayoutError` when ranks have different
     plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short."""
@@ -118,7 +118,7 @@ def build_units(
         buckets = [_build_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
         units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
     releases = options.placements.parameters is Placement.SHARDED and not (kind == "local" and all(keep))
-    return Built(units=tuple(units), releases=releases, transport=transport, reduction=reduction, tiers=tiers)
+    return BuiltUnits(units=tuple(units), releases=releases, transport=transport, reduction=reduction, tiers=tiers)
 
 
 def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
@@ -207,7 +207,7 @@ def _build_bucket(
         _move_parameter(parameter, mesh.device)
     bucket = Bucket(layout, parameters, buffer, interval, master, copy)
     buffer.end_write()
-    bucket.hide()
+    bucket.hide_values()
     if bucket.trainable:
         _allocate_gradients(bucket, options, tiers)
     return bucket

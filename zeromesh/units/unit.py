@@ -153,8 +153,7 @@ class Bucket:
     ) -> None:
         self.layout = layout
         self.name = layout.name
-        self.unit = 0
-        """The index of the bucket's unit."""
+        self.unit_index = 0  # `Unit` sets it.
         self.spec = layout.first
         self.dtype = self.spec.dtype
         self.shared_by, self.counted_at = self.spec.shared_by, self.spec.counted_at
@@ -214,7 +213,7 @@ class Bucket:
         named = zip(self.layout.slots, self.training, strict=True)
         self.learned.update(slot.spec.fqn for slot, trained in named if trained)
 
-    def show(self) -> None:
+    def show_values(self) -> None:
         """Make the parameters views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if issubclass(kind := type(parameter), AtRest):
@@ -224,7 +223,7 @@ class Bucket:
         if self._versions_unreliable:
             self.record_digests()
 
-    def hide(self) -> None:
+    def hide_values(self) -> None:
         """Replace the parameters by NaN of equal shape, in the class that calls `on_use` at their first use."""
         for parameter, rest, kind in zip(self.parameters, self._placeholders, self._resting_classes, strict=True):
             if not issubclass(type(parameter), AtRest):
@@ -285,7 +284,7 @@ class Unit:
         self.buckets = tuple(buckets)
         self.phase = Phase.RESTING
         for bucket in self.buckets:
-            bucket.unit = index
+            bucket.unit_index = index
         self._ledger = ledger
         self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
         self.adopt_requires_grad()
@@ -344,7 +343,7 @@ class Unit:
             bucket.buffer.wait()
         self.enter(Phase.LIVE)
         for bucket in self.buckets:
-            bucket.show()
+            bucket.show_values()
 
     def leave(self) -> None:
         """Release the unit's parameters if they are gathered, after waiting for a gather in flight."""
@@ -358,7 +357,7 @@ class Unit:
         if self._transient:
             self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, -self._transient)
         for bucket in self.buckets:
-            bucket.hide()
+            bucket.hide_values()
             bucket.buffer.release()
         self.enter(Phase.RESTING)
 
@@ -389,8 +388,8 @@ class InplaceWrites:
         for unit, name in _changed_parameters(units):
             self._raise_changed(unit, name)
 
-    def comparisons(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
-        """List the results of comparisons on a device that the host has not read yet, for `refuse_changed`."""
+    def unread_comparisons(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
+        """List the comparisons of digests whose result is on a device and not yet read by the host, for `refuse_changed`."""
         buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
         return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
 

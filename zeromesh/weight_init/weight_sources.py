@@ -314,7 +314,7 @@ class SeededSource(BuiltSource):
         super().close()
         self._drawn.clear()
 
-    def lost(self) -> tuple[str, ...]:
+    def unset_parameters(self) -> tuple[str, ...]:
         """Return the parameters that no initialiser would set, found before any read by a dry run on meta, which costs no memory.
         Modules of equal classes and shapes are tried once. `read` checks the values themselves."""
         verdicts: dict[object, tuple[str, ...]] = {}
@@ -323,11 +323,11 @@ class SeededSource(BuiltSource):
             kinds = tuple(type(module) for module in self.skeleton.path(owner))
             key = (kinds, tuple((leaf, self._values[_full_name(owner, leaf)].shape) for leaf in leaves))
             if key not in verdicts:
-                verdicts[key] = self._lost_in(owner, leaves)
+                verdicts[key] = self._unset_in(owner, leaves)
             names += [_full_name(owner, leaf) for leaf in verdicts[key]]
         return tuple(names)
 
-    def _lost_in(self, owner: str, leaves: list[str]) -> tuple[str, ...]:
+    def _unset_in(self, owner: str, leaves: list[str]) -> tuple[str, ...]:
         parameters = self.skeleton.path(owner)[-1]._parameters
         owned = [p for leaf in leaves if (p := parameters[leaf]) is not None]
         for reset_first in (False, True):
@@ -427,7 +427,7 @@ def build_deferred(
 
     lost = "building on the meta device loses the values of {}"
     for find, reason in (
-        (source.lost, lost),
+        (source.unset_parameters, lost),
         (
             partial(_initialised_otherwise, model, source.skeleton, log, seed),
             "it initialises {} otherwise than `reset_parameters` does",
@@ -454,7 +454,7 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
             "pass it built, or pass a callable that builds it"
         )
     source = SeededSource(model, seed)
-    lost = source.lost()
+    lost = source.unset_parameters()
     if lost:
         raise LostValuesError(lost, "nothing sets them again")
     drawn = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))

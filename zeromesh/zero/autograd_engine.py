@@ -322,7 +322,7 @@ class AutogradPasses(Passes):
             reduce = self._options.sums_before_reducing
             self.gradients.begin(buckets, reduce=reduce, first=False, last=True, known_order=False)
             self.gradients.flush()
-            self._updater.leave(self.units)
+            self._updater.finish_units(self.units)
         self.gradients.find_missing(buckets)
 
 
@@ -430,7 +430,7 @@ class AutogradEngine(ZeroEngine):
         it."""
         self.require_same_parameters()
         self._passes.close_backwards()
-        if self._passes.writes.comparisons(self.units):
+        if self._passes.writes.unread_comparisons(self.units):
             self.read_step()
         scale = self.loss_scale
         skip = self.options.precision.loss_scale is not None and not math.isfinite(self.gradient_norm(factor))

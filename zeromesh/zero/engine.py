@@ -28,7 +28,7 @@ from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.units.build import Built, build_units, make_trainable, open_tiers, ring_bytes, slot_bytes
+from zeromesh.units.build import BuiltUnits, build_units, make_trainable, open_tiers, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
@@ -47,7 +47,7 @@ class ZeroEngine:
     def __init__(
         self,
         model: nn.Module,
-        built: Built,
+        built: BuiltUnits,
         mesh: Mesh,
         options: ZeroOptions,
         cuts: ModelCuts | None = None,
@@ -226,7 +226,7 @@ class ZeroEngine:
             group.require_same(flags, LayoutError, advice="Change requires_grad on all ranks alike")
         self._flag_changes += 1
         for bucket, index in changed:
-            unit = self.units[bucket.unit]
+            unit = self.units[bucket.unit_index]
             bucket.parameters[index].grad = None  # Gradients computed since the change are dropped on all ranks.
             if not bucket.trainable:
                 make_trainable(bucket, self.options, self._tiers)
@@ -264,7 +264,7 @@ class ZeroEngine:
         """Read the caller's `scalars` from the device after the last backward, for which the host waits once, and this rank's part
         of the squared norm of all gradients. Raises `PhaseError` when forward has changed a parameter in place."""
         writes = self._passes.writes
-        unread = writes.comparisons(self.units)
+        unread = writes.unread_comparisons(self.units)
         try:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
                 values, squares = self.optimizer_step.read([*scalars, *(each for *_, each in unread)])

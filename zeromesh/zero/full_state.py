@@ -170,9 +170,11 @@ class CheckpointState:
             for piece in (bucket.layout.pieces(written) if written is not None else ())
             if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
         ]
-        alone = optimizer.whole  # One rank of the shard group then has all of the states.
+        on_one_rank = (
+            optimizer.whole
+        )  # One rank of the shard group has all states of a class that updates whole parameters.
         for number, slot in enumerate(bucket.layout.slots):
-            writes = not self._mesh.replicate.index if alone else slot.spec.fqn in first
+            writes = not self._mesh.replicate.index if on_one_rank else slot.spec.fqn in first
             for kind, dtype, shape, values in optimizer.whole_states(number) if slot.spec.fqn in bucket.learned else ():
                 spec = TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=shape)
                 yield spec, values if written is None or writes else None
@@ -398,7 +400,7 @@ class FullState:
     def _restore_phases(self) -> None:
         for unit in self._units:
             for bucket in unit.buckets:
-                (bucket.show if unit.phase is Phase.LIVE else bucket.hide)()
+                (bucket.show_values if unit.phase is Phase.LIVE else bucket.hide_values)()
 
     def _replace(self, name: str, replacement: nn.Parameter, restore: ExitStack) -> None:
         for table, leaf in self._parameter_dicts(name):

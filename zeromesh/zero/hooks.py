@@ -185,7 +185,7 @@ def tensors_in(value: Any, depth: int = _MOST_DEPTH) -> Iterator[torch.Tensor]:
 class UnitCall(NamedTuple):
     """A call of a unit in forward: the sequence numbers of its nodes, [first, end), and the edges that have hooks."""
 
-    unit: int
+    unit_index: int
     first: int
     end: int
     hooked: frozenset[Edge]
@@ -220,7 +220,7 @@ class UnitCalls:
             return False
         seen.add(kind)
         edges = frozenset((each.grad_fn, each.output_nr) for each in hooked if each.grad_fn is not None)
-        self._new_calls.append(UnitCall(unit=unit, first=first, end=end, hooked=edges))
+        self._new_calls.append(UnitCall(unit_index=unit, first=first, end=end, hooked=edges))
         return True
 
     def unhooked_entries(self, roots: Iterable[Edge]) -> list[tuple[int, torch.Tensor | None]]:
@@ -237,7 +237,7 @@ class UnitCalls:
             place = bisect_right(firsts, node._sequence_nr()) - 1
             inside = place if place >= 0 and node._sequence_nr() < calls[place].end else -1
             if inside not in (-1, before) and not _hooked(edge, calls[inside]):
-                entries.setdefault(edge, (calls[inside].unit, _viewed_parameter(node)))
+                entries.setdefault(edge, (calls[inside].unit_index, _viewed_parameter(node)))
             if node not in visited:
                 visited.add(node)
                 stack += [(inside, each) for each in node.next_functions if each[0] is not None]

@@ -29,7 +29,7 @@ from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams, own_randomness
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import NOTHING, StepPhase
-from zeromesh.units.build import Built
+from zeromesh.units.build import BuiltUnits
 from zeromesh.units.unit import Bucket, InplaceWrites, Phase, Unit
 from zeromesh.zero.hooks import UnitCalls, on_gradient_of, tensors_in
 
@@ -83,7 +83,12 @@ class Passes:
     )
 
     def __init__(
-        self, built: Built, mesh: Mesh, options: ZeroOptions, updater: OptimizerStep, chunks: Sequence[Sequence[Unit]]
+        self,
+        built: BuiltUnits,
+        mesh: Mesh,
+        options: ZeroOptions,
+        updater: OptimizerStep,
+        chunks: Sequence[Sequence[Unit]],
     ) -> None:
         self.units = built.units
         self._chunks = chunks
@@ -198,7 +203,7 @@ class Passes:
     def _end_reducing(self) -> None:
         self._recorder.next_range(None)
         self.gradients.flush()
-        self._updater.leave(self._chunks[self._progress.chunk])
+        self._updater.finish_units(self._chunks[self._progress.chunk])
 
     # Any pass
 
@@ -438,7 +443,7 @@ class Passes:
                 if self._releases:
                     left.rest()
                 if not self._defers_weights:
-                    self._updater.leave([left])
+                    self._updater.finish_units([left])
         progress.inside = needed
         if unit.index in progress.reached:
             return

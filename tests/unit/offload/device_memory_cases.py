@@ -90,7 +90,7 @@ def gradients_leave_and_come_back_without_the_host(mesh: Mesh, folder: str) -> N
                 bucket.grad = bucket.grad.zero_() if turn == 0 else bucket.grad
                 bucket.grad.add_(number + 1)
                 shards.offload(bucket, last=turn == 2)
-            shards.order()
+            shards.order_offloads()
     assert sim.waits() == []
     assert tiers.ledger.total(Tier.DEVICE) == 0
     shards.wait()

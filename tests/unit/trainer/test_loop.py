@@ -85,7 +85,7 @@ ALONE: Any = SimpleNamespace(
 def collected(*outputs: Any, of: Callable[..., Any] = lambda found: found) -> Collector:
     collector = Collector(ALONE, (), None)
     for each in outputs:
-        collector.add([collector.part(of(each), {"labels": torch.arange(2)})])
+        collector.add([collector.part_of(of(each), {"labels": torch.arange(2)})])
     return collector
 
 

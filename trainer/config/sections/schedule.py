@@ -12,21 +12,26 @@ from zeromesh.errors import ConfigError
 from zeromesh.settings.keys import Count, CountOrOff, Fraction, Number, Positive
 from zeromesh.trainer.config.sections.base import Ratio, Section
 
-_CYCLES = {"num_cycles": "num_cycles"}
-_LOWEST = {**_CYCLES, "min_ratio": "min_lr_rate"}
-_DECAY = {**_CYCLES, "min_ratio": "min_lr_ratio", "decay_steps": "num_decay_steps", "decay_shape": "decay_type"}
+_CYCLE_KEYS = {"num_cycles": "num_cycles"}
+_MIN_RATIO_KEYS = {**_CYCLE_KEYS, "min_ratio": "min_lr_rate"}
+_DECAY_KEYS = {
+    **_CYCLE_KEYS,
+    "min_ratio": "min_lr_ratio",
+    "decay_steps": "num_decay_steps",
+    "decay_shape": "decay_type",
+}
 SCHEDULES: dict[str, dict[str, str]] = {
     "constant": {},  # 1, and no warm-up
     "constant_with_warmup": {},  # 1
     "linear": {},  # falls to 0
-    "cosine": _CYCLES,  # waves, half of one (a fall to 0) if not given
-    "cosine_with_restarts": _CYCLES,  # falls to 0, one if not given
-    "cosine_with_min_lr": _LOWEST,  # as cosine, down to min_ratio, which it needs
-    "cosine_warmup_with_min_lr": _LOWEST,  # the same a step earlier, as is its warm-up
+    "cosine": _CYCLE_KEYS,  # waves, half of one (a fall to 0) if not given
+    "cosine_with_restarts": _CYCLE_KEYS,  # falls to 0, one if not given
+    "cosine_with_min_lr": _MIN_RATIO_KEYS,  # as cosine, down to min_ratio, which it needs
+    "cosine_warmup_with_min_lr": _MIN_RATIO_KEYS,  # the same a step earlier, as is its warm-up
     # (1 - progress) ** power (1 if not given), down to min_ratio
     "polynomial": {"min_ratio": "lr_end", "power": "power"},
-    "warmup_stable_decay": _DECAY,  # 1, then to min_ratio in decay_steps
-    "wsd": _DECAY,  # the same
+    "warmup_stable_decay": _DECAY_KEYS,  # 1, then to min_ratio in decay_steps
+    "wsd": _DECAY_KEYS,  # the same
     "inverse_sqrt": {"timescale": "timescale"},  # 1 / sqrt(step / timescale)
 }
 """The options of each schedule, beside those of its warm-up, by their names in `get_scheduler`; comments give the curve."""

@@ -176,7 +176,8 @@ def _merged_tensors(
     (folder / BASE_MODEL).rmdir()
     wanted = _DTYPES.get(dtype) or next(source.dtype for source, _ in chosen.values() if source.kind == "model")
     form = HubForm(model)
-    tensors = {name: each.to(wanted) if each.is_floating_point() else each for name, each in form.names.outputs.items()}
+    outputs = form.hub_names.outputs
+    tensors = {name: each.to(wanted) if each.is_floating_point() else each for name, each in outputs.items()}
     place: dict[str, int] = {}
     for name in names.values():
         place.setdefault(form.layer_of.get(name, name), len(place))
