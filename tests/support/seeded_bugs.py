@@ -30,7 +30,7 @@ from zeromesh.optim.optimizer_step import OptimizerStep, WeightAverage
 from zeromesh.pipeline.pipeline import ZeroRunner
 from zeromesh.pipeline.schedule import Kind
 from zeromesh.rng import Streams, seed_all
-from zeromesh.tensor import parallelize_module
+from zeromesh.tensor import layers
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.trainer.config.sections.schedule import LRSchedule
@@ -222,7 +222,7 @@ def head_next_shard(init: Any, self: Any, hidden: Any, weight: Any, *rest: Any, 
     init(self, hidden, weight, *rest, first=first + weight.shape[0], **settings)
 
 
-@seeded(parallelize_module, "lookup_sharded_embedding", _TENSOR, "embed_tokens")
+@seeded(layers, "lookup_sharded_embedding", _TENSOR, "embed_tokens")
 def embedding_next_shard(lookup: Any, own: Any, tokens: Interval, exchange: Any, ids: torch.Tensor) -> Any:
     """The vocabulary-parallel embedding looks tokens up that the next rank holds."""
     start = (tokens.start + tokens.length) % (tokens.length * exchange.size)

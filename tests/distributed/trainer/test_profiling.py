@@ -275,7 +275,7 @@ def test_collectives_end_before_the_profiler_does(tmp_path: Path) -> None:
         rank=0, world_size=1, device=torch.device("cpu"), recorder=StepRecorder(), wait_for_all_ranks=lambda what: None
     )
     section = load_config({"profile": {"steps": [1, 2], "step_figures": False}}).profile
-    engine: Any = SimpleNamespace(mesh=mesh, settle=settle)
+    engine: Any = SimpleNamespace(mesh=mesh, wait_for_gathers=settle)
     with Profile(section, tmp_path, engine, 1, print) as profile:
         for number in (1, 2):
             with profile.step(number):
