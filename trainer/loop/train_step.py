@@ -4,6 +4,7 @@ Backward of every microbatch starts with 1 / the global count; that of a loss wh
 and the update divides by the count.
 """
 
+import inspect
 import math
 import signal
 import time
@@ -124,14 +125,14 @@ class DeviceBatch(dict[str, Any]):
             sequences: Tensor = find(position_ids)
         return sequences
 
-    def _ignores(
-        self, ignored: Callable[..., Any], padding_mask: Tensor | None = None, *arguments: Any, **named: Any
-    ) -> bool:
-        """Treat a mask without padding as no mask."""
-        pads_nothing = None if padding_mask is None else self._masks.get(padding_mask.shape)
-        if pads_nothing is None:
-            return bool(ignored(padding_mask, *arguments, **named))
-        return pads_nothing and bool(ignored(None, *arguments, **named))
+    def _ignores(self, ignored: Callable[..., Any], /, *arguments: Any, **named: Any) -> bool:
+        """Treat a mask without padding as no mask, however transformers passes it."""
+        call = inspect.signature(ignored).bind(*arguments, **named)
+        mask = call.arguments.get("padding_mask")
+        pads_nothing = None if mask is None else self._masks.get(mask.shape)
+        if pads_nothing:
+            call.arguments["padding_mask"] = None
+        return pads_nothing is not False and bool(ignored(*call.args, **call.kwargs))
 
     def _is_all_true(self, fast_all: Callable[..., Any], mask: Tensor) -> Any:
         known = self._masks.get(mask.shape)

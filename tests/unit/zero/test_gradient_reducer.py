@@ -76,7 +76,7 @@ class StreamReducer(Reducer):
 class Shards:
     first = True
 
-    def order(self) -> None:
+    def order_offloads(self) -> None:
         """Have nothing offloaded."""
 
     def allocate(self, bucket: Bucket) -> None:
