@@ -342,7 +342,8 @@ class Trainer(ModelOnMesh):
         run = self.run
         with run.model.guarded("trainer.load_weights()"):
             path = Path(checkpoint).expanduser()
-            run.progress.step = load_weights(path, run.model.require_engine())
+            run.progress.step, passed_over = load_weights(path, run.model.require_engine())
+            run.progress.reached = run.progress.step + passed_over
 
     def generate(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, *, seed: int | None = None, **arguments: Any

@@ -370,12 +370,12 @@ def load_engine(reader: CheckpointReader, engine: ZeroEngine, state: TrainerStat
     _fill(reader, engine, state.averages, state.callbacks, whole=True)
 
 
-def load_weights(path: Path, engine: ZeroEngine) -> int:
-    """Load the weights of a checkpoint into the engine; returns its step. All ranks call it. Raises `CheckpointError` or
-    `LayoutError` as `open_checkpoint` and `fill_shards` do."""
+def load_weights(path: Path, engine: ZeroEngine) -> tuple[int, int]:
+    """Load the weights of a checkpoint into the engine; returns its step and the number of data steps passed over until then. All
+    ranks call it. Raises `CheckpointError` or `LayoutError` as `open_checkpoint` and `fill_shards` do."""
     reader, state = _open_checkpoint(path, engine)
     _fill(reader, engine, state.get("averages", 0), state.get("callbacks", {}), whole=False)
-    return reader.manifest.step
+    return reader.manifest.step, state.get("passed_over", 0)
 
 
 def _fill(

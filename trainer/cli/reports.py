@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from zeromesh.trainer.formatting import print_lines
 
 REPORT = "report.html"
 _EXAMPLES = Path(__file__).resolve().parent.parent / "configs"
+_DATA_FILE = re.compile(r"\bscripts/examples/\S+")
 
 
 def run_report(options: argparse.Namespace) -> int:
@@ -87,7 +89,9 @@ def run_init(options: argparse.Namespace) -> int:
             file.write(text)
     except OSError as error:
         raise StorageError(f"{str(path)!r} was not written: {error.strerror or error}; move it away first") from error
-    print_lines([f"wrote {path}; train it with: zeromesh train {path}"])
+    absent = [each for each in _DATA_FILE.findall(text) if not Path(each).exists()]
+    first = f"name your own file in place of {absent[0]}, and " if absent else ""
+    print_lines([f"wrote {path}; {first}train it with: zeromesh train {path}"])
     return 0
 
 

@@ -6,7 +6,14 @@ from typing import Any
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    TrainerState,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 from zeromesh.environment import read_environment
@@ -14,6 +21,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.trainer.config.foreign_names import ARGUMENTS, STEP_INTERVALS, training_arguments
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.formatting import print_lines
 from zeromesh.trainer.integrations.transformers import on_zeromesh
 from zeromesh.trainer.models.adapters import import_peft
 from zeromesh.trainer.setup.named_objects import find_object
@@ -23,8 +31,8 @@ _SECTIONS = ("zero", "parallel", "precision", "offload", "ema")
 _CONVERTED_KEYS = frozenset(
     """
     model.source model.revision model.config model.lora model.attention model.activation_checkpointing data.train data.eval
-    data.tokenizer batch.global_size optimizer.name optimizer.betas run.name run.output_dir checkpoint.resume train.method
-    train.rewards train.options
+    data.tokenizer batch.global_size optimizer.name optimizer.betas run.name run.output_dir run.verbose checkpoint.resume
+    train.method train.rewards train.options
     """.split()  # noqa: SIM905 - a table of words
 )
 _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -69,7 +77,8 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
         problems.append("train.rewards: functions are given with train.method grpo, and with it alone")
     if problems:
         raise ConfigError(problems)
-    return {**half, "use_cpu": accelerator_kind() is None, **arguments, **config.train.options}
+    said = {"log_level": "info"} if config.run.verbose else {}
+    return {**half, "use_cpu": accelerator_kind() is None, **said, **arguments, **config.train.options}
 
 
 def train(config: TrainerConfig) -> None:
@@ -117,8 +126,22 @@ def train(config: TrainerConfig) -> None:
         source, args=trl_config, processing_class=tokenizer, zeromesh=sections, **named
     )
     last = get_last_checkpoint(directory) if directory.is_dir() and config.checkpoint.resume == "auto" else None
+    if last is not None and _is_complete(Path(last), trl_config) and (directory / "model").is_dir():
+        if trl_config.process_index == 0:
+            name, step = config.run.name, Path(last).name.rpartition("-")[2]
+            advice = "raise run.max_steps, or choose another run.name"
+            print_lines([f"nothing was trained: run {name!r} is complete at step {step}; {advice}"])
+        return
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model(str(directory / "model"))
+
+
+def _is_complete(checkpoint: Path, arguments: Any) -> bool:
+    """Return True if a checkpoint is of the last step: transformers' trainer would train one step more from there."""
+    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    if arguments.max_steps > 0:
+        return bool(state.global_step >= arguments.max_steps)
+    return bool((state.epoch or 0.0) >= arguments.num_train_epochs)
 
 
 def _tokenizer(spec: str | None) -> Any:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -252,49 +252,43 @@ def test_either_of_two_tells_the_last_row_of_wandb(workers: Workers, copied: Pat
     assert len(rows) == (4 if gone == "wandb" else 12)
 
 
-def test_a_latest_file_of_wandb_that_is_gone_has_sent_its_rows(tmp_path: Path) -> None:
-    """It was removed after `wandb sync`, and that of an earlier process was not, which knows of no later row."""
+@pytest.fixture
+def wandb_here() -> Iterator[None]:
+    """wandb's service is a child of this process, and ends with the test."""
+    import wandb
+
     leave = tracking_module._join_accelerate(torch.device("cpu"))
-    for first in (1, 4, 7):
-        given: dict[str, Any] = {
-            "ident": "a1b2c3d4",
-            "name": "run",
-            "project": "runs",
-            "tags": (),
-            "online": False,
-            "config": {},
-        }
-        tracker = kinds.WandbTracker("wandb", TrackedRun(**given, directory=tmp_path, step=first - 1))
+    yield
+    leave()
+    wandb.teardown()
+
+
+@pytest.mark.parametrize(
+    ("processes", "gone", "left"),
+    [
+        # It was removed after `wandb sync`, and that of an earlier process was not, which knows of no later row.
+        pytest.param([(1, 3), (4, 3), (7, 3)], 1, [0, 1, 2, 6, 7, 8], id="the latest"),
+        # It was removed, and the process after it was killed before its first row.
+        pytest.param([(1, 3), (4, 0), (4, 1)], 0, [3], id="one before a file without rows"),
+    ],
+)
+@pytest.mark.usefixtures("wandb_here")
+def test_rows_of_a_file_of_wandb_that_is_gone_are_sent(
+    tmp_path: Path, processes: list[tuple[int, int]], gone: int, left: list[int]
+) -> None:
+    given: dict[str, Any] = {"ident": "a1b2c3d4", "name": "run", "project": "runs", "tags": (), "config": {}}
+    for process, (first, rows) in enumerate(processes):
+        run = TrackedRun(**given, online=False, directory=tmp_path, step=first - 1)
+        tracker = kinds.WandbTracker("wandb", run)
         tracker.start()
         assert tracker.sent == RowPosition(first - 1)
-        for step in range(first, first + 3):
+        for step in range(first, first + rows):
             tracker.log(TrackedRow(RowPosition(step), {"train/loss": 1.0}))
         tracker.finish()
-        if first == 4:
+        if process == gone:
             shutil.rmtree((tmp_path / "wandb" / "latest-run").resolve())
         time.sleep(1)  # The names of folders have seconds.
-    leave()
-    assert [row["_step"] for row in wandb_rows(tmp_path)] == [0, 1, 2, 6, 7, 8]
-
-
-def test_a_file_of_wandb_without_a_row_begins_after_those_of_earlier_processes(tmp_path: Path) -> None:
-    """They may be gone, after `wandb sync`, when a process is killed before its first row."""
-    leave = tracking_module._join_accelerate(torch.device("cpu"))
-    for rows in (3, 0, 1):
-        given: dict[str, Any] = {"ident": "a1b2c3d4", "name": "run", "project": "runs", "tags": (), "config": {}}
-        tracker = kinds.WandbTracker(
-            "wandb", TrackedRun(**given, online=False, directory=tmp_path, step=0 if rows == 3 else 3)
-        )
-        tracker.start()
-        assert tracker.sent == RowPosition(0 if rows == 3 else 3)
-        for step in range(4 - rows, 4):
-            tracker.log(TrackedRow(RowPosition(step), {"train/loss": 1.0}))
-        tracker.finish()
-        if rows == 3:
-            shutil.rmtree((tmp_path / "wandb" / "latest-run").resolve())
-        time.sleep(1)  # The names of folders have seconds.
-    leave()
-    assert [row["_step"] for row in wandb_rows(tmp_path)] == [3]
+    assert [row["_step"] for row in wandb_rows(tmp_path)] == left
 
 
 def test_what_is_missing_is_told_by_the_files_of_the_run(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
@@ -249,6 +250,7 @@ def referring(mesh: Mesh, folder: str, steps: int = 2, **checkpoint: Any) -> dic
         with Trainer(None, config, sentences()) as trainer:
             if steps > 2:
                 trainer.load_weights(root / run["name"] / "checkpoints/step-00000002")
+                assert trainer.state.epoch == pytest.approx(2 * 8 / 23)
             else:
                 said = [str(loss) for loss in trainer.fit().losses]
             found = digest(dict(trainer.state_dict()))

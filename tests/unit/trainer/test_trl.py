@@ -106,8 +106,15 @@ def test_our_own_trainer_is_for_targets() -> None:
         Trainer(config=DPO)
 
 
-def test_the_configuration_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_configuration_runs_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("trl")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    trl.train(load_config("configs/dpo.yaml", [f"run.output_dir={tmp_path}", "run.max_steps=2"]))
+    config = load_config("configs/dpo.yaml", [f"run.output_dir={tmp_path}", "run.max_steps=2", "run.verbose=true"])
+    trl.train(config)
     assert (tmp_path / "dpo/model/config.json").is_file()
+    capsys.readouterr()
+    trl.train(config)
+    assert "nothing was trained: run 'dpo' is complete at step 2" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "dpo").glob("checkpoint-*")] == ["checkpoint-2"]
