@@ -152,6 +152,15 @@ def long_functions(files: list[Source], most: int = 60) -> list[str]:
     return [f"{path}: {name} ({length})" for path, name, length in lengths if length > most]
 
 
+def docstring_lines(source: Source) -> int:
+    """Count the lines of the docstrings of a module, its classes and its functions; attributes have none for Python."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    described = [
+        node for node in ast.walk(source.tree) if isinstance(node, kinds) and ast.get_docstring(node) is not None
+    ]
+    return sum((node.body[0].end_lineno or 0) - node.body[0].lineno + 1 for node in described)
+
+
 def duplicate_classes(files: list[Source]) -> dict[str, list[str]]:
     """Class names that several files define, private ones included."""
     found: dict[str, list[str]] = defaultdict(list)
@@ -191,6 +200,7 @@ def figures(root: Path) -> dict[str, object]:
         "folders with more than 12 files": len(crowded(files)),
         "circles of folders": len(folder_circles(files)),
         "most files at the root of a floor": max(per_folder[floor] for floor in FLOORS),
+        "lines of docstrings": sum(docstring_lines(source) for source in files),
         "functions": len(long_functions(files, most=0)),
         "functions above 60 lines": len(long_functions(files)),
         "modules with one importer": len(single_importers(files)),

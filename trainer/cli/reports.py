@@ -90,7 +90,7 @@ def run_init(options: argparse.Namespace) -> int:
     except OSError as error:
         raise StorageError(f"{str(path)!r} was not written: {error.strerror or error}; move it away first") from error
     absent = [each for each in _DATA_FILE.findall(text) if not Path(each).exists()]
-    first = f"name your own file in place of {absent[0]}, and " if absent else ""
+    first = f"name your own data in place of {' and '.join(absent)}, and " if absent else ""
     print_lines([f"wrote {path}; {first}train it with: zeromesh train {path}"])
     return 0
 

@@ -129,7 +129,7 @@ def train(config: TrainerConfig) -> None:
     if last is not None and _is_complete(Path(last), trl_config) and (directory / "model").is_dir():
         if trl_config.process_index == 0:
             name, step = config.run.name, Path(last).name.rpartition("-")[2]
-            advice = "raise run.max_steps, or choose another run.name"
+            advice = "raise run.max_steps or run.epochs, or choose another run.name"
             print_lines([f"nothing was trained: run {name!r} is complete at step {step}; {advice}"])
         return
     trainer.train(resume_from_checkpoint=last)

@@ -28,7 +28,7 @@ class CollectiveCall:
     """
 
     out: torch.Tensor
-    """What arrives: the parts of all ranks one after the other, or their sum."""
+    """The tensor that is received: the parts of all ranks one after the other, or their sum."""
     given: torch.Tensor
     """The tensor to send, to all ranks or one part to each. It may be this rank's part of `out`, or `out` itself. A broadcast
     leaves that part unchanged, and sends nothing from a rank whose tensor is empty."""

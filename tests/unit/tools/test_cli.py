@@ -238,12 +238,10 @@ def test_init_of_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["init", "lora"]) == 0
     assert "zeromesh train lora.yaml" in capsys.readouterr().out
     assert "configs/" not in Path("lora.yaml").read_text()
-    assert main(["init", "chat"]) == 0
-    said = capsys.readouterr().out
-    assert (
-        "name your own file in place of scripts/examples/chats.jsonl, and train it with: zeromesh train chat.yaml"
-        in said
-    )
+    assert main(["init", "mixture"]) == 0
+    own = "name your own data in place of scripts/examples/chats.jsonl and scripts/examples/pairs.jsonl"
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{own}, and train it with: zeromesh train mixture.yaml" in said
     Path("lora.yaml").write_text("mine")
     assert main(["init", "lora"]) == 1
     assert "lora.yaml' was not written: File exists" in capsys.readouterr().err

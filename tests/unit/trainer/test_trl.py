@@ -2,9 +2,11 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import TrainerState
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
@@ -118,3 +120,14 @@ def test_the_configuration_runs_once(
     trl.train(config)
     assert "nothing was trained: run 'dpo' is complete at step 2" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "dpo").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize(
+    ("step", "epoch", "max_steps", "complete"),
+    [(2, 0.5, 2, True), (1, 0.5, 2, False), (2, 0.5, 3, False), (9, 3.0, -1, True), (8, 2.7, -1, False)],
+)
+def test_a_complete_run_is_known_by_its_steps_or_epochs(
+    tmp_path: Path, step: int, epoch: float, max_steps: int, complete: bool
+) -> None:
+    TrainerState(global_step=step, epoch=epoch).save_to_json(str(tmp_path / "trainer_state.json"))
+    assert trl._is_complete(tmp_path, SimpleNamespace(max_steps=max_steps, num_train_epochs=3.0)) is complete
